@@ -1,0 +1,96 @@
+//! With feature `cuda`: compiles the kernels to PTX for every architecture and writes `OUT_DIR/ptx.rs`, a table that
+//! `host/driver/cuda.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
+//!
+//! - `STEPSCOPE_ARCHS=sm_121,sm_90`: the architectures (this is the default).
+//! - `STEPSCOPE_PTX_DIR=DIR`: takes `DIR/ARCH.ptx`, made elsewhere, instead of compiling.
+
+fn main() {
+    #[cfg(feature = "cuda")]
+    if let Err(error) = ptx::build() {
+        // Plain text on standard error: a panic would hide the instructions behind a backtrace.
+        eprintln!("\n{error}\n");
+        std::process::exit(1);
+    }
+    #[cfg(not(feature = "cuda"))]
+    println!("cargo::rerun-if-changed=build.rs");
+}
+
+#[cfg(feature = "cuda")]
+mod ptx {
+    use std::{
+        env,
+        error::Error,
+        fmt::Write as _,
+        fs,
+        path::{Path, PathBuf},
+    };
+
+    use cuda_builder::{CudaBuilder, NvvmArch};
+
+    const ARCHS: &str = "STEPSCOPE_ARCHS";
+    const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
+
+    pub(super) fn build() -> Result<(), Box<dyn Error>> {
+        println!("cargo::rerun-if-changed=build.rs");
+        println!("cargo::rerun-if-env-changed={ARCHS}");
+        println!("cargo::rerun-if-env-changed={PTX_DIR}");
+        let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: cargo runs this")?);
+        let made_elsewhere = env::var_os(PTX_DIR).filter(|path| !path.is_empty()).map(PathBuf::from);
+
+        let mut table =
+            String::from("/// The kernels: compute capability (121 is 12.1) and PTX, one entry for each.\n");
+        table += "pub(crate) static PTX: &[(u32, &str)] = &[\n";
+        for arch in archs(&env::var(ARCHS).unwrap_or_default())? {
+            let ptx = match &made_elsewhere {
+                Some(folder) => copied(folder, arch, &out)?,
+                None => CudaBuilder::new("device")
+                    .arch(arch)
+                    .fma_contraction(false)
+                    .target_dir(shared_target(&out).join(arch.sm()))
+                    .copy_to(out.join(format!("{arch}.ptx")))
+                    .build()?,
+            };
+            writeln!(table, "    ({}, include_str!({:?})),", arch.capability(), ptx.display().to_string())?;
+        }
+        table += "];\n";
+        fs::write(out.join("ptx.rs"), table)?;
+        Ok(())
+    }
+
+    /// The architectures asked for, each once; the project's own two when none is.
+    fn archs(asked: &str) -> Result<Vec<NvvmArch>, Box<dyn Error>> {
+        let mut archs = Vec::new();
+        for name in asked.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            let arch = name.parse().map_err(|error| format!("{ARCHS}={asked}: {error}"))?;
+            if !archs.contains(&arch) {
+                archs.push(arch);
+            }
+        }
+        Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90] } else { archs })
+    }
+
+    fn copied(folder: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, Box<dyn Error>> {
+        let from = folder.join(format!("{arch}.ptx"));
+        let to = out.join(format!("{arch}.ptx"));
+        println!("cargo::rerun-if-changed={}", from.display());
+        let ptx = fs::read_to_string(&from).map_err(|error| format!("{PTX_DIR}: {}: {error}", from.display()))?;
+        if !ptx.lines().any(|line| line.trim_end() == format!(".target {arch}")) {
+            return Err(format!("{PTX_DIR}: {} does not say `.target {arch}`", from.display()).into());
+        }
+        fs::write(&to, ptx)?;
+        Ok(to)
+    }
+
+    /// `cuda-builder` in the workspace's target folder, which every profile shares. Cargo's layout is
+    /// `target[/TRIPLE]/PROFILE/build/PACKAGE/out`; trybuild's programs build in `target/tests/trybuild`.
+    fn shared_target(out: &Path) -> PathBuf {
+        let mut target = out.ancestors().nth(4).unwrap_or(out);
+        let triple = env::var_os("TARGET").unwrap_or_default();
+        for inner in [Path::new(&triple), Path::new("trybuild"), Path::new("tests")] {
+            if target.ends_with(inner) {
+                target = target.parent().unwrap_or(target);
+            }
+        }
+        target.join("cuda-builder")
+    }
+}

@@ -1,0 +1,365 @@
+"""The rules that every kernel's PTX must keep (section "numbers" of docs/architecture.md), for ci/ptx.
+
+    ptx_rules.py self-test PTXAS                          every rule must fire on code that breaks it
+    ptx_rules.py check PTXAS KERNELS_DIR PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and the source
+
+Invariant: what cannot be read is a failure. A kernel without a report, a report without a kernel, an attribute without
+a function: each ends the run with status 1.
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+SHARED_LIMIT_BYTES = 99 * 1024  # one block on sm_121
+FLOAT = r"(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)"
+
+# name -> (what it means, does this instruction break it)
+INSTRUCTION_RULES = {
+    "approximate": ("an approximate instruction", lambda op: ".approx" in op),
+    "flush": ("flushes subnormals to zero", lambda op: ".ftz" in op),
+    "full-division": ("division that is not correctly rounded", lambda op: op.startswith("div.full")),
+    "rounding": (
+        "arithmetic without .rn: ptxas may fuse it",
+        lambda op: re.fullmatch(rf"(?:add|sub|mul|fma|mad|div|rcp|sqrt)(?:\.\w+)*\.{FLOAT}", op)
+        and ".rn" not in op
+        and ".approx" not in op
+        and not op.startswith("div.full"),
+    ),
+    "float-atomic": (
+        "a float atomic: the order of the sum is not fixed",
+        lambda op: re.match(r"(?:atom|red|redux)\.", op) and re.search(rf"\.{FLOAT}\b", op),
+    ),
+    "float-min-max": (
+        "float min or max: decide by comparison",
+        lambda op: re.fullmatch(rf"(?:min|max)(?:\.\w+)*\.{FLOAT}", op),
+    ),
+}
+
+# name -> (what it means, does this report of ptxas break it)
+REPORT_RULES = {
+    "spill": ("registers spill", lambda report: report["spill"] > 0),
+    "stack": ("has a stack frame", lambda report: report["stack"] > 0),
+    "shared": (f"more than {SHARED_LIMIT_BYTES} bytes of shared memory", lambda report: report["shared"] > SHARED_LIMIT_BYTES),
+}
+
+
+def functions(ptx):
+    """[(name, is an entry, [instruction])] of a PTX text; instructions without predicate, operands and comments."""
+    ptx = re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", ptx, flags=re.S))
+    found, name, depth, entry, body = [], None, 0, False, []
+    pending = ""
+    for line in ptx.splitlines():
+        if depth == 0:
+            # `.visible .entry name(` or `.func (.param .b32 result) name(`, up to the brace of the body.
+            pending += " " + line.strip()
+            if line.strip().endswith(";"):
+                pending = ""
+                continue
+            if "{" not in line:
+                continue
+            head = re.search(r"\.(entry|func)\s+(?:\([^)]*\)\s*)?([A-Za-z_$%][\w$]*)", pending)
+            pending, depth = "", line.count("{") - line.count("}")
+            if not head:
+                depth = 0
+                continue
+            entry, name, body = head.group(1) == "entry", head.group(2), []
+            line = line.split("{", 1)[1]
+        else:
+            depth += line.count("{") - line.count("}")
+        for statement in line.split(";"):
+            statement = re.sub(r"^[{}\s]*(?:[$\w]+:)?[{}\s]*(?:@!?%?\w+\s+)?", "", statement).strip()
+            if statement and not statement.startswith((".", "{", "}")):
+                body.append(statement.split()[0])
+        if depth <= 0 and name is not None:
+            found.append((name, entry, body))
+            name = None
+    return found
+
+
+def reports(log):
+    """kernel -> registers, shared, stack and spill bytes, from what `ptxas -v` prints."""
+    found, properties, entry = {}, {}, None
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '([^']+)'", line):
+            entry = match.group(1)
+        elif match := re.search(r"Function properties for (\S+)", line):
+            current = match.group(1)
+            properties[current] = {}
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, stores, loads = map(int, match.groups())
+            properties[current] = {"stack": stack, "spill": stores + loads}
+        elif (match := re.search(r"Used (\d+) registers", line)) and entry:
+            shared = re.search(r"(\d+)(?:\+\d+)? bytes smem", line)
+            found[entry] = {
+                "registers": int(match.group(1)),
+                "shared": int(shared.group(1)) if shared else 0,
+                **properties.get(entry, {}),
+            }
+            entry = None
+    # Functions that are called rather than inlined have a frame of their own.
+    for name, values in properties.items():
+        if name not in found and values:
+            found[name] = {"registers": None, "shared": 0, **values}
+    return found
+
+
+def source_kernels(folder):
+    """(kernel -> file, faults) for every `#[kernel]` function of the folder's Rust files, each with its contract.
+
+    A function that a macro writes has `$name` for its name: then the names are the words at the start of a line in the
+    macro's calls, followed by what follows `$name:ident` in its pattern.
+    """
+    found, faults, contracts = {}, [], set()
+    for path in sorted(pathlib.Path(folder).glob("**/*.rs")):
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        contracts |= set(re.findall(r"\bcontract!\s*\(\s*(\w+)", text))
+        for match in re.finditer(r"#\[kernel\]", text):
+            where = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
+            function = re.match(r"(?:\s*#\[[^\]]*\])*\s*pub\s+unsafe\s+fn\s+(\$?\w+)", text[match.end() :])
+            names = macro_names(text, match.start(), function.group(1)) if function else []
+            if not names:
+                faults.append(f"{where}: #[kernel] is not followed by `pub unsafe fn NAME`, or its macro cannot be read")
+            for name in names:
+                if name in found:
+                    faults.append(f"{where}: kernel {name} is in {found[name]} too")
+                found[name] = path
+    faults += [f"{found[name]}: kernel {name} has no contract" for name in sorted(found.keys() - contracts)]
+    faults += [f"{folder}: the contract of {name} has no kernel" for name in sorted(contracts - found.keys())]
+    if not found:
+        faults.append(f"{folder}: no #[kernel] function found")
+    return found, faults
+
+
+def macro_names(text, place, name):
+    """[name], or, for `$name` in a macro's definition around `place`, the names in the macro's calls."""
+    if not name.startswith("$"):
+        return [name]
+    definitions = re.findall(r"macro_rules!\s*(\w+)\s*\{", text[:place])
+    after = re.search(re.escape(name) + r":ident\s*([:;,({=]|=>)", text[:place][text[:place].rfind("macro_rules!") :])
+    if not definitions or not after:
+        return []
+    names = []
+    for call in re.finditer(rf"^{definitions[-1]}!\s*\{{\n(.*?)^\}}", text, flags=re.M | re.S):
+        names += re.findall(rf"^\s*(\w+)\s*{re.escape(after.group(1))}", call.group(1), flags=re.M)
+    return names
+
+
+def judge(ptx, log, kernels):
+    """[(rule, message)] for one architecture."""
+    faults = []
+    code, report = functions(ptx), reports(log)
+    entries = {name for name, entry, _ in code if entry}
+    for name in sorted(set(kernels) - entries):
+        faults.append(("entries", f"{name}: in the source, not in the PTX"))
+    for name in sorted(entries - set(kernels)):
+        faults.append(("entries", f"{name}: in the PTX, not in the source"))
+    for name, _, body in code:
+        for rule, (meaning, breaks) in INSTRUCTION_RULES.items():
+            broken = sorted({op for op in body if breaks(op)})
+            if broken:
+                faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
+    for name in sorted(entries):
+        values = report.get(name, {})
+        if values.get("registers") is None or not {"shared", "stack", "spill"} <= values.keys():
+            faults.append(("report", f"{name}: ptxas reported nothing that can be read"))
+    for name, values in sorted(report.items()):
+        for rule, (meaning, breaks) in REPORT_RULES.items():
+            if {"stack", "spill", "shared"} <= values.keys() and breaks(values):
+                faults.append((rule, f"{name}: {meaning}: {', '.join(f'{k} {v}' for k, v in values.items())}"))
+    return faults
+
+
+def assemble(ptxas, arch, path):
+    """ptxas's log; a failure to assemble ends the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [ptxas, "--gpu-name", arch, "-v", str(path), "-o", f"{folder}/out.cubin"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise SystemExit(f"cannot run ptxas: {error}") from error
+    log = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise SystemExit(f"ptxas does not assemble {path} for {arch}:\n{log}")
+    return log
+
+
+def table(names, archs, by_arch):
+    width = max(map(len, names), default=6)
+    print(f"{'':{width}}  " + "  ".join(f"{arch:^29}" for arch in archs))
+    print(f"{'kernel':{width}}  " + "  ".join("regs  shared   stack   spills" for _ in archs))
+    for name in names:
+        cells = []
+        for arch in archs:
+            r = by_arch[arch].get(name, {})
+            cells.append("{:>4}  {:>6}  {:>6}  {:>7}".format(*(str(r.get(k, "?")) for k in ("registers", "shared", "stack", "spill"))))
+        print(f"{name:{width}}  " + "  ".join(cells))
+
+
+def check(ptxas, folder, ptx_dir, archs):
+    kernels, faults = source_kernels(folder)
+    by_arch = {}
+    for arch in archs:
+        path = pathlib.Path(ptx_dir) / f"{arch}.ptx"
+        ptx = path.read_text()
+        log = assemble(ptxas, arch, path)
+        by_arch[arch] = reports(log)
+        faults += [f"{arch}: [{rule}] {message}" for rule, message in judge(ptx, log, kernels)]
+    table(sorted(set().union(*by_arch.values())), archs, by_arch)
+    print("shared: static bytes; spills: bytes stored and loaded. Dynamic shared memory is in each kernel's contract.")
+    if faults:
+        print(f"\n{len(faults)} faults", *faults, sep="\n  ")
+        return 1
+    print(f"{len(kernels)} kernels, {', '.join(archs)}: every rule kept")
+    return 0
+
+
+# ---- self-test: every rule, on code that breaks it and nothing else ----
+
+GOOD = """.version 8.8
+.target sm_121
+.address_size 64
+.global .align 4 .b8 words[4] = {1, 2, 3, 4};
+.visible .entry good(
+	.param .u64 .ptr .align 4 good_param_0
+)
+{
+	.reg .pred 	%p<2>;
+	.reg .b32 	%r<9>;
+	.reg .b64 	%rd<3>;
+	ld.param.b64 	%rd1, [good_param_0];
+	cvta.to.global.u64 	%rd2, %rd1;
+	ld.global.b32 	%r1, [%rd2];
+	mul.rn.f32 	%r2, %r1, %r1;
+	fma.rn.f32 	%r3, %r1, %r2, %r2;	// not add.f32
+	div.rn.f32 	%r4, %r3, %r2;
+	sqrt.rn.f32 	%r5, %r4;
+	add.s32 	%r6, %r5, 1;
+	min.s32 	%r7, %r6, %r5;
+	setp.gt.f32 	%p1, %r5, %r4;
+	@%p1 bra 	$L_end;
+	atom.global.add.u32 	%r8, [%rd2], %r7;
+	{ PLANT }
+$L_end:
+	ret;
+}
+"""
+
+PLANTS = {
+    "approximate": ["ex2.approx.f32 %r2, %r1;", "@%p1 rcp.approx.f32 %r2, %r1;"],
+    "flush": ["add.rn.ftz.f32 %r2, %r1, %r1;"],
+    "full-division": ["div.full.f32 %r2, %r1, %r1;"],
+    "rounding": [f"{op}.f32 %r2, %r1, %r1;" for op in ("add", "mul", "sub", "@%p1 mul", "@!%p1 add")]
+    + ["fma.f32 %r2, %r1, %r1, %r1;", "add.rz.f32 %r2, %r1, %r1;", "$L_x: add.f32 %r2, %r1, %r1;"],
+    "float-atomic": ["atom.global.add.f32 %r2, [%rd2], %r1;", "red.global.add.f32 [%rd2], %r1;"],
+    "float-min-max": ["max.f32 %r2, %r1, %r1;"],
+}
+
+GOOD_LOG = """ptxas info    : Compiling entry function 'good' for 'sm_121'
+ptxas info    : Function properties for good
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 12 registers, used 1 barriers, 1024 bytes smem
+"""
+
+LOG_PLANTS = {
+    "spill": [("0 bytes spill loads", "4 bytes spill loads"), ("0 bytes spill stores", "8 bytes spill stores")],
+    "stack": [("0 bytes stack", "16 bytes stack")],
+    "shared": [("1024 bytes smem", "101377 bytes smem")],
+    "report": [("Used 12", "Took 12"), ("bytes stack frame", "bytes of frame"), ("'good'", "'other'")],
+}
+
+
+def real_plants():
+    """PTX that ptxas itself must report as spilling and as having a stack frame."""
+    count = 64
+    loads = "\n".join(f"ld.volatile.global.u32 %r{i}, [%rd1+{4 * i}];" for i in range(count))
+    stores = "\n".join(f"st.volatile.global.u32 [%rd1+{4 * i}], %r{count - 1 - i};" for i in range(count))
+    head = ".version 8.8\n.target sm_121\n.address_size 64\n.visible .entry k(.param .u64 p) "
+    registers = f".reg .b32 %r<{count}>; .reg .b64 %rd<2>; ld.param.u64 %rd1, [p];"
+    yield "spill", f"{head} .maxnreg 24 {{ {registers}\n{loads}\n{stores}\nret; }}"
+    frame = (
+        ".local .align 4 .b8 frame[64]; ld.global.u32 %r1, [%rd1]; mov.u32 %r2, frame; add.u32 %r2, %r2, %r1;"
+        "st.local.u32 [%r2], %r1; ld.local.u32 %r3, [frame+8]; st.global.u32 [%rd1], %r3; ret;"
+    )
+    yield "stack", f"{head} {{ {registers} {frame} }}"
+
+
+def self_test(ptxas):
+    def rules_broken(ptx, log, kernels=("good",)):
+        return {rule for rule, _ in judge(ptx, log, kernels)}
+
+    def expect(what, rules, wanted):
+        if rules != wanted:
+            raise SystemExit(f"self-test: {what}: rules {sorted(rules)} fired, {sorted(wanted)} should have")
+
+    planted = 0
+    clean = GOOD.replace("{ PLANT }", "")
+    expect("clean code", rules_broken(clean, GOOD_LOG), set())
+    if missing := INSTRUCTION_RULES.keys() - PLANTS.keys() | REPORT_RULES.keys() - LOG_PLANTS.keys():
+        raise SystemExit(f"self-test: no planted violation for {sorted(missing)}")
+    for rule, plants in PLANTS.items():
+        for plant in plants:
+            for form in (plant, f"{{ {plant} }}"):
+                expect(plant, rules_broken(GOOD.replace("{ PLANT }", form), GOOD_LOG), {rule})
+                planted += 1
+    # Also in a function that a kernel calls.
+    helper = clean + ".func  (.param .b32 r) helper(\n\t.param .b32 a\n)\n{\n\tadd.f32 %r1, %r1, %r1;\n\tret;\n}\n"
+    expect("a called function", rules_broken(helper, GOOD_LOG), {"rounding"})
+    for rule, plants in LOG_PLANTS.items():
+        for old, new in plants:
+            expect(f"log: {new}", rules_broken(clean, GOOD_LOG.replace(old, new)), {rule})
+            planted += 1
+    expect("a kernel that is not in the PTX", rules_broken(clean, GOOD_LOG, ("good", "lost")), {"entries"})
+    expect("an entry that is not in the source", rules_broken(clean, GOOD_LOG, ()), {"entries"})
+    planted += 3
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        good = "/// #[kernel]\n#[kernel]\n#[inline]\npub unsafe fn one() {}\ncontract!(one { block: 1 });\n"
+        made = (
+            "macro_rules! entries {\n($($name:ident: $n:literal;)*) => {$(\n#[kernel]\npub unsafe fn $name() {}\n)*};\n}\n"
+            "entries! {\n    /// Two.\n    two: 2;\n    three: 3;\n}\ncontract!(two {});\ncontract!(\n    three {});\n"
+        )
+        source = folder / "a.rs"
+        source.write_text(good + made)
+        kernels, faults = source_kernels(folder)
+        if set(kernels) != {"one", "two", "three"} or faults:
+            raise SystemExit(f"self-test: kernels of the source read as {kernels}, {faults}")
+        for bad in (
+            "#[kernel]\nfn hidden() {}\n",
+            "#[kernel]\npub unsafe fn no_contract() {}\n",
+            "contract!(no_kernel {});\n",
+            "#[kernel]\npub unsafe fn one() {}\n",
+            "macro_rules! m {\n() => {\n#[kernel]\npub unsafe fn $name() {}\n};\n}\n",
+        ):
+            source.write_text(good + bad)
+            if not source_kernels(folder)[1]:
+                raise SystemExit(f"self-test: passed: {bad}")
+            planted += 1
+        source.write_text("")
+        if not source_kernels(folder)[1]:
+            raise SystemExit("self-test: a source without kernels passed")
+        planted += 1
+        for rule, ptx in real_plants():
+            path = folder / f"{rule}.ptx"
+            path.write_text(ptx)
+            fired = rules_broken(ptx, assemble(ptxas, "sm_121", path), ("k",))
+            if rule not in fired:
+                raise SystemExit(f"self-test: ptxas assembled code with a {rule}, and the rule did not fire")
+            planted += 1
+    print(f"{planted} planted violations, each found")
+
+
+def main():
+    match sys.argv[1:]:
+        case ["self-test", ptxas]:
+            return self_test(ptxas)
+        case ["check", ptxas, folder, ptx_dir, *archs] if archs:
+            return check(ptxas, folder, ptx_dir, archs)
+    raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+//! What can go wrong on the way to PTX. Every message says what was asked, what was there, and what to do.
+
+use std::{io, path::PathBuf, process::ExitStatus};
+
+use crate::NvvmArch;
+
+/// Why no PTX was made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaBuilderError {
+    /// `fma_contraction(true)`: rustc never contracts.
+    #[error(
+        "fma_contraction(true) was asked for, but rustc never fuses a multiplication with an addition: \
+         write `.mul_add()` in the kernel where a fused one is wanted, and pass false"
+    )]
+    FmaContraction,
+
+    /// A name that is no architecture.
+    #[error("`{asked}` is not a GPU architecture; known are {}", known())]
+    UnknownArch {
+        /// The text given.
+        asked: String,
+    },
+
+    /// The folder holds no crate.
+    #[error("no kernel crate at {}: there is no Cargo.toml in it", .path.display())]
+    NoCrate {
+        /// The folder given to `CudaBuilder::new`.
+        path: PathBuf,
+    },
+
+    /// No compiler on this machine can build for the GPU.
+    #[error(
+        "no rustc was found that can compile kernels for {arch}. It needs LLVM's NVPTX backend and the source of \
+         `core`. Tried, in this order:\n{}\nInstall one of these:\n  \
+         apt-get install rustc-web rust-web-src                 # Debian\n  \
+         rustup component add rust-src --toolchain nightly      # rustup\n\
+         or name one: STEPSCOPE_DEVICE_RUSTC=/path/to/rustc; or take PTX made elsewhere: STEPSCOPE_PTX_DIR=/path",
+        list(.tried)
+    )]
+    NoDeviceCompiler {
+        /// What to compile for.
+        arch: NvvmArch,
+        /// One line for each place that was looked at: which, and what it lacks.
+        tried: Vec<String>,
+    },
+
+    /// A program could not be started.
+    #[error("cannot run {program}: {source}")]
+    Start {
+        /// The program.
+        program: String,
+        /// Why.
+        source: io::Error,
+    },
+
+    /// cargo or rustc reported errors; its messages went to standard error.
+    #[error("compiling {} for {arch} failed ({status}); the compiler's messages are above. Command: {command}", .path.display())]
+    Build {
+        /// The kernel crate.
+        path: PathBuf,
+        /// What to compile for.
+        arch: NvvmArch,
+        /// How cargo ended.
+        status: ExitStatus,
+        /// The command, to be run again by hand.
+        command: String,
+    },
+
+    /// The compiler's output is not a whole program for this GPU.
+    #[error("the PTX at {} is not usable: {reason}", .path.display())]
+    BadOutput {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A file could not be read or written.
+    #[error("cannot {action} {}: {source}", .path.display())]
+    Io {
+        /// The verb: read, write, copy to.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn known() -> String {
+    NvvmArch::ALL.iter().map(|arch| arch.sm()).collect::<Vec<_>>().join(", ")
+}
+
+fn list(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("  - {line}")).collect::<Vec<_>>().join("\n")
+}

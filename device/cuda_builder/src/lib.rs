@@ -1,0 +1,28 @@
+//! Compiles a kernel crate to PTX from a build script, with rust-cuda's `CudaBuilder` API.
+//!
+//! rust-cuda brings its own code generator, which needs one pinned nightly. This crate drives rustc's NVPTX target
+//! instead: any `rustc` that has LLVM's NVPTX backend and the source of `core`, stable included. A build script
+//! written for one works with the other.
+//!
+//! ```no_run
+//! # fn main() -> Result<(), cuda_builder::CudaBuilderError> {
+//! use cuda_builder::{CudaBuilder, NvvmArch};
+//!
+//! let ptx = CudaBuilder::new("device").arch(NvvmArch::Compute121).fma_contraction(false).build()?;
+//! # Ok(()) }
+//! ```
+//!
+//! Invariant: the PTX is a function of the sources, the architecture and the device compiler alone. Nothing of the
+//! environment (flags, wrappers, profiles, the folder's name) reaches it.
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod arch;
+mod builder;
+mod compiler;
+mod error;
+
+pub use arch::NvvmArch;
+pub use builder::CudaBuilder;
+pub use compiler::{DeviceCompiler, Library, Search};
+pub use error::CudaBuilderError;

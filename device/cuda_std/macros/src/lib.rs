@@ -1,0 +1,189 @@
+//! `#[kernel]`: one function, an entry point on the GPU, a function and a typed argument list on the CPU.
+//!
+//! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
+//! Invariant: parameters reach the function in the same order and width on every device. A slice is a pointer
+//! and a length, everything else is one 8-byte word.
+
+use proc_macro::TokenStream;
+use proc_macro2::TokenStream as Tokens;
+use quote::{format_ident, quote};
+use syn::{Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
+
+/// Makes a `pub unsafe fn` a kernel.
+///
+/// On NVPTX it becomes a PTX entry of the same name, `&[T]` being passed as pointer and length. On a CPU the
+/// function stays, and a struct of the same name holds its arguments for a launch: `&[T]` becomes
+/// `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a, T>`, scalars stay.
+/// The struct is inert until the kernel's `Contract` says how many threads it takes and what it may touch.
+#[proc_macro_attribute]
+pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
+    let item = parse_macro_input!(item as ItemFn);
+    if !attribute.is_empty() {
+        return Error::new(item.sig.span(), "#[kernel] takes no arguments; block size and shared bytes stand in `contract!`")
+            .into_compile_error()
+            .into();
+    }
+    expand(&item).unwrap_or_else(Error::into_compile_error).into()
+}
+
+enum Kind {
+    Slice(Type),
+    Pointer(Type),
+    PointerMut(Type),
+    Scalar(Type),
+}
+
+struct Parameter {
+    name: Ident,
+    kind: Kind,
+    docs: Vec<syn::Attribute>,
+}
+
+fn expand(item: &ItemFn) -> syn::Result<Tokens> {
+    let signature = &item.sig;
+    if !matches!(signature.safety, syn::Safety::Unsafe(_)) {
+        return Err(Error::new(signature.span(), "a kernel must be `unsafe`: its pointers are checked by its contract alone"));
+    }
+    if !matches!(signature.output, ReturnType::Default) {
+        return Err(Error::new(signature.output.span(), "a kernel returns nothing: write through a `*mut T` parameter"));
+    }
+    if !signature.generics.params.is_empty() {
+        return Err(Error::new(signature.generics.span(), "a kernel cannot be generic: its name is its PTX entry"));
+    }
+    let parameters = signature.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
+    let gpu = on_gpu(item, &parameters);
+    let cpu = on_cpu(item, &parameters);
+    Ok(quote! {
+        #[cfg(target_arch = "nvptx64")]
+        #gpu
+        #cpu
+    })
+}
+
+fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
+    let FnArg::Typed(typed) = argument else {
+        return Err(Error::new(argument.span(), "a kernel is a free function"));
+    };
+    let Pat::Ident(pattern) = &*typed.pat else {
+        return Err(Error::new(typed.pat.span(), "a kernel's parameter needs a plain name"));
+    };
+    let kind = match &*typed.ty {
+        Type::Reference(reference) => match &*reference.elem {
+            Type::Slice(slice) if reference.mutability.is_none() => Kind::Slice((*slice.elem).clone()),
+            _ => {
+                return Err(Error::new(typed.ty.span(), "a kernel takes `&[T]`, `*const T`, `*mut T` or a scalar; outputs are `*mut T`"));
+            }
+        },
+        Type::Ptr(pointer) if matches!(pointer.mutability, syn::PointerMutability::Mut(_)) => Kind::PointerMut((*pointer.elem).clone()),
+        Type::Ptr(pointer) => Kind::Pointer((*pointer.elem).clone()),
+        scalar => Kind::Scalar(scalar.clone()),
+    };
+    Ok(Parameter { name: pattern.ident.clone(), kind, docs: typed.attrs.clone() })
+}
+
+fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
+    let (attributes, name, body, inputs) = (&item.attrs, &item.sig.ident, &item.block, &item.sig.inputs);
+    let flat = parameters.iter().map(|Parameter { name, kind, .. }| match kind {
+        Kind::Slice(element) => {
+            let length = format_ident!("{name}_len");
+            quote!(#name: *const #element, #length: usize)
+        }
+        Kind::Pointer(element) => quote!(#name: *const #element),
+        Kind::PointerMut(element) => quote!(#name: *mut #element),
+        Kind::Scalar(scalar) => quote!(#name: #scalar),
+    });
+    let arguments = parameters.iter().map(|Parameter { name, kind, .. }| match kind {
+        Kind::Slice(_) => {
+            let length = format_ident!("{name}_len");
+            quote!(::core::slice::from_raw_parts(#name, #length))
+        }
+        _ => quote!(#name),
+    });
+    quote! {
+        #(#attributes)*
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn #name(#(#flat),*) {
+            #[inline(always)]
+            unsafe fn body(#inputs) #body
+            // SAFETY: the host passes a pointer and its length, as the kernel's contract has checked.
+            unsafe { body(#(#arguments),*) }
+        }
+    }
+}
+
+fn on_cpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
+    let (attributes, name, body, inputs) = (&item.attrs, &item.sig.ident, &item.block, &item.sig.inputs);
+    let text = name.to_string();
+    let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
+    let lifetime = if borrows { quote!(<'a>) } else { quote!() };
+    let elided = if borrows { quote!(<'_>) } else { quote!() };
+    let launch = quote!(::cuda_std::launch);
+
+    let fields = parameters.iter().map(|Parameter { name, kind, docs }| {
+        let ty = match kind {
+            Kind::Slice(element) => quote!(#launch::Slice<'a, #element>),
+            Kind::Pointer(element) => quote!(#launch::Pointer<'a, #element>),
+            Kind::PointerMut(element) => quote!(#launch::PointerMut<'a, #element>),
+            Kind::Scalar(scalar) => quote!(#scalar),
+        };
+        let text = format!("The kernel's parameter `{name}`.");
+        quote!(#(#docs)* #[doc = #text] pub #name: #ty)
+    });
+    let packed = parameters.iter().map(|Parameter { name, .. }| quote!(#launch::Argument::pack(&self.#name, words)));
+    let mut word = 0usize;
+    let unpacked: Vec<Tokens> = parameters
+        .iter()
+        .map(|Parameter { kind, .. }| {
+            let at = word;
+            word += 1;
+            match kind {
+                Kind::Slice(element) => {
+                    word += 1;
+                    quote!(::core::slice::from_raw_parts(*words.add(#at) as usize as *const #element, *words.add(#at + 1) as usize))
+                }
+                Kind::Pointer(element) => quote!(*words.add(#at) as usize as *const #element),
+                Kind::PointerMut(element) => quote!(*words.add(#at) as usize as *mut #element),
+                Kind::Scalar(scalar) => quote!(<#scalar as #launch::Scalar>::from_word(*words.add(#at))),
+            }
+        })
+        .collect();
+    let documents = item.attrs.iter().filter(|a| a.path().is_ident("doc"));
+    quote! {
+        #[cfg(not(target_arch = "nvptx64"))]
+        #(#attributes)*
+        #[inline(always)]
+        pub unsafe fn #name(#inputs) #body
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        #(#documents)*
+        #[allow(non_camel_case_types)]
+        #[derive(Clone, Copy, Debug)]
+        pub struct #name #lifetime { #(#fields),* }
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        const _: () = {
+            // Compiled twice: a fused multiply-add is one instruction where the processor has it, a call where not.
+            unsafe fn thread(words: *const u64) {
+                // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
+                unsafe { #name(#(#unpacked),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn thread_fma(words: *const u64) {
+                // SAFETY: as above; the emulator has seen that the processor has AVX2 and FMA.
+                unsafe { #name(#(#unpacked),*) }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            use thread as thread_fma;
+
+            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `thread` reads them.
+            unsafe impl #launch::Kernel for #name #elided {
+                const NAME: &'static str = #text;
+                const THREAD: #launch::Thread = #launch::Thread { portable: thread, fused: thread_fma };
+                fn pack(&self, words: &mut #launch::Words) {
+                    #(#packed;)*
+                }
+            }
+        };
+    }
+}

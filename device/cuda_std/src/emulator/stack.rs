@@ -1,0 +1,38 @@
+//! Coroutine stacks whose tops fall on different cache sets.
+//!
+//! Stacks are page-aligned, so the hot frames of 256 coroutines would share a few cache sets and evict each other
+//! at every barrier. Each stack therefore starts a different number of bytes below its top.
+
+use corosensei::stack::{DefaultStack, Stack, StackPointer};
+
+/// Bytes a coroutine may use. A kernel's frames are small: no recursion, no large arrays.
+const STACK_BYTES: usize = 64 * 1024;
+/// The colours: distances from the top, in steps that keep frames of neighbours on different cache lines.
+const COLOURS: usize = 32;
+const COLOUR_BYTES: usize = 576;
+
+/// A stack that starts `offset` bytes below its top.
+pub(super) struct ColouredStack {
+    stack: DefaultStack,
+    offset: usize,
+}
+
+impl ColouredStack {
+    /// The `index`th stack of a block.
+    pub(super) fn new(index: usize) -> std::io::Result<Self> {
+        let offset = (index % COLOURS) * COLOUR_BYTES;
+        Ok(Self { stack: DefaultStack::new(STACK_BYTES + COLOURS * COLOUR_BYTES)?, offset })
+    }
+}
+
+// SAFETY: base and limit are those of a real stack with its guard page; the base is lowered by a multiple of 64,
+// which keeps the alignment, and by less than was added to the size.
+unsafe impl Stack for ColouredStack {
+    fn base(&self) -> StackPointer {
+        StackPointer::new(self.stack.base().get() - self.offset).expect("a stack lies above address zero")
+    }
+
+    fn limit(&self) -> StackPointer {
+        self.stack.limit()
+    }
+}

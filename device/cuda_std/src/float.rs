@@ -1,0 +1,29 @@
+//! Correctly rounded float operations that `core` lacks.
+//!
+//! Invariant: each is one IEEE 754 operation with the same bits on every device.
+
+/// Float operations of the GPU that are exact to the last bit everywhere.
+pub trait GpuFloat: Copy {
+    /// `self * a + b`, rounded once (`fma.rn`).
+    fn mul_add(self, a: Self, b: Self) -> Self;
+    /// The square root, correctly rounded (`sqrt.rn`).
+    fn sqrt(self) -> Self;
+}
+
+impl GpuFloat for f32 {
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        #[cfg(target_arch = "nvptx64")]
+        return core::intrinsics::fmaf32(self, a, b);
+        #[cfg(not(target_arch = "nvptx64"))]
+        f32::mul_add(self, a, b)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        #[cfg(target_arch = "nvptx64")]
+        return core::intrinsics::sqrtf32(self);
+        #[cfg(not(target_arch = "nvptx64"))]
+        f32::sqrt(self)
+    }
+}

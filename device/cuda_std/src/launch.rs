@@ -1,0 +1,291 @@
+//! What a host needs to launch a kernel: its typed arguments, its contract, and its packed words.
+//!
+//! Invariant: a [`Kernel`] is inert. Only a [`Contract`], written beside the kernel, turns arguments into a
+//! launch, and it checks every length first; a host never chooses a grid.
+
+use core::fmt;
+use core::marker::PhantomData;
+
+/// One thread of a kernel on the CPU: reads its arguments from packed words and runs to the end.
+#[derive(Clone, Copy)]
+pub struct Thread {
+    /// For any processor.
+    pub portable: unsafe fn(*const u64),
+    /// For x86-64 with AVX2 and FMA; elsewhere the same as `portable`.
+    pub fused: unsafe fn(*const u64),
+}
+
+/// A kernel's typed arguments, made by `#[kernel]`.
+///
+/// # Safety
+/// `pack` must write the words that `THREAD` reads, in order.
+pub unsafe trait Kernel: Copy + fmt::Debug {
+    /// The function's name and PTX entry.
+    const NAME: &'static str;
+    /// The function on the CPU.
+    const THREAD: Thread;
+    /// Writes the arguments as 8-byte words: two for a slice, one for anything else.
+    fn pack(&self, words: &mut Words);
+}
+
+/// What a kernel demands of a launch and promises in return; stands beside the kernel, made by `contract!`.
+///
+/// # Safety
+/// When `grid` returns `Ok`, running that grid touches nothing outside the arguments' lengths.
+pub unsafe trait Contract: Kernel {
+    /// Threads in a block, at most 1024.
+    const BLOCK: u32;
+    /// Bytes of dynamic shared memory a block.
+    const SHARED_BYTES: u32;
+    /// The alignment in bytes that every pointer must have.
+    const ALIGN: u64;
+    /// The blocks of this launch, or which argument breaks the contract. No blocks: nothing to do.
+    fn grid(&self) -> Result<Grid, Violation>;
+
+    /// The kernel as a driver knows it.
+    const ENTRY: Entry =
+        Entry { name: Self::NAME, block: Self::BLOCK, shared_bytes: Self::SHARED_BYTES, thread: Self::THREAD };
+}
+
+/// A kernel without its arguments.
+#[derive(Clone, Copy)]
+pub struct Entry {
+    /// The PTX entry.
+    pub name: &'static str,
+    /// Threads in a block.
+    pub block: u32,
+    /// Bytes of dynamic shared memory a block.
+    pub shared_bytes: u32,
+    /// The kernel on the CPU.
+    pub thread: Thread,
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}<block {}, shared {} B>", self.name, self.block, self.shared_bytes)
+    }
+}
+
+/// Blocks of a launch along x, y and z.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks along x, up to 2^31 - 1.
+    pub x: u32,
+    /// Blocks along y, up to 65,535.
+    pub y: u32,
+    /// Blocks along z, up to 65,535.
+    pub z: u32,
+}
+
+impl Grid {
+    /// As many blocks along x as cover `items` with `per_block` each.
+    pub fn cover(items: usize, per_block: usize) -> Result<Self, Violation> {
+        Self::new(items.div_ceil(per_block), 1, 1)
+    }
+
+    /// The blocks along each axis, within CUDA's limits.
+    pub fn new(x: usize, y: usize, z: usize) -> Result<Self, Violation> {
+        let limit = |axis, blocks: usize, most: usize| match blocks {
+            blocks if blocks <= most => Ok(blocks as u32),
+            blocks => Err(Violation::new(axis, format!("at most {most} blocks"), format!("{blocks} blocks"))),
+        };
+        Ok(Self { x: limit("grid.x", x, 0x7fff_ffff)?, y: limit("grid.y", y, 65_535)?, z: limit("grid.z", z, 65_535)? })
+    }
+
+    /// All blocks of the grid.
+    pub fn blocks(self) -> u64 {
+        u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
+    }
+}
+
+/// An argument that breaks a kernel's contract.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{argument}`: expected {expected}, got {got}")]
+pub struct Violation {
+    /// The kernel's parameter.
+    pub argument: &'static str,
+    /// What the contract asks.
+    pub expected: String,
+    /// What the launch gave.
+    pub got: String,
+}
+
+impl Violation {
+    /// An argument, what was expected of it and what it was.
+    pub fn new(argument: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
+        Self { argument, expected: expected.into(), got: got.into() }
+    }
+
+    /// Ok when `length` is `expected`.
+    pub fn unless_length(argument: &'static str, expected: usize, length: usize) -> Result<(), Self> {
+        if length == expected {
+            return Ok(());
+        }
+        Err(Self::new(argument, format!("{expected} elements"), format!("{length}")))
+    }
+
+    /// Ok when `holds`.
+    pub fn unless(holds: bool, argument: &'static str, expected: &str, got: impl fmt::Display) -> Result<(), Self> {
+        if holds { Ok(()) } else { Err(Self::new(argument, expected, got.to_string())) }
+    }
+}
+
+macro_rules! device_memory {
+    ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal;)*) => {$(
+        $(#[$doc])*
+        pub struct $name<'a, T> {
+            address: u64,
+            length: usize,
+            borrow: PhantomData<$borrow>,
+        }
+
+        impl<T> $name<'_, T> {
+            /// Memory of the device, by address and length in elements.
+            ///
+            /// # Safety
+            /// The memory must be valid on the device, for as long as a launch may use it, and aligned for `T`.
+            /// If the pointer may be written, nothing else may use the memory within the launch.
+            #[inline]
+            pub unsafe fn new(address: u64, length: usize) -> Self {
+                Self { address, length, borrow: PhantomData }
+            }
+
+            /// Elements.
+            #[inline]
+            pub fn len(&self) -> usize {
+                self.length
+            }
+
+            /// Whether there is no element.
+            #[inline]
+            pub fn is_empty(&self) -> bool {
+                self.length == 0
+            }
+
+            /// The first element's address on the device.
+            #[inline]
+            pub fn address(&self) -> u64 {
+                self.address
+            }
+        }
+
+        impl<T> Clone for $name<'_, T> {
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+
+        impl<T> Copy for $name<'_, T> {}
+
+        impl<T> fmt::Debug for $name<'_, T> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}[{}]", self.address, self.length)
+            }
+        }
+
+        impl<T> Argument for $name<'_, T> {
+            #[inline]
+            fn pack(&self, words: &mut Words) {
+                words.push_pointer(self.address);
+                if $words == 2 {
+                    words.push(self.length as u64);
+                }
+            }
+        }
+    )*};
+}
+
+device_memory! {
+    /// A kernel's `&[T]`: read by every thread, written by none.
+    Slice, &'a [T], 2;
+    /// A kernel's `*const T`. It may name the same memory as a `*mut T` of the launch, element for element.
+    Pointer, &'a T, 1;
+    /// A kernel's `*mut T`: its output, for the launch alone.
+    PointerMut, &'a mut [T], 1;
+}
+
+impl<T> Slice<'_, T> {
+    /// No elements: what stands for an argument that is not there.
+    pub fn empty() -> Self {
+        // Aligned for any element, and never read.
+        Self { address: 256, length: 0, borrow: PhantomData }
+    }
+}
+
+/// Something that a launch passes to a kernel.
+pub trait Argument {
+    /// Adds its words.
+    fn pack(&self, words: &mut Words);
+}
+
+/// A number that fits a word.
+pub trait Scalar: Copy {
+    /// The number in the low bytes of a word.
+    fn to_word(self) -> u64;
+    /// The number from the low bytes of a word.
+    fn from_word(word: u64) -> Self;
+}
+
+macro_rules! scalar {
+    ($($ty:ty: |$value:ident| $to:expr, |$word:ident| $from:expr;)*) => {$(
+        impl Scalar for $ty {
+            #[inline(always)]
+            fn to_word(self) -> u64 { let $value = self; $to }
+            #[inline(always)]
+            fn from_word($word: u64) -> Self { $from }
+        }
+
+        impl Argument for $ty {
+            #[inline]
+            fn pack(&self, words: &mut Words) { words.push(self.to_word()); }
+        }
+    )*};
+}
+
+scalar! {
+    u32: |value| u64::from(value), |word| word as u32;
+    i32: |value| u64::from(value as u32), |word| word as i32;
+    u64: |value| value, |word| word;
+    usize: |value| value as u64, |word| word as usize;
+    f32: |value| u64::from(value.to_bits()), |word| f32::from_bits(word as u32);
+}
+
+/// A launch's packed arguments.
+#[derive(Clone, Debug, Default)]
+pub struct Words {
+    words: Vec<u64>,
+    /// The or of all addresses: its low bits tell the common alignment.
+    addresses: u64,
+}
+
+impl Words {
+    /// The arguments of `kernel`.
+    pub fn of(kernel: &impl Kernel) -> Self {
+        let mut words = Self { words: Vec::with_capacity(16), addresses: 0 };
+        kernel.pack(&mut words);
+        words
+    }
+
+    /// Adds a word.
+    #[inline]
+    pub fn push(&mut self, word: u64) {
+        self.words.push(word);
+    }
+
+    /// Adds an address.
+    #[inline]
+    pub fn push_pointer(&mut self, address: u64) {
+        self.addresses |= address;
+        self.words.push(address);
+    }
+
+    /// The words in order.
+    pub fn as_slice(&self) -> &[u64] {
+        &self.words
+    }
+
+    /// Whether every address is a multiple of `align`, a power of two.
+    pub fn aligned_to(&self, align: u64) -> bool {
+        self.addresses & (align - 1) == 0
+    }
+}

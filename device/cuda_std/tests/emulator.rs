@@ -1,0 +1,298 @@
+//! The emulator's rules, each on a kernel that keeps it and one that breaks it.
+
+use cuda_std::emulator::{Cause, Fault, launch};
+use cuda_std::launch::{Contract, Grid, Kernel, Pointer, PointerMut, Slice, Violation, Words};
+use cuda_std::prelude::*;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+macro_rules! contract {
+    ($($kernel:ident: $block:literal, $shared:literal;)*) => {$(
+        // SAFETY: the tests below size every buffer for the grid that they launch.
+        unsafe impl Contract for $kernel<'_> {
+            const BLOCK: u32 = $block;
+            const SHARED_BYTES: u32 = $shared;
+            const ALIGN: u64 = 4;
+            fn grid(&self) -> Result<Grid, Violation> {
+                Grid::new(1, 1, 1)
+            }
+        }
+    )*};
+}
+
+contract! {
+    scale: 64, 0;
+    reverse: 64, 256;
+    reverse_without_barrier_for_some: 64, 256;
+    barrier_results: 96, 0;
+    shuffles: 32, 0;
+    one_warp_stays_away: 64, 0;
+    two_barriers: 64, 0;
+    half_warp_shuffle: 32, 0;
+    panics: 64, 0;
+    overruns_shared: 32, 64;
+    counts: 64, 0;
+    places: 32, 0;
+}
+
+/// y = factor * x, `[n]`.
+#[kernel]
+pub unsafe fn scale(x: &[f32], factor: f32, y: *mut f32) {
+    let index = thread::index_1d() as usize;
+    if index < x.len() {
+        unsafe { *y.add(index) = factor * x[index] };
+    }
+}
+
+/// Reverses 64 values through shared memory.
+#[kernel]
+pub unsafe fn reverse(x: *const u32, y: *mut u32) {
+    let (tile, index) = (shared::dynamic_shared_mem::<u32>(), thread::thread_idx_x() as usize);
+    unsafe {
+        *tile.add(index) = *x.add(index);
+        thread::sync_threads();
+        *y.add(index) = *tile.add(63 - index);
+    }
+}
+
+#[kernel]
+pub unsafe fn reverse_without_barrier_for_some(y: *mut u32) {
+    if thread::thread_idx_x() < 40 {
+        thread::sync_threads();
+    }
+    unsafe { *y = 1 };
+}
+
+/// y: `[3]`, what thread 5 gets of count, and, or.
+#[kernel]
+pub unsafe fn barrier_results(y: *mut u32) {
+    let odd = thread::thread_idx_x() % 2;
+    let results = [thread::sync_threads_count(odd), thread::sync_threads_and(odd), thread::sync_threads_or(odd)];
+    if thread::thread_idx_x() == 5 {
+        for (at, result) in results.into_iter().enumerate() {
+            unsafe { *y.add(at) = result };
+        }
+    }
+}
+
+/// y: `[6, 32]`.
+#[kernel]
+pub unsafe fn shuffles(y: *mut u32) {
+    let lane = warp::lane_id();
+    unsafe {
+        let xor = warp::warp_shuffle_xor(u32::MAX, lane * 10, 5, 32);
+        let down = warp::warp_shuffle_down(u32::MAX, lane * 10, 3, 16);
+        let index = warp::warp_shuffle_idx(u32::MAX, u64::from(lane) << 33, 9, 8);
+        let all = warp::warp_vote_all(u32::MAX, lane < 32);
+        let any = warp::warp_vote_any(u32::MAX, lane > 31);
+        let ballot = warp::warp_vote_ballot(u32::MAX, lane % 3 == 0);
+        let results = [xor.0, down.0, u32::from(down.1), (index.0 >> 33) as u32, u32::from(all) + 2 * u32::from(any), ballot];
+        for (row, result) in results.into_iter().enumerate() {
+            *y.add(row * 32 + lane as usize) = result;
+        }
+    }
+}
+
+#[kernel]
+pub unsafe fn one_warp_stays_away(y: *mut u32) {
+    if thread::thread_idx_x() >= 32 {
+        return;
+    }
+    thread::sync_threads();
+    unsafe { *y = 1 };
+}
+
+#[kernel]
+pub unsafe fn two_barriers(y: *mut u32) {
+    if thread::thread_idx_x() < 32 {
+        thread::sync_threads();
+    } else {
+        thread::sync_threads();
+    }
+    unsafe { *y = 1 };
+}
+
+#[kernel]
+pub unsafe fn half_warp_shuffle(y: *mut u32) {
+    if warp::lane_id() < 16 {
+        unsafe { *y = warp::warp_shuffle_xor(u32::MAX, 1u32, 1, 32).0 };
+    }
+}
+
+#[kernel]
+pub unsafe fn panics(x: &[u32], y: *mut u32) {
+    let index = thread::index_1d() as usize;
+    unsafe { *y = x[index] };
+}
+
+#[kernel]
+pub unsafe fn overruns_shared(y: *mut u32) {
+    let lane = warp::lane_id() as usize;
+    unsafe {
+        *shared::dynamic_shared_mem::<u32>().add(lane % 17) = 7;
+        *y = 1;
+    }
+}
+
+/// Counts threads with an atomic; waits in between, so that suspended and plain threads meet.
+#[kernel]
+pub unsafe fn counts(counter: *mut u32) {
+    // SAFETY: the counter outlives the launch, and every thread uses it atomically.
+    let counter = unsafe { AtomicU32::from_ptr(counter) };
+    counter.fetch_add(1, Ordering::Relaxed);
+    thread::sync_threads();
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// y[block] = block coordinates packed, for a grid of 3 x 2 x 2.
+#[kernel]
+pub unsafe fn places(y: *mut u32) {
+    let (x, z) = (thread::block_idx_x(), thread::block_idx_z());
+    let linear = x + thread::grid_dim_x() * (thread::block_idx_y() + thread::grid_dim_y() * z);
+    if thread::thread_idx_x() == thread::block_dim_x() - 1 {
+        unsafe { *y.add(linear as usize) = x * 100 + thread::block_idx_y() * 10 + z };
+    }
+}
+
+fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
+    // SAFETY: each test passes buffers that hold what its kernel touches.
+    unsafe { launch(&K::ENTRY, grid, Words::of(&kernel).as_slice()) }
+}
+
+const ONE: Grid = Grid { x: 1, y: 1, z: 1 };
+
+fn output<T>(values: &mut [T]) -> PointerMut<'_, T> {
+    // SAFETY: host memory is the emulator's device memory, borrowed for the launch.
+    unsafe { PointerMut::new(values.as_mut_ptr() as u64, values.len()) }
+}
+
+fn input<T>(values: &[T]) -> Slice<'_, T> {
+    // SAFETY: as above.
+    unsafe { Slice::new(values.as_ptr() as u64, values.len()) }
+}
+
+#[test]
+fn threads_without_a_barrier_run_over_many_blocks() {
+    let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    let mut y = vec![f32::NAN; 1000];
+    run(scale { x: input(&x), factor: 3.0, y: output(&mut y) }, Grid { x: 16, y: 1, z: 1 }).unwrap();
+    assert!(x.iter().zip(&y).all(|(x, y)| 3.0 * x == *y));
+}
+
+#[test]
+fn a_barrier_orders_shared_memory() {
+    let x: Vec<u32> = (0..64).collect();
+    let mut y = vec![0; 64];
+    // SAFETY: `x` outlives the launch.
+    let source = unsafe { Pointer::new(x.as_ptr() as u64, 64) };
+    run(reverse { x: source, y: output(&mut y) }, ONE).unwrap();
+    assert!(y.iter().copied().eq((0..64).rev()));
+}
+
+#[test]
+fn barriers_count_and_or() {
+    let mut y = [9; 3];
+    run(barrier_results { y: output(&mut y) }, ONE).unwrap();
+    assert_eq!(y, [48, 0, 1]);
+}
+
+#[test]
+fn shuffles_and_votes_follow_ptx() {
+    let mut y = [0u32; 6 * 32];
+    run(shuffles { y: output(&mut y) }, ONE).unwrap();
+    for lane in 0..32u32 {
+        let row = |row: usize| y[row * 32 + lane as usize];
+        assert_eq!(row(0), (lane ^ 5) * 10);
+        let inside = lane % 16 + 3 < 16;
+        assert_eq!((row(1), row(2)), (if inside { lane + 3 } else { lane } * 10, u32::from(inside)));
+        assert_eq!(row(3), lane / 8 * 8 + 1);
+        assert_eq!(row(4), 1);
+        assert_eq!(row(5), (0..32).filter(|lane| lane % 3 == 0).fold(0, |mask, lane| mask | 1 << lane));
+    }
+}
+
+#[test]
+fn block_places_cover_a_three_dimensional_grid() {
+    let mut y = [0; 12];
+    run(places { y: output(&mut y) }, Grid { x: 3, y: 2, z: 2 }).unwrap();
+    assert_eq!(y, [0, 100, 200, 10, 110, 210, 1, 101, 201, 11, 111, 211]);
+}
+
+#[test]
+fn atomics_count_every_thread_of_every_block() {
+    let mut counter = [0];
+    run(counts { counter: output(&mut counter) }, Grid { x: 50, y: 1, z: 1 }).unwrap();
+    assert_eq!(counter, [50 * 64 * 2]);
+}
+
+#[track_caller]
+fn divergence(fault: Fault) -> (u32, u32, String) {
+    match fault.cause {
+        Cause::Divergence { missing, found, .. } => (fault.thread, missing, found),
+        cause => panic!("expected a divergence, got {cause:?}"),
+    }
+}
+
+#[test]
+fn a_barrier_that_some_threads_skip_is_an_error() {
+    let mut y = [0];
+    let fault = run(reverse_without_barrier_for_some { y: output(&mut y) }, ONE).unwrap_err();
+    assert_eq!(fault.kernel, "reverse_without_barrier_for_some");
+    assert_eq!(divergence(fault), (0, 40, "has ended".into()));
+}
+
+#[test]
+fn a_barrier_that_a_whole_warp_skips_is_an_error() {
+    let mut y = [0];
+    let fault = run(one_warp_stays_away { y: output(&mut y) }, ONE).unwrap_err();
+    assert_eq!(divergence(fault), (0, 32, "has ended".into()));
+}
+
+#[test]
+fn two_barriers_at_different_lines_do_not_meet() {
+    let mut y = [0];
+    let fault = run(two_barriers { y: output(&mut y) }, ONE).unwrap_err();
+    let (thread, missing, found) = divergence(fault);
+    assert_eq!((thread, missing), (0, 32));
+    assert!(found.contains("emulator.rs"), "{found}");
+}
+
+#[test]
+fn a_shuffle_that_half_the_mask_skips_is_an_error() {
+    let mut y = [0];
+    let fault = run(half_warp_shuffle { y: output(&mut y) }, ONE).unwrap_err();
+    assert_eq!(divergence(fault), (0, 16, "has ended".into()));
+}
+
+#[test]
+fn a_panic_names_kernel_block_and_thread() {
+    let (x, mut y) = ([1u32; 70], [0]);
+    let fault = run(panics { x: input(&x), y: output(&mut y) }, Grid { x: 3, y: 1, z: 1 }).unwrap_err();
+    assert_eq!((fault.kernel, fault.block, fault.thread), ("panics", [1, 0, 0], 6));
+    assert!(fault.to_string().contains("index out of bounds: the len is 70 but the index is 70"), "{fault}");
+}
+
+#[test]
+fn a_write_past_the_shared_memory_is_an_error() {
+    let mut y = [0];
+    let fault = run(overruns_shared { y: output(&mut y) }, ONE).unwrap_err();
+    assert_eq!(fault.cause, Cause::SharedOverrun { offset: 64, size: 64 });
+}
+
+#[test]
+fn the_emulator_is_sound_after_a_fault() {
+    for _ in 0..3 {
+        a_shuffle_that_half_the_mask_skips_is_an_error();
+        a_barrier_orders_shared_memory();
+        a_panic_names_kernel_block_and_thread();
+        atomics_count_every_thread_of_every_block();
+    }
+}
+
+#[test]
+fn words_follow_the_parameters() {
+    let (x, mut y) = ([0f32; 5], [0f32; 5]);
+    let kernel = scale { x: input(&x), factor: -2.5, y: output(&mut y) };
+    let words = Words::of(&kernel);
+    assert_eq!(words.as_slice(), [x.as_ptr() as u64, 5, u64::from((-2.5f32).to_bits()), y.as_ptr() as u64]);
+    assert_eq!(<scale<'_> as Kernel>::NAME, "scale");
+}

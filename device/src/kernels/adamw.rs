@@ -1,0 +1,90 @@
+//! AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with clipping by the global norm.
+//!
+//! Invariant: all that changes from step to step stands in the `hyper` slot on the device, so that a launch can be
+//! recorded once and replayed.
+
+use crate::vector::{F4, load};
+use crate::{contract, for_own_vector};
+use cuda_std::prelude::*;
+
+/// Places in the `hyper` slot.
+pub mod slot {
+    /// The learning rate of this step.
+    pub const LEARNING_RATE: usize = 0;
+    /// The decay of the first moment.
+    pub const BETA1: usize = 1;
+    /// The decay of the second moment.
+    pub const BETA2: usize = 2;
+    /// Added to the root of the second moment.
+    pub const EPSILON: usize = 3;
+    /// The decoupled weight decay, multiplied by the learning rate.
+    pub const WEIGHT_DECAY: usize = 4;
+    /// 1 - beta1^t in step t = 1, 2, ..., of the beta1 in this slot.
+    pub const BIAS_CORRECTION1: usize = 5;
+    /// 1 - beta2^t in step t = 1, 2, ..., of the beta2 in this slot.
+    pub const BIAS_CORRECTION2: usize = 6;
+    /// The global norm to which gradients are clipped; 0 for no clipping.
+    pub const MAX_NORM: usize = 7;
+    /// Floats in the slot.
+    pub const LEN: usize = 8;
+}
+
+/// One AdamW step over one flat region, in PyTorch's order of operations:
+///
+/// ```text
+/// g = gradient * min(1, max_norm / (sqrt(squared_norm) + 1e-6))      as torch.nn.utils.clip_grad_norm_
+/// w = w * (1 - learning_rate * weight_decay)
+/// m = m + (1 - beta1) * (g - m)
+/// v = beta2 * v + (1 - beta2) * g * g
+/// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
+/// ```
+/// `weights`, `gradients`, `m`, `v`: `[n]`; `hyper`: `[8]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients.
+/// 1 - beta is exact in f32. Updates `weights`, `m` and `v`.
+#[kernel]
+pub unsafe fn adamw(
+    weights: *mut f32,
+    gradients: &[f32],
+    m: *mut f32,
+    v: *mut f32,
+    hyper: &[f32],
+    squared_norm: &[f32],
+) {
+    for_own_vector!(gradients.len(), |index, part| {
+        // SAFETY: the vector lies inside `gradients`, and the others are as long.
+        unsafe {
+            let learning_rate = load(hyper, slot::LEARNING_RATE);
+            let beta1 = load(hyper, slot::BETA1);
+            let beta2 = load(hyper, slot::BETA2);
+            let epsilon = load(hyper, slot::EPSILON);
+            let keep = 1.0 - learning_rate * load(hyper, slot::WEIGHT_DECAY);
+            let step = learning_rate / load(hyper, slot::BIAS_CORRECTION1);
+            let correction = GpuFloat::sqrt(load(hyper, slot::BIAS_CORRECTION2));
+            let max_norm = load(hyper, slot::MAX_NORM);
+            let clip = max_norm / (GpuFloat::sqrt(load(squared_norm, 0)) + 1e-6);
+            // A NaN norm stays NaN.
+            let clip = if clip > 1.0 { 1.0 } else { clip };
+            let clip = if max_norm == 0.0 { 1.0 } else { clip };
+
+            let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
+            let m_old = F4::load_part_raw(m, index, part, 0.0);
+            let v_old = F4::load_part_raw(v, index, part, 0.0);
+            let w_old = F4::load_part_raw(weights, index, part, 0.0);
+            let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
+            let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
+            let direction = m_new / (v_new.sqrt() / F4::splat(correction) + F4::splat(epsilon));
+            let w = (w_old * F4::splat(keep)).fma(F4::splat(-step), direction);
+            w.store_part(weights, index, part);
+            m_new.store_part(m, index, part);
+            v_new.store_part(v, index, part);
+        }
+    });
+}
+
+contract! { adamw { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Violation::unless_length("m", k.gradients.len(), k.m.len())?;
+    Violation::unless_length("v", k.gradients.len(), k.v.len())?;
+    Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
+    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+    crate::block::vector_grid(k.gradients.len())
+}}

@@ -1,0 +1,172 @@
+//! Reductions: sums over columns, rows or everything, the squared norm, maxima and the place of a row's maximum.
+//!
+//! Invariant: every tree follows from the lengths alone. Reductions over rows or over everything shrink their input by
+//! a fixed chunk, 64 rows ([`ROW_CHUNK`](crate::block::ROW_CHUNK)) or 4096 elements ([`CHUNK`](crate::block::CHUNK)),
+//! and are repeated until one row or one value is left.
+//!
+//! A sum that `accumulate`s (1) is added to what `out` holds; otherwise (0) it overwrites.
+
+use crate::block::{REDUCTION_BYTES, RowChunk, block_combine, chunk_fold};
+use crate::tile::SharedTile;
+use crate::vector::{F4, put};
+use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
+use crate::{contract, for_each_row, for_each_vector};
+use cuda_std::prelude::*;
+
+/// out[r] = scale sum_c x[r, c]; `x`: `[rows, cols]`, `out`: `[rows]`.
+#[kernel]
+pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
+    let Some(row) = Row::new(x.len(), cols) else { return };
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+    unsafe {
+        for_each_vector!(row, cols, |column, part| {
+            sum = sum + F4::load_part(x, row.start + column, part, 0.0);
+        });
+        let total = row.sum(sum);
+        if row.is_first_lane() {
+            put(out.add(row.number), total * scale, accumulate);
+        }
+    }
+}
+
+contract! { sum_columns { block: crate::warp::ROW_BLOCK } |k| {
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless_length("out", rows, k.out.len())?;
+    crate::warp::Row::grid("x", k.x.len(), k.cols)
+}}
+
+/// out[i, c] = scale sum of x[r, c] over the rows r of chunk i, ascending; `x`: `[rows, cols]`,
+/// `out`: `[ceil(rows / 64), cols]`. Four columns a thread.
+#[kernel]
+pub unsafe fn sum_rows(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
+    // SAFETY: the contract checks `cols`.
+    let Some(rows) = (unsafe { RowChunk::new(x.len(), cols) }) else { return };
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the chunk's columns lie inside `x`, its place inside `out`.
+    unsafe {
+        for_each_row!(rows, cols, |index, part| {
+            sum = sum + F4::load_part(x, index, part, 0.0);
+        });
+        let sum = sum * F4::splat(scale);
+        let sum = if accumulate == 0 { sum } else { F4::load_part_raw(out, rows.place, rows.part, 0.0) + sum };
+        sum.store_part(out, rows.place, rows.part);
+    }
+}
+
+contract! { sum_rows { block: crate::block::COLUMN_BLOCK } |k| {
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless_length("out", rows.div_ceil(crate::block::ROW_CHUNK) * k.cols, k.out.len())?;
+    RowChunk::grid(rows, k.cols)
+}}
+
+/// out[i] = scale sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+#[kernel]
+pub unsafe fn sum_all(x: &[f32], scale: f32, accumulate: u32, out: *mut f32) {
+    // SAFETY: a block has a place in `out`; all of its threads come here.
+    unsafe {
+        let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
+        let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
+        if thread::thread_idx_x() == 0 {
+            put(out.add(thread::block_idx_x() as usize), total * scale, accumulate);
+        }
+    }
+}
+
+contract! { sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), crate::block::CHUNK)
+}}
+
+/// out[i] = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`]
+/// finishes it. Overwrites `out`.
+#[kernel]
+pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
+    // SAFETY: as in `sum_all`.
+    unsafe {
+        let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
+        let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
+        if thread::thread_idx_x() == 0 {
+            *out.add(thread::block_idx_x() as usize) = total;
+        }
+    }
+}
+
+contract! { squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), crate::block::CHUNK)
+}}
+
+/// out[i] = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+/// Overwrites `out`.
+#[kernel]
+pub unsafe fn max_all(x: &[f32], out: *mut f32) {
+    // SAFETY: as in `sum_all`.
+    unsafe {
+        let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
+        let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
+        if thread::thread_idx_x() == 0 {
+            *out.add(thread::block_idx_x() as usize) = largest;
+        }
+    }
+}
+
+contract! { max_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), crate::block::CHUNK)
+}}
+
+/// out[r] = max_c x[r, c], NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
+/// `out`.
+#[kernel]
+pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
+    let Some(row) = Row::new(x.len(), cols) else { return };
+    let mut largest = F4::splat(f32::NEG_INFINITY);
+    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+    unsafe {
+        for_each_vector!(row, cols, |column, part| {
+            largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
+        });
+        let largest = row.max(largest);
+        if row.is_first_lane() {
+            *out.add(row.number) = largest;
+        }
+    }
+}
+
+contract! { max_columns { block: crate::warp::ROW_BLOCK } |k| {
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless_length("out", rows, k.out.len())?;
+    crate::warp::Row::grid("x", k.x.len(), k.cols)
+}}
+
+/// out[r] = the first c with x[r, c] = max_c x[r, c]; a NaN counts as the largest, as in PyTorch; `x`: `[rows, cols]`,
+/// cols below 2^32, `out`: `[rows]`. Overwrites `out`.
+#[kernel]
+pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
+    let Some(row) = Row::new(x.len(), cols) else { return };
+    let mut best = 0;
+    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+    unsafe {
+        for_each_vector!(row, cols, |column, part| {
+            let x = F4::load_part(x, row.start + column, part, 0.0).0;
+            let mut at = 0;
+            while at < F4::LEN {
+                let rank = if at < part.count() { rank(x[at], (column + at) as u32) } else { 0 };
+                best = if rank > best { rank } else { best };
+                at += 1;
+            }
+        });
+        let best = row.combine(best, |a, b| if b > a { b } else { a });
+        if row.is_first_lane() {
+            *out.add(row.number) = rank_column(best);
+        }
+    }
+}
+
+contract! { argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
+    Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless_length("out", rows, k.out.len())?;
+    crate::warp::Row::grid("x", k.x.len(), k.cols)
+}}

@@ -1,0 +1,105 @@
+//! The mean over a sample's tokens, forward and backward.
+//!
+//! Invariant: tokens are summed in ascending order, whatever the shape.
+
+use crate::block::divide;
+use crate::vector::{F4, load};
+use crate::{contract, for_own_vector};
+use cuda_std::prelude::*;
+
+/// y[b, c] = (sum_t x[b, t, c]) / tokens; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
+/// Overwrites `y`.
+#[kernel]
+pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length: usize, y: *mut f32) {
+    let divisor = tokens as f32;
+    for_own_vector!(length, |index, part| {
+        // SAFETY: the vector lies inside `y`; element [b, c] reads x[b, .., c].
+        unsafe {
+            if cols.is_multiple_of(F4::LEN) {
+                let mut at = first_token(index, tokens, cols);
+                let mut sum = F4::splat(0.0);
+                let mut token = 0;
+                while token < tokens {
+                    sum = sum + F4::load(x, at);
+                    at += cols;
+                    token += 1;
+                }
+                (sum / F4::splat(divisor)).store(y, index);
+                return;
+            }
+            let mut place = index;
+            while place < index + part.count() {
+                let mut at = first_token(place, tokens, cols);
+                let mut sum = 0.0;
+                let mut token = 0;
+                while token < tokens {
+                    sum += load(x, at);
+                    at += cols;
+                    token += 1;
+                }
+                *y.add(place) = sum / divisor;
+                place += 1;
+            }
+        }
+    });
+}
+
+contract! { mean_tokens_forward { block: crate::block::BLOCK } |k| {
+    Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+    crate::warp::rows_in("y", k.length, k.cols)?;
+    Violation::unless_length("x", k.length * k.tokens, k.x.len())?;
+    Violation::unless_length("y", k.length, k.y.len())?;
+    crate::block::vector_grid(k.length)
+}}
+
+/// dx[b, t, c] = dy[b, c] / tokens; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
+#[kernel]
+pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *mut f32) {
+    let divisor = tokens as f32;
+    for_own_vector!(dy.len(), |index, part| {
+        // SAFETY: the vector lies inside `dy`; element [b, c] writes dx[b, .., c].
+        unsafe {
+            if cols.is_multiple_of(F4::LEN) {
+                let share = F4::load(dy, index) / F4::splat(divisor);
+                let mut at = first_token(index, tokens, cols);
+                let mut token = 0;
+                while token < tokens {
+                    share.store(dx, at);
+                    at += cols;
+                    token += 1;
+                }
+                return;
+            }
+            let mut place = index;
+            while place < index + part.count() {
+                let share = load(dy, place) / divisor;
+                let mut at = first_token(place, tokens, cols);
+                let mut token = 0;
+                while token < tokens {
+                    *dx.add(at) = share;
+                    at += cols;
+                    token += 1;
+                }
+                place += 1;
+            }
+        }
+    });
+}
+
+contract! { mean_tokens_backward { block: crate::block::BLOCK } |k| {
+    Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+    crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
+    Violation::unless_length("dx", k.dy.len() * k.tokens, k.dx.len())?;
+    crate::block::vector_grid(k.dy.len())
+}}
+
+/// The index of x[b, 0, c] in `[batch, tokens, cols]` for the index `place` of [b, c].
+///
+/// # Safety
+/// `cols` is not 0.
+#[inline(always)]
+unsafe fn first_token(place: usize, tokens: usize, cols: usize) -> usize {
+    // SAFETY: the caller's contract.
+    let (sample, column) = unsafe { divide(place, cols) };
+    sample * tokens * cols + column
+}

@@ -1,0 +1,187 @@
+//! Typed windows into the block's dynamic shared memory.
+//!
+//! A kernel lays out its shared memory as tiles at fixed byte offsets, whose sum its contract declares. On the GPU a
+//! tile is a 32-bit shared address and every access one `ld.shared` or `st.shared`, unchecked. On the CPU it is a
+//! pointer, and an access outside the tile panics with the index and the tile's length.
+//!
+//! Invariant: values that another thread wrote are read only after a barrier; the tile itself orders nothing.
+
+use crate::vector::F4;
+use core::marker::PhantomData;
+use cuda_std::shared;
+
+/// What a tile may hold: 32-bit values.
+pub trait Element: Copy {
+    /// Reads the value at a shared address.
+    ///
+    /// # Safety
+    /// `address` lies inside the block's shared memory, on a 4-byte boundary.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe fn load_shared(address: u32) -> Self;
+    /// Writes the value at a shared address.
+    ///
+    /// # Safety
+    /// As for the read.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe fn store_shared(self, address: u32);
+}
+
+macro_rules! element {
+    ($ty:ty, $suffix:literal) => {
+        impl Element for $ty {
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            unsafe fn load_shared(address: u32) -> Self {
+                let value: $ty;
+                // SAFETY: the caller's contract. No `pure`: another thread's write may change what it reads.
+                unsafe {
+                    core::arch::asm!(
+                        concat!("ld.shared.", $suffix, " {0}, [{1}];"),
+                        out(reg32) value, in(reg32) address, options(nostack)
+                    );
+                }
+                value
+            }
+
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            unsafe fn store_shared(self, address: u32) {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    core::arch::asm!(
+                        concat!("st.shared.", $suffix, " [{0}], {1};"),
+                        in(reg32) address, in(reg32) self, options(nostack)
+                    );
+                }
+            }
+        }
+    };
+}
+element!(f32, "f32");
+element!(u32, "u32");
+
+/// `len` values of type `T` in the block's shared memory.
+#[derive(Clone, Copy)]
+pub struct SharedTile<T> {
+    #[cfg(target_arch = "nvptx64")]
+    address: u32,
+    #[cfg(not(target_arch = "nvptx64"))]
+    pointer: *mut T,
+    #[cfg(not(target_arch = "nvptx64"))]
+    len: u32,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> SharedTile<T> {
+    /// The tile of `len` values that starts `byte_offset` bytes into the block's dynamic shared memory. For 4-wide
+    /// access `byte_offset` is a multiple of 16.
+    ///
+    /// # Safety
+    /// The tile lies inside the shared memory that the kernel's contract declares, and tiles of different types do not
+    /// overlap.
+    #[inline(always)]
+    pub unsafe fn new(byte_offset: u32, len: u32) -> Self {
+        let base = shared::dynamic_shared_mem::<u8>();
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let _ = len;
+            let address: u64;
+            // SAFETY: a conversion between address spaces; it touches no memory.
+            unsafe {
+                core::arch::asm!(
+                    "cvta.to.shared.u64 {0}, {1};",
+                    out(reg64) address, in(reg64) base, options(pure, nomem, nostack)
+                );
+            }
+            Self { address: address as u32 + byte_offset, element: PhantomData }
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        Self { pointer: base.wrapping_add(byte_offset as usize).cast(), len, element: PhantomData }
+    }
+
+    /// The value at `index`.
+    #[inline(always)]
+    pub fn get(self, index: u32) -> T {
+        self.check(index, 1);
+        // SAFETY: inside the tile, which `new` promised to lie inside shared memory.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            return T::load_shared(self.address + index * 4);
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).read()
+        }
+    }
+
+    /// Writes `value` at `index`.
+    #[inline(always)]
+    pub fn set(self, index: u32, value: T) {
+        self.check(index, 1);
+        // SAFETY: as in `get`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            value.store_shared(self.address + index * 4);
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).write(value);
+        }
+    }
+
+    #[inline(always)]
+    fn check(self, index: u32, count: u32) {
+        #[cfg(not(target_arch = "nvptx64"))]
+        if self.len < count || index > self.len - count {
+            out_of_range(index, self.len);
+        }
+        #[cfg(target_arch = "nvptx64")]
+        let _ = (index, count);
+    }
+}
+
+impl SharedTile<f32> {
+    /// The four values from `index`, a multiple of four.
+    #[inline(always)]
+    pub fn get4(self, index: u32) -> F4 {
+        self.check(index, 4);
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let (a, b, c, d): (f32, f32, f32, f32);
+                core::arch::asm!(
+                    "ld.shared.v4.f32 {{{0}, {1}, {2}, {3}}}, [{4}];",
+                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
+                    in(reg32) self.address + index * 4, options(nostack)
+                );
+                return F4([a, b, c, d]);
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            F4::load_raw(self.pointer, index as usize)
+        }
+    }
+
+    /// Writes four values from `index`, a multiple of four.
+    #[inline(always)]
+    pub fn set4(self, index: u32, value: F4) {
+        self.check(index, 4);
+        // SAFETY: as in `get4`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let [a, b, c, d] = value.0;
+                core::arch::asm!(
+                    "st.shared.v4.f32 [{0}], {{{1}, {2}, {3}, {4}}};",
+                    in(reg32) self.address + index * 4,
+                    in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+                );
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            value.store(self.pointer, index as usize);
+        }
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[cold]
+#[inline(never)]
+fn out_of_range(index: u32, len: u32) -> ! {
+    panic!("shared memory: index {index} of {len}")
+}

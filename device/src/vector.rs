@@ -1,0 +1,256 @@
+//! Four floats moved as one 16-byte access.
+//!
+//! Invariant: a vector access happens at an element index that is a multiple of four, into memory whose base is
+//! 16-byte aligned (the host's arena aligns to 256 bytes and checks other bases at launch). What is left over at the
+//! end of a row is moved element by element, so that the result of a kernel never depends on which of the two was used.
+//!
+//! On the CPU a read outside a slice panics with the index and the length; on the GPU nothing is checked.
+
+use core::ops::{Add, Div, Mul, Neg, Sub};
+use cuda_std::GpuFloat;
+
+/// Four floats, 16-byte aligned: one `ld.global.v4.f32` or `st.global.v4.f32`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C, align(16))]
+pub struct F4(pub [f32; 4]);
+
+impl F4 {
+    /// Floats in one vector.
+    pub const LEN: usize = 4;
+
+    /// The same value four times.
+    #[inline(always)]
+    pub fn splat(value: f32) -> Self {
+        Self([value; 4])
+    }
+
+    /// `f(self[i], other[i])` for each of the four; for a long `f` see [`map4`](crate::map4).
+    #[inline(always)]
+    pub fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        let [a, b, c, d] = self.0;
+        let [e, g, h, i] = other.0;
+        Self([f(a, e), f(b, g), f(c, h), f(d, i)])
+    }
+
+    /// `self[i] + a[i] * b[i]`, each rounded once.
+    #[inline(always)]
+    pub fn fma(self, a: Self, b: Self) -> Self {
+        let ([c0, c1, c2, c3], [a0, a1, a2, a3], [b0, b1, b2, b3]) = (self.0, a.0, b.0);
+        let fma = GpuFloat::mul_add;
+        Self([fma(a0, b0, c0), fma(a1, b1, c1), fma(a2, b2, c2), fma(a3, b3, c3)])
+    }
+
+    /// The square roots.
+    #[inline(always)]
+    pub fn sqrt(self) -> Self {
+        map4!(self, GpuFloat::sqrt)
+    }
+
+    /// `x[index..index + 4]`. `index` is a multiple of four and `x` starts on a 16-byte boundary.
+    ///
+    /// # Safety
+    /// `index + 4 <= x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    pub unsafe fn load(x: &[f32], index: usize) -> Self {
+        check_range(index, Self::LEN, x.len());
+        // SAFETY: the range lies inside `x`; the caller keeps the alignment.
+        unsafe { Self::load_raw(x.as_ptr(), index) }
+    }
+
+    /// Like [`F4::load`], from a pointer.
+    ///
+    /// # Safety
+    /// `x` is valid for reads of elements `index..index + 4` and `x + index` is 16-byte aligned.
+    #[inline(always)]
+    pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
+        // SAFETY: the caller's contract.
+        unsafe { x.add(index).cast::<Self>().read() }
+    }
+
+    /// The part of `x[index..index + 4]` that exists, the other places filled with `fill`.
+    ///
+    /// # Safety
+    /// As for [`F4::load`] when `part` is whole, else `index + count <= x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
+        check_range(index, part.count(), x.len());
+        // SAFETY: the caller's contract.
+        unsafe { Self::load_part_raw(x.as_ptr(), index, part, fill) }
+    }
+
+    /// Like [`F4::load_part`], from a pointer.
+    ///
+    /// # Safety
+    /// `x` is valid for reads of these elements, and 16-byte aligned at a whole vector.
+    #[inline(always)]
+    pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
+        // SAFETY: the caller's contract.
+        unsafe {
+            match part {
+                Part::Whole => Self::load_raw(x, index),
+                Part::First(count) => {
+                    let x = x.add(index);
+                    let element = |at: usize| if at < count { *x.add(at) } else { fill };
+                    Self([element(0), element(1), element(2), element(3)])
+                }
+            }
+        }
+    }
+
+    /// Writes `out[index..index + 4]`. `index` is a multiple of four and `out` starts on a 16-byte boundary.
+    ///
+    /// # Safety
+    /// `out` is valid for writes of these elements, in global memory.
+    #[inline(always)]
+    pub unsafe fn store(self, out: *mut f32, index: usize) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                // LLVM would merge a plain store with the element-wise one of another branch, and split both.
+                let [a, b, c, d] = self.0;
+                core::arch::asm!(
+                    "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
+                    "st.global.v4.f32 [%global], {{{1}, {2}, {3}, {4}}}; }}",
+                    in(reg64) out.add(index), in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+                );
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            out.add(index).cast::<Self>().write(self);
+        }
+    }
+
+    /// Writes the part of `out[index..index + 4]` that exists; the counterpart of [`F4::load_part`].
+    ///
+    /// # Safety
+    /// `out` is valid for writes of these elements, and 16-byte aligned at a whole vector.
+    #[inline(always)]
+    pub unsafe fn store_part(self, out: *mut f32, index: usize, part: Part) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            match part {
+                Part::Whole => self.store(out, index),
+                Part::First(count) => {
+                    let out = out.add(index);
+                    let [a, b, c, d] = self.0;
+                    if count > 0 {
+                        *out = a;
+                    }
+                    if count > 1 {
+                        *out.add(1) = b;
+                    }
+                    if count > 2 {
+                        *out.add(2) = c;
+                    }
+                    if count > 3 {
+                        *out.add(3) = d;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A function applied to each of a vector's four. A macro, because a function passed as a value may stay a call, compiled
+/// without the CPU's fused multiply-add.
+#[macro_export]
+macro_rules! map4 {
+    ($vector:expr, $function:path) => {{
+        let [a, b, c, d] = ($vector).0;
+        $crate::vector::F4([$function(a), $function(b), $function(c), $function(d)])
+    }};
+}
+
+macro_rules! operator {
+    ($($trait:ident, $method:ident, $symbol:tt;)*) => {$(
+        impl $trait for F4 {
+            type Output = Self;
+            #[inline(always)]
+            fn $method(self, other: Self) -> Self {
+                let ([a, b, c, d], [e, f, g, h]) = (self.0, other.0);
+                Self([a $symbol e, b $symbol f, c $symbol g, d $symbol h])
+            }
+        }
+    )*};
+}
+
+operator! {
+    Add, add, +;
+    Sub, sub, -;
+    Mul, mul, *;
+    Div, div, /;
+}
+
+impl Neg for F4 {
+    type Output = Self;
+    #[inline(always)]
+    fn neg(self) -> Self {
+        let [a, b, c, d] = self.0;
+        Self([-a, -b, -c, -d])
+    }
+}
+
+/// How much of a vector exists, and how it is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All four, at a multiple of four: one access.
+    Whole,
+    /// The first so many, up to four, at any index: one access each.
+    First(usize),
+}
+
+impl Part {
+    /// Elements that exist.
+    #[inline(always)]
+    pub fn count(self) -> usize {
+        match self {
+            Self::Whole => F4::LEN,
+            Self::First(count) => count,
+        }
+    }
+
+    /// The first `count` elements, at most four, moved one by one.
+    #[inline(always)]
+    pub fn first(count: usize) -> Self {
+        Self::First(if count < F4::LEN { count } else { F4::LEN })
+    }
+}
+
+/// `x[index]`.
+///
+/// # Safety
+/// `index < x.len()`. The CPU checks it, the GPU does not.
+#[inline(always)]
+pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
+    check_range(index, 1, x.len());
+    // SAFETY: the caller's contract.
+    unsafe { *x.as_ptr().add(index) }
+}
+
+/// Writes `value` to `out`, or adds it there when `accumulate` is not 0.
+///
+/// # Safety
+/// `out` is valid for reads and writes.
+#[inline(always)]
+pub unsafe fn put(out: *mut f32, value: f32, accumulate: u32) {
+    // SAFETY: the caller's contract.
+    unsafe { *out = if accumulate == 0 { value } else { *out + value } }
+}
+
+/// The CPU's bounds check: `index..index + count` lies inside `len` elements.
+#[inline(always)]
+fn check_range(index: usize, count: usize, len: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    if count > 0 && (len < count || index > len - count) {
+        out_of_range(index, count, len);
+    }
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (index, count, len);
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[cold]
+#[inline(never)]
+fn out_of_range(index: usize, count: usize, len: usize) -> ! {
+    panic!("global memory: elements {index}..{} of {len}", index.wrapping_add(count))
+}

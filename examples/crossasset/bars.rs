@@ -1,0 +1,491 @@
+//! Price bars from a CSV file, one bar a row, read strictly: what comes out needs no further check.
+//!
+//! Columns are found by name (letter case does not matter): `open_time` or `timestamp`, then `open`, `high`, `low`,
+//! `close`, `volume`; others are ignored. Every [`Bar`] holds finite numbers, prices above zero, `low <= open, close <=
+//! high` and a volume of at least zero; times rise strictly. Minutes may be missing. The first row that breaks a rule
+//! ends the reading with a [`BarsError`] that names file, line, column and rule.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek};
+use std::path::{Path, PathBuf};
+
+use csv::{ByteRecord, ErrorKind, ReaderBuilder};
+use time::{Date, Month, Time, UtcOffset};
+
+/// The open, high, low and close price of one span of time, and the volume traded in it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Bar {
+    /// When the span opens, in milliseconds since 1970-01-01 UTC.
+    pub(crate) time_ms: i64,
+    /// First price, above zero.
+    pub(crate) open: f64,
+    /// Highest price.
+    pub(crate) high: f64,
+    /// Lowest price, above zero.
+    pub(crate) low: f64,
+    /// Last price, above zero.
+    pub(crate) close: f64,
+    /// Amount traded, at least zero.
+    pub(crate) volume: f64,
+}
+
+/// Why a file gave no bars.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum BarsError {
+    /// The file is missing, or may not be read to its end.
+    #[error("{}: cannot be read: {source}", file.display())]
+    Read {
+        /// The file asked for.
+        file: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The header or a row breaks a rule.
+    #[error("{}, line {line}, column {column}: {rule}", file.display())]
+    Broken {
+        /// The file being read.
+        file: PathBuf,
+        /// The line, counted from 1, the header's and blank lines included.
+        line: u64,
+        /// The column, as named in the header.
+        column: String,
+        /// The rule that is broken.
+        rule: Rule,
+    },
+    /// The bars are sound but too few.
+    #[error("{}: too few bars: {found} found, at least {needed} needed: {why}", file.display())]
+    TooFew {
+        /// The file, or the name of the series.
+        file: PathBuf,
+        /// Bars found.
+        found: usize,
+        /// Bars needed.
+        needed: usize,
+        /// What they are needed for.
+        why: String,
+    },
+}
+
+/// A rule that the header or a row breaks.
+#[derive(Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum Rule {
+    #[error("the column is missing; the header has: {header}")]
+    Missing { header: String },
+    #[error("the column is there twice; the header has: {header}")]
+    Twice { header: String },
+    #[error("the row has {found} fields, the header {expected}")]
+    Ragged { expected: u64, found: u64 },
+    #[error(
+        "\"{value}\" is not a time: write it like 2023-03-01 00:00:00+00:00, or as whole seconds or milliseconds \
+         since 1970-01-01 UTC"
+    )]
+    Time { value: String },
+    #[error("\"{value}\" is a time that goes back: the row before has \"{before}\"")]
+    Backward { value: String, before: String },
+    #[error("\"{value}\" is a repeated time: the row before has \"{before}\"")]
+    Repeated { value: String, before: String },
+    #[error("\"{value}\" is not a number")]
+    Number { value: String },
+    #[error("\"{value}\" is not finite")]
+    Finite { value: String },
+    #[error("\"{value}\" is a price at or below zero")]
+    Positive { value: String },
+    #[error("\"{value}\" is a negative volume")]
+    Volume { value: String },
+    #[error("\"{value}\" is a high below the row's low {low}")]
+    HighBelowLow { value: String, low: f64 },
+    #[error("\"{value}\" is outside the row's low {low} to high {high}")]
+    OutsideRange { value: String, low: f64, high: f64 },
+}
+
+/// Reads all bars of the CSV file at `path`, one row at a time. A file without rows gives an empty vector.
+///
+/// # Errors
+/// [`BarsError`] for the first thing that is wrong.
+pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
+    let unreadable = |source| BarsError::Read { file: path.to_owned(), source };
+    parse_bars(path, File::open(path).map_err(unreadable)?)
+}
+
+fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Vec<Bar>, BarsError> {
+    let file = || path.to_owned();
+    match parse_rows(&mut source) {
+        Ok(bars) => Ok(bars),
+        Err(Fault::Read(source)) => Err(BarsError::Read { file: file(), source }),
+        Err(Fault::Broken { byte, column, rule }) => match line_at(source, byte) {
+            Ok(line) => Err(BarsError::Broken { file: file(), line, column, rule }),
+            Err(source) => Err(BarsError::Read { file: file(), source }),
+        },
+    }
+}
+
+/// What ended the reading. The line is looked up only then: the CSV reader's own count leaves out blank lines.
+enum Fault {
+    Read(io::Error),
+    Broken { byte: u64, column: String, rule: Rule },
+}
+
+fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
+    let mut reader = ReaderBuilder::new().buffer_capacity(1 << 16).from_reader(source);
+    let header = reader.byte_headers().map_err(|error| fault(&[], error))?;
+    let names: Vec<String> = header.iter().map(text).collect();
+    let columns = Columns::find(&names, header.position().map_or(0, csv::Position::byte))?;
+
+    let mut bars: Vec<Bar> = Vec::new();
+    let (mut record, mut before) = (ByteRecord::new(), ByteRecord::new());
+    while reader.read_byte_record(&mut record).map_err(|error| fault(&names, error))? {
+        let row = Row { names: &names, record: &record };
+        let bar = row.bar(&columns)?;
+        if let Some(last) = bars.last().filter(|last| last.time_ms >= bar.time_ms) {
+            let before = text(&before[columns.time]);
+            return Err(row.broken(columns.time, |value| match last.time_ms == bar.time_ms {
+                true => Rule::Repeated { value, before },
+                false => Rule::Backward { value, before },
+            }));
+        }
+        bars.push(bar);
+        std::mem::swap(&mut record, &mut before);
+    }
+    Ok(bars)
+}
+
+/// Where each wanted column stands in a row.
+struct Columns {
+    time: usize,
+    prices: [usize; 4],
+    volume: usize,
+}
+
+impl Columns {
+    fn find(names: &[String], byte: u64) -> Result<Self, Fault> {
+        let broken = |column: &str, rule: fn(String) -> Rule| {
+            let header = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
+            Fault::Broken { byte, column: column.to_owned(), rule: rule(header) }
+        };
+        let position = |column: &str| {
+            let mut places = (0..names.len()).filter(|&at| names[at].eq_ignore_ascii_case(column));
+            match (places.next(), places.next()) {
+                (_, Some(_)) => Err(broken(column, |header| Rule::Twice { header })),
+                (place, None) => Ok(place),
+            }
+        };
+        let wanted = |column| position(column)?.ok_or_else(|| broken(column, |header| Rule::Missing { header }));
+        let time = match position("open_time")?.or(position("timestamp")?) {
+            Some(time) => time,
+            None => return Err(broken("open_time (or timestamp)", |header| Rule::Missing { header })),
+        };
+        let prices = [wanted("open")?, wanted("high")?, wanted("low")?, wanted("close")?];
+        Ok(Self { time, prices, volume: wanted("volume")? })
+    }
+}
+
+/// One row with what its errors need.
+struct Row<'a> {
+    names: &'a [String],
+    record: &'a ByteRecord,
+}
+
+impl Row<'_> {
+    fn bar(&self, columns: &Columns) -> Result<Bar, Fault> {
+        let time_ms = std::str::from_utf8(self.record[columns.time].trim_ascii())
+            .ok()
+            .and_then(parse_time)
+            .ok_or_else(|| self.broken(columns.time, |value| Rule::Time { value }))?;
+        let mut prices = [0.0; 4];
+        for (price, &column) in prices.iter_mut().zip(&columns.prices) {
+            *price = self.number(column)?;
+            if *price <= 0.0 {
+                return Err(self.broken(column, |value| Rule::Positive { value }));
+            }
+        }
+        let [open, high, low, close] = prices;
+        if high < low {
+            return Err(self.broken(columns.prices[1], |value| Rule::HighBelowLow { value, low }));
+        }
+        for (price, column) in [(open, columns.prices[0]), (close, columns.prices[3])] {
+            if price < low || price > high {
+                return Err(self.broken(column, |value| Rule::OutsideRange { value, low, high }));
+            }
+        }
+        let volume = self.number(columns.volume)?;
+        if volume < 0.0 {
+            return Err(self.broken(columns.volume, |value| Rule::Volume { value }));
+        }
+        Ok(Bar { time_ms, open, high, low, close, volume })
+    }
+
+    fn number(&self, column: usize) -> Result<f64, Fault> {
+        let number: f64 = std::str::from_utf8(self.record[column].trim_ascii())
+            .ok()
+            .and_then(|text| text.parse().ok())
+            .ok_or_else(|| self.broken(column, |value| Rule::Number { value }))?;
+        if number.is_finite() { Ok(number) } else { Err(self.broken(column, |value| Rule::Finite { value })) }
+    }
+
+    fn broken(&self, column: usize, rule: impl FnOnce(String) -> Rule) -> Fault {
+        Fault::Broken {
+            byte: self.record.position().map_or(0, csv::Position::byte),
+            column: self.names[column].clone(),
+            rule: rule(text(&self.record[column])),
+        }
+    }
+}
+
+/// The CSV reader's error in our words; a ragged row's column is the first that it lacks or has too many.
+fn fault(names: &[String], error: csv::Error) -> Fault {
+    let byte = error.position().map_or(0, csv::Position::byte);
+    match error.into_kind() {
+        ErrorKind::Io(source) => Fault::Read(source),
+        ErrorKind::UnequalLengths { expected_len: expected, len: found, .. } => {
+            let first = expected.min(found) as usize;
+            let column = names.get(first).cloned().unwrap_or_else(|| format!("number {}", first + 1));
+            Fault::Broken { byte, column, rule: Rule::Ragged { expected, found } }
+        }
+        other => Fault::Read(io::Error::other(format!("{other:?}"))),
+    }
+}
+
+/// The line, counted from 1, of the first character at or after `byte` that ends no line.
+fn line_at(mut source: impl Read + Seek, byte: u64) -> io::Result<u64> {
+    source.rewind()?;
+    let mut line = 1;
+    for (at, character) in (0_u64..).zip(BufReader::new(source).bytes()) {
+        match character? {
+            b'\n' => line += 1,
+            b'\r' => {}
+            _ if at >= byte => break,
+            _ => {}
+        }
+    }
+    Ok(line)
+}
+
+fn text(field: &[u8]) -> String {
+    String::from_utf8_lossy(field.trim_ascii()).into_owned()
+}
+
+/// Milliseconds since 1970-01-01 UTC from `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]` or whole seconds or milliseconds.
+///
+/// Whole numbers below 10^11 in magnitude are seconds (until the year 5138), then below 10^14 milliseconds.
+fn parse_time(text: &str) -> Option<i64> {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    if !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        let number: i64 = text.parse().ok()?;
+        return match number.unsigned_abs() {
+            0..100_000_000_000 => Some(number * 1000),
+            100_000_000_000..100_000_000_000_000 => Some(number),
+            _ => None,
+        };
+    }
+    let mut rest = Digits(text.as_bytes());
+    let year = i32::try_from(rest.number(4)?).ok()?;
+    rest.one_of(b"-")?;
+    let month = Month::try_from(u8::try_from(rest.number(2)?).ok()?).ok()?;
+    rest.one_of(b"-")?;
+    let date = Date::from_calendar_date(year, month, u8::try_from(rest.number(2)?).ok()?).ok()?;
+    rest.one_of(b"Tt ")?;
+    let hour = u8::try_from(rest.number(2)?).ok()?;
+    rest.one_of(b":")?;
+    let minute = u8::try_from(rest.number(2)?).ok()?;
+    let second = if rest.one_of(b":").is_some() { u8::try_from(rest.number(2)?).ok()? } else { 0 };
+    let milli = if rest.one_of(b".,").is_some() { rest.fraction_ms()? } else { 0 };
+    let time = Time::from_hms_milli(hour, minute, second, milli).ok()?;
+    let offset = rest.offset()?;
+    let nanos = date.with_time(time).assume_offset(offset).unix_timestamp_nanos();
+    i64::try_from(nanos / 1_000_000).ok()
+}
+
+/// The rest of a time's text.
+struct Digits<'a>(&'a [u8]);
+
+impl Digits<'_> {
+    /// Exactly `count` digits.
+    fn number(&mut self, count: usize) -> Option<u32> {
+        let (digits, rest) = self.0.split_at_checked(count)?;
+        let value = digits
+            .iter()
+            .try_fold(0, |value, byte| byte.is_ascii_digit().then(|| value * 10 + u32::from(byte - b'0')))?;
+        self.0 = rest;
+        Some(value)
+    }
+
+    /// One of these characters, or `None` and nothing taken.
+    fn one_of(&mut self, wanted: &[u8]) -> Option<u8> {
+        let (&first, rest) = self.0.split_first()?;
+        wanted.contains(&first).then(|| self.0 = rest)?;
+        Some(first)
+    }
+
+    /// At least one digit after the decimal point; what is finer than a millisecond is cut off.
+    fn fraction_ms(&mut self) -> Option<u16> {
+        let count = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let (digits, rest) = self.0.split_at(count);
+        self.0 = rest;
+        let milli = (0..3).fold(0, |milli, at| milli * 10 + u16::from(digits.get(at).map_or(0, |byte| byte - b'0')));
+        (count > 0).then_some(milli)
+    }
+
+    /// Nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
+    fn offset(&mut self) -> Option<UtcOffset> {
+        if self.0.is_empty() || self.0.eq_ignore_ascii_case(b"z") {
+            return Some(UtcOffset::UTC);
+        }
+        let sign = if self.one_of(b"+-")? == b'-' { -1 } else { 1 };
+        let hours = i8::try_from(self.number(2)?).ok()?;
+        let colon = self.one_of(b":").is_some();
+        let minutes = if colon || !self.0.is_empty() { i8::try_from(self.number(2)?).ok()? } else { 0 };
+        if !self.0.is_empty() || hours > 23 || minutes > 59 {
+            return None;
+        }
+        UtcOffset::from_hms(sign * hours, sign * minutes, 0).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = "open_time,open,high,low,close,volume\n";
+    const GOOD: &str = "2023-03-01 00:00:00+00:00,10,12,9,11,0.5\n";
+
+    fn parse(text: &str) -> Result<Vec<Bar>, BarsError> {
+        parse_bars(Path::new("bars.csv"), io::Cursor::new(text))
+    }
+
+    fn message(text: &str) -> String {
+        parse(text).expect_err("the text breaks a rule").to_string()
+    }
+
+    /// The message for a second row whose fields are these.
+    fn second(row: &str) -> String {
+        message(&format!("{HEADER}{GOOD}{row}\n"))
+    }
+
+    #[test]
+    fn reads_columns_by_name_and_ignores_the_rest() {
+        let bars = parse("Volume,note, Close ,low,HIGH,open,timestamp\n0,x, 11 ,9,12,10,1677628800\n").unwrap();
+        let bar = Bar { time_ms: 1_677_628_800_000, open: 10.0, high: 12.0, low: 9.0, close: 11.0, volume: 0.0 };
+        assert_eq!(bars, [bar]);
+    }
+
+    #[test]
+    fn reads_every_way_to_write_a_time() {
+        for text in [
+            "2023-03-01 00:00:00+00:00",
+            "2023-03-01T00:00:00Z",
+            "2023-03-01t00:00:00z",
+            "2023-03-01T00:00:00",
+            "2023-03-01 00:00",
+            "2023-03-01 00:00:00.000",
+            "2023-03-01 00:00:00.000999999+00",
+            "2023-03-01T01:30:00+01:30",
+            "2023-02-28T19:00:00-0500",
+            "1677628800",
+            "1677628800000",
+        ] {
+            assert_eq!(parse_time(text), Some(1_677_628_800_000), "{text}");
+        }
+        assert_eq!(parse_time("2023-03-01T00:00:00.25Z"), Some(1_677_628_800_250));
+        assert_eq!(parse_time("1969-12-31T23:59:59Z"), Some(-1000));
+        for text in [
+            "",
+            "-",
+            "today",
+            "2023-02-29 00:00:00",
+            "2023-13-01 00:00:00",
+            "2023-03-01",
+            "2023-03-01 24:00:00",
+            "2023-03-01 00:00:60",
+            "2023-03-01 00:00:00.",
+            "2023-03-01 00:00:00+",
+            "2023-03-01 00:00:00+0:00",
+            "2023-03-01 00:00:00+00:",
+            "2023-03-01 00:00:00+24:00",
+            "2023-03-01 00:00:00+00:00 ?",
+            "2023-3-1 00:00:00",
+            "1677628800.5",
+            "1677628800000000",
+            "99999999999999999999",
+        ] {
+            assert_eq!(parse_time(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn every_rule_names_line_column_and_value() {
+        let at = "2023-03-01 00:01:00";
+        let broken = |column: &str| format!("bars.csv, line 3, column {column}: ");
+        for (row, column, rule) in [
+            (format!("{at},x,12,9,11,1"), "open", "\"x\" is not a number"),
+            (format!("{at},,12,9,11,1"), "open", "\"\" is not a number"),
+            (format!("{at},10,NaN,9,11,1"), "high", "\"NaN\" is not finite"),
+            (format!("{at},10,12,9,11,inf"), "volume", "\"inf\" is not finite"),
+            (format!("{at},10,12,0,11,1"), "low", "\"0\" is a price at or below zero"),
+            (format!("{at},10,12,9,-11,1"), "close", "\"-11\" is a price at or below zero"),
+            (format!("{at},10,8,9,11,1"), "high", "\"8\" is a high below the row's low 9"),
+            (format!("{at},10,12,9,13,1"), "close", "\"13\" is outside the row's low 9 to high 12"),
+            (format!("{at},8,12,9,11,1"), "open", "\"8\" is outside the row's low 9 to high 12"),
+            (format!("{at},10,12,9,11,-1"), "volume", "\"-1\" is a negative volume"),
+            ("soon,10,12,9,11,1".into(), "open_time", "\"soon\" is not a time"),
+            (
+                "2023-03-01 00:00:00,10,12,9,11,1".into(),
+                "open_time",
+                "is a repeated time: the row before has \"2023-03-01 00:00:00+00:00\"",
+            ),
+            (
+                "2023-02-28 23:59:00,10,12,9,11,1".into(),
+                "open_time",
+                "is a time that goes back: the row before has \"2023-03-01 00:00:00+00:00\"",
+            ),
+            (format!("{at},10,12,9"), "close", "the row has 4 fields, the header 6"),
+            (format!("{at},10,12,9,11,1,2"), "number 7", "the row has 7 fields, the header 6"),
+        ] {
+            let message = second(&row);
+            assert!(message.starts_with(&broken(column)), "{row}: {message}");
+            assert!(message.contains(rule), "{row}: {message}");
+        }
+    }
+
+    #[test]
+    fn lines_are_counted_through_blank_lines_and_windows_line_ends() {
+        let row = "2023-03-01 00:01:00,x,12,9,11,1";
+        for (text, line) in [
+            (format!("{HEADER}{GOOD}\n\n{row}"), 5),
+            (format!("{HEADER}{GOOD}\n\n{row}\n"), 5),
+            (format!("\n{HEADER}{GOOD}{row}\n\n"), 4),
+            (format!("{HEADER}{GOOD}{row}\n{row}\n").replace('\n', "\r\n"), 3),
+            (format!("{HEADER}{GOOD}\n{row}\n").replace('\n', "\r\n"), 4),
+            (format!("{HEADER}{GOOD}\n{row},7\n").replace('\n', "\r\n"), 4),
+            (format!("{HEADER}{GOOD}\n{row},7"), 4),
+        ] {
+            let message = message(&text);
+            assert!(message.starts_with(&format!("bars.csv, line {line}, ")), "{text:?}: {message}");
+        }
+    }
+
+    #[test]
+    fn the_header_must_name_each_column_once() {
+        let missing = message("open_time,open,high,low,volume\n");
+        assert!(missing.starts_with("bars.csv, line 1, column close: the column is missing; "), "{missing}");
+        assert!(missing.ends_with("the header has: open_time, open, high, low, volume"), "{missing}");
+        let twice = message("open_time,open,high,low,close,volume,open\n");
+        assert!(twice.starts_with("bars.csv, line 1, column open: the column is there twice; "), "{twice}");
+        let empty = message("");
+        assert!(
+            empty.contains("column open_time (or timestamp): ") && empty.ends_with("the header has: nothing"),
+            "{empty}"
+        );
+        let two_lines_down = message("\n\nopen_time,open\n");
+        assert!(two_lines_down.starts_with("bars.csv, line 3, column high: "), "{two_lines_down}");
+        let mark = parse(&format!("\u{feff}{HEADER}{GOOD}")).unwrap();
+        assert_eq!(mark.len(), 1);
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let message = read_bars(Path::new("no/such/bars.csv")).unwrap_err().to_string();
+        assert!(message.starts_with("no/such/bars.csv: cannot be read: "), "{message}");
+    }
+}

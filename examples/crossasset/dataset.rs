@@ -1,0 +1,425 @@
+//! Samples, labels and walk-forward folds over the bars of one or several assets.
+//!
+//! A sample is one bar of one asset. What the model sees of it comes from bars up to it (see `features.rs`); what it
+//! must tell is the log return over the `horizon` bars after it: down (0), flat (1) or up (2). Samples are ordered by
+//! time, then by asset. The invariant of every fold: nothing that training uses is known only at or after the
+//! validation's first bar. So training samples whose horizon reaches that bar are left out, and the two thresholds
+//! between the classes are the 1/3 and 2/3 quantiles of the training part's returns alone.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use crate::bars::{Bar, BarsError};
+use crate::features::{Features, HISTORY_BARS, SAMPLE_LEN};
+use crate::random::Random;
+
+/// Down, flat and up.
+pub(crate) const CLASSES: usize = 3;
+const FLAT: usize = 1;
+/// Training samples that the shortest fold keeps of one asset: one for each class.
+const LEAST_TRAINED: usize = CLASSES;
+
+/// One series of bars, in order of time.
+pub(crate) struct Asset {
+    /// The file that the bars come from, or what they are.
+    pub(crate) name: PathBuf,
+    /// The bars, as [`crate::bars::read_bars`] gives them.
+    pub(crate) bars: Vec<Bar>,
+}
+
+/// How samples are made of bars.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// Bars after a sample over which its return is taken, at least 1.
+    pub(crate) horizon: usize,
+    /// Walk-forward folds, at least 1.
+    pub(crate) folds: usize,
+    /// Keep only the latest so many samples of all assets together.
+    pub(crate) limit: Option<usize>,
+}
+
+/// Why bars gave no data set.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DatasetError {
+    /// A series is too short.
+    #[error(transparent)]
+    Bars(#[from] BarsError),
+    /// The limit keeps too few samples.
+    #[error("too few samples: the limit keeps {kept}, at least {needed} needed: {why}")]
+    TooFew {
+        /// Samples kept.
+        kept: usize,
+        /// Samples needed.
+        needed: usize,
+        /// What they are needed for.
+        why: String,
+    },
+}
+
+/// One bar of one asset, with what follows it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Sample {
+    /// Index of the asset.
+    pub(crate) asset: usize,
+    /// Index of the bar within its asset.
+    pub(crate) bar: usize,
+    /// When the bar opens, in milliseconds since 1970-01-01 UTC.
+    pub(crate) time_ms: i64,
+    /// When the bar opens whose close ends the horizon.
+    pub(crate) known_ms: i64,
+    /// `ln(close[bar + horizon] / close[bar])`.
+    pub(crate) log_return: f64,
+}
+
+/// One walk-forward fold: everything before a point in time trains, the part after it validates.
+#[derive(Clone, Debug)]
+pub(crate) struct Fold {
+    /// Counted from 0.
+    pub(crate) index: usize,
+    /// Indices of the training samples, in order of time.
+    pub(crate) train: Vec<usize>,
+    /// Indices of the validation samples.
+    pub(crate) valid: Range<usize>,
+    /// A return below the first is down, above the second up.
+    pub(crate) thresholds: [f64; 2],
+    /// Share of the validation samples that have the training part's most frequent label; flat, when labels tie.
+    pub(crate) baseline_accuracy: f64,
+}
+
+impl Fold {
+    /// The label of a sample with this return: 0 down, 1 flat, 2 up.
+    pub(crate) fn label(&self, log_return: f64) -> u32 {
+        let [down, up] = self.thresholds;
+        if log_return < down {
+            0
+        } else if log_return > up {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// The training samples in the order of one epoch: random, but the same for the same seed, fold and epoch.
+    pub(crate) fn epoch_order(&self, seed: u64, epoch: usize) -> Vec<usize> {
+        let mut order = self.train.clone();
+        Random::stream(seed, &[self.index as u64, epoch as u64]).shuffle(&mut order);
+        order
+    }
+}
+
+/// All samples, their folds, and the features of each on demand.
+pub(crate) struct Dataset {
+    bars: usize,
+    features: Vec<Features>,
+    samples: Vec<Sample>,
+    folds: Vec<Fold>,
+}
+
+impl Dataset {
+    /// Makes the samples and folds of `assets`. Of several errors, the one of the first asset is told.
+    ///
+    /// # Errors
+    /// [`DatasetError`] when a series is too short for its history, horizon and folds, or when the limit keeps too few
+    /// samples for the folds. Both say how many are needed and why.
+    ///
+    /// # Panics
+    /// When `plan` has no fold or no horizon, or `assets` is empty.
+    pub(crate) fn new(assets: &[Asset], plan: Plan) -> Result<Self, DatasetError> {
+        assert!(plan.folds > 0 && plan.horizon > 0 && !assets.is_empty(), "{plan:?} of {} assets", assets.len());
+        for asset in assets {
+            check_length(asset, plan)?;
+        }
+        let mut samples: Vec<Sample> =
+            assets.iter().enumerate().flat_map(|(index, asset)| samples_of(index, &asset.bars, plan.horizon)).collect();
+        samples.sort_by_key(|sample| (sample.time_ms, sample.asset));
+        if let Some(limit) = plan.limit {
+            samples.drain(..samples.len().saturating_sub(limit));
+        }
+        check_samples(samples.len(), assets.len(), plan)?;
+        let folds = (0..plan.folds).map(|index| fold(&samples, index, plan.folds)).collect();
+        Ok(Self {
+            bars: assets.iter().map(|asset| asset.bars.len()).sum(),
+            features: assets.iter().map(|asset| Features::new(&asset.bars)).collect(),
+            samples,
+            folds,
+        })
+    }
+
+    /// Bars of all assets.
+    pub(crate) fn bars(&self) -> usize {
+        self.bars
+    }
+
+    /// The samples kept, by time, then by asset.
+    pub(crate) fn samples(&self) -> &[Sample] {
+        &self.samples
+    }
+
+    /// The folds, earliest validation first.
+    pub(crate) fn folds(&self) -> &[Fold] {
+        &self.folds
+    }
+
+    /// Writes the features of `samples`: `out: [samples.len(), 12, 193]`, row-major.
+    ///
+    /// # Panics
+    /// When `out` has another length or a sample is unknown.
+    pub(crate) fn batch_features(&self, samples: &[usize], out: &mut [f32]) {
+        assert_eq!(out.len(), samples.len() * SAMPLE_LEN, "features of {} samples", samples.len());
+        for (&index, row) in samples.iter().zip(out.chunks_exact_mut(SAMPLE_LEN)) {
+            let sample = &self.samples[index];
+            self.features[sample.asset].write(sample.bar, row);
+        }
+    }
+
+    /// Writes the labels that `samples` have in `fold`: `out: [samples.len()]`.
+    ///
+    /// # Panics
+    /// When `out` has another length or a sample is unknown.
+    pub(crate) fn batch_labels(&self, fold: &Fold, samples: &[usize], out: &mut [u32]) {
+        assert_eq!(out.len(), samples.len(), "labels of {} samples", samples.len());
+        for (&index, label) in samples.iter().zip(out) {
+            *label = fold.label(self.samples[index].log_return);
+        }
+    }
+}
+
+/// Every bar of one asset with enough bars before and after it.
+fn samples_of(asset: usize, bars: &[Bar], horizon: usize) -> impl Iterator<Item = Sample> {
+    (HISTORY_BARS..bars.len() - horizon).map(move |bar| {
+        let (now, then) = (&bars[bar], &bars[bar + horizon]);
+        let log_return = libm::log(then.close) - libm::log(now.close);
+        Sample { asset, bar, time_ms: now.time_ms, known_ms: then.time_ms, log_return }
+    })
+}
+
+/// Samples that one asset must have: in each part `horizon` that may be left out, and one of each class.
+fn least_samples(plan: Plan) -> usize {
+    (plan.folds + 1) * (plan.horizon + LEAST_TRAINED)
+}
+
+fn check_length(asset: &Asset, plan: Plan) -> Result<(), BarsError> {
+    let needed = HISTORY_BARS + plan.horizon + least_samples(plan);
+    if asset.bars.len() >= needed {
+        return Ok(());
+    }
+    let why = format!(
+        "{HISTORY_BARS} before the first sample, the horizon of {} after the last one, and {} samples: for each part \
+         in time (of {}, one more than folds) the horizon and {LEAST_TRAINED} to train on",
+        plan.horizon,
+        least_samples(plan),
+        plan.folds + 1,
+    );
+    Err(BarsError::TooFew { file: asset.name.clone(), found: asset.bars.len(), needed, why })
+}
+
+fn check_samples(kept: usize, assets: usize, plan: Plan) -> Result<(), DatasetError> {
+    let needed = least_samples(plan) * assets;
+    if kept >= needed {
+        return Ok(());
+    }
+    let why = format!(
+        "for each asset (of {assets}) and each part in time (of {}, one more than folds) the horizon of {} and \
+         {LEAST_TRAINED} to train on",
+        plan.folds + 1,
+        plan.horizon,
+    );
+    Err(DatasetError::TooFew { kept, needed, why })
+}
+
+/// Fold `index` of `folds`: trains on parts `0..=index` of `folds + 1` and validates on the next one.
+fn fold(samples: &[Sample], index: usize, folds: usize) -> Fold {
+    let start = part_start(samples, index + 1, folds + 1);
+    let valid = start..part_start(samples, index + 2, folds + 1);
+    let first_ms = samples[start].time_ms;
+    let train: Vec<usize> = (0..start).filter(|&at| samples[at].known_ms < first_ms).collect();
+    let thresholds = terciles(train.iter().map(|&at| samples[at].log_return).collect());
+
+    let mut fold = Fold { index, train, valid, thresholds, baseline_accuracy: 0.0 };
+    let count = |of: &mut dyn Iterator<Item = usize>| {
+        of.fold([0_usize; CLASSES], |mut count, at| {
+            count[fold.label(samples[at].log_return) as usize] += 1;
+            count
+        })
+    };
+    let (trained, validated) = (count(&mut fold.train.iter().copied()), count(&mut fold.valid.clone()));
+    let frequent = (0..CLASSES).max_by_key(|&class| (trained[class], class == FLAT)).unwrap_or(FLAT);
+    fold.baseline_accuracy = validated[frequent] as f64 / fold.valid.len() as f64;
+    fold
+}
+
+/// Where one of `parts` equal parts begins, moved back so that samples of the same time stay together.
+fn part_start(samples: &[Sample], part: usize, parts: usize) -> usize {
+    let start = samples.len() * part / parts;
+    match samples.get(start) {
+        Some(first) => samples[..start].partition_point(|sample| sample.time_ms < first.time_ms),
+        None => start,
+    }
+}
+
+/// The 1/3 and 2/3 quantiles by nearest rank: a third of distinct returns is below the first, a third above the second.
+fn terciles(mut returns: Vec<f64>) -> [f64; 2] {
+    returns.sort_by(f64::total_cmp);
+    let third = returns.len() / 3;
+    [returns[third], returns[returns.len() - 1 - third]]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic;
+
+    const MINUTE_MS: i64 = 60_000;
+
+    fn assets(count: usize, bars: usize) -> Vec<Asset> {
+        let asset =
+            |seed| Asset { name: format!("market {seed}").into(), bars: synthetic::market(seed)[..bars].to_vec() };
+        (0..count as u64).map(asset).collect()
+    }
+
+    fn dataset(count: usize, bars: usize, plan: Plan) -> Dataset {
+        Dataset::new(&assets(count, bars), plan).unwrap()
+    }
+
+    const PLAN: Plan = Plan { horizon: 15, folds: 3, limit: None };
+
+    #[test]
+    fn samples_are_ordered_by_time_then_asset() {
+        let data = dataset(2, 9_000, PLAN);
+        assert_eq!(data.bars(), 18_000);
+        assert_eq!(data.samples().len(), 2 * (9_000 - HISTORY_BARS - 15));
+        let keys: Vec<_> = data.samples().iter().map(|sample| (sample.time_ms, sample.asset)).collect();
+        assert!(keys.is_sorted() && keys[0].1 == 0 && keys[1].1 == 1 && keys[0].0 == keys[1].0);
+        let bars = &assets(1, 9_000)[0].bars;
+        let sample = data.samples()[0];
+        assert_eq!((sample.bar, sample.time_ms), (HISTORY_BARS, bars[HISTORY_BARS].time_ms));
+        assert_eq!(sample.known_ms, sample.time_ms + 15 * MINUTE_MS);
+        let expected = (bars[HISTORY_BARS + 15].close / bars[HISTORY_BARS].close).ln();
+        assert!((sample.log_return - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_limit_keeps_the_latest_samples() {
+        let whole = dataset(2, 9_000, PLAN);
+        let latest = dataset(2, 9_000, Plan { limit: Some(501), ..PLAN });
+        assert_eq!(latest.samples(), &whole.samples()[whole.samples().len() - 501..]);
+        let ample = dataset(2, 9_000, Plan { limit: Some(1_000_000), ..PLAN });
+        assert_eq!(ample.samples(), whole.samples());
+    }
+
+    #[test]
+    fn folds_walk_forward_without_seeing_the_validation() {
+        for (count, bars) in [(1, 8_001), (2, 8_500), (3, 9_003)] {
+            let data = dataset(count, bars, PLAN);
+            let samples = data.samples();
+            assert_eq!(data.folds().len(), 3);
+            let mut end = data.folds()[0].valid.start;
+            for (index, fold) in data.folds().iter().enumerate() {
+                assert_eq!(fold.index, index);
+                assert_eq!(fold.valid.start, end, "validation parts touch");
+                end = fold.valid.end;
+                let (first, last) = (samples[fold.valid.start], samples[fold.valid.start - 1]);
+                assert!(last.time_ms < first.time_ms, "no time is on both sides");
+                assert!(fold.train.iter().all(|&at| samples[at].known_ms < first.time_ms), "the future is unseen");
+                assert_eq!(fold.train.len(), fold.valid.start - 15 * count, "only the gap is left out");
+                let equal = samples.len() * (index + 1) / 4;
+                assert!(equal - fold.valid.start < count);
+            }
+            assert_eq!(end, samples.len(), "the last fold validates to the end");
+        }
+    }
+
+    #[test]
+    fn thresholds_and_baseline_come_from_the_training_part() {
+        let data = dataset(1, 12_000, PLAN);
+        for fold in data.folds() {
+            let mut labels = vec![9; fold.train.len()];
+            data.batch_labels(fold, &fold.train, &mut labels);
+            let third = fold.train.len() / 3;
+            for class in [0, 2] {
+                let count = labels.iter().filter(|&&label| label == class).count();
+                assert!(count <= third && count + 20 > third, "class {class}: {count} of {}", labels.len());
+            }
+            let validated: Vec<usize> = fold.valid.clone().collect();
+            let mut labels = vec![9; validated.len()];
+            data.batch_labels(fold, &validated, &mut labels);
+            let flat = labels.iter().filter(|&&label| label == 1).count();
+            assert_eq!(fold.baseline_accuracy, flat as f64 / labels.len() as f64, "flat is the most frequent label");
+        }
+
+        // Another future changes the labels of no training sample.
+        let mut changed = assets(1, 12_000);
+        let first = data.samples()[data.folds()[0].valid.start].bar;
+        for bar in &mut changed[0].bars[first..] {
+            *bar = Bar { open: 1.0, high: 9.0, low: 1.0, close: 1.0 + (bar.time_ms % 7) as f64, ..*bar };
+        }
+        let other = Dataset::new(&changed, PLAN).unwrap();
+        let (one, two) = (&data.folds()[0], &other.folds()[0]);
+        assert_eq!(one.train, two.train);
+        assert_eq!(one.thresholds.map(f64::to_bits), two.thresholds.map(f64::to_bits));
+        let (mut labels, mut others) = (vec![0; one.train.len()], vec![0; two.train.len()]);
+        data.batch_labels(one, &one.train, &mut labels);
+        other.batch_labels(two, &two.train, &mut others);
+        assert_eq!(labels, others);
+    }
+
+    #[test]
+    fn terciles_are_symmetric_and_ties_are_flat() {
+        assert_eq!(terciles((1..=9).map(f64::from).collect()), [4.0, 6.0]);
+        assert_eq!(terciles((1..=10).rev().map(f64::from).collect()), [4.0, 7.0]);
+        assert_eq!(terciles(vec![1.0]), [1.0, 1.0]);
+        let fold = Fold { index: 0, train: vec![], valid: 0..0, thresholds: [0.0, 0.0], baseline_accuracy: 0.0 };
+        assert_eq!([-1e-9, -0.0, 0.0, 1e-9].map(|value| fold.label(value)), [0, 1, 1, 2]);
+    }
+
+    #[test]
+    fn an_epoch_has_every_training_sample_once_in_its_own_order() {
+        let data = dataset(1, 9_000, PLAN);
+        let fold = &data.folds()[1];
+        let order = fold.epoch_order(7, 0);
+        assert_eq!(order, fold.epoch_order(7, 0));
+        for other in [fold.epoch_order(7, 1), fold.epoch_order(8, 0)] {
+            assert_ne!(order, other);
+        }
+        let mut sorted = order;
+        sorted.sort_unstable();
+        assert_eq!(sorted, fold.train);
+    }
+
+    #[test]
+    fn a_batch_holds_the_features_of_each_sample() {
+        let data = dataset(2, 9_000, PLAN);
+        let mut out = vec![f32::NAN; 2 * SAMPLE_LEN];
+        data.batch_features(&[11, 4], &mut out);
+        let assets = assets(2, 9_000);
+        for (row, (asset, bar)) in out.chunks(SAMPLE_LEN).zip([(1, HISTORY_BARS + 5), (0, HISTORY_BARS + 2)]) {
+            let mut expected = vec![0.0; SAMPLE_LEN];
+            Features::new(&assets[asset].bars).write(bar, &mut expected);
+            assert_eq!(row, expected);
+        }
+    }
+
+    #[test]
+    fn the_least_number_of_bars_is_enough_and_one_less_is_told() {
+        for horizon in [1, 15, 100] {
+            for folds in [1, 2, 7] {
+                let plan = Plan { horizon, folds, limit: None };
+                let needed = HISTORY_BARS + horizon + (folds + 1) * (horizon + 3);
+                let data = dataset(1, needed, plan);
+                assert!(data.folds().iter().all(|fold| fold.train.len() >= 3 && !fold.valid.is_empty()));
+                let error = Dataset::new(&assets(1, needed - 1), plan).err().expect("one bar is missing").to_string();
+                let told = format!("market 0: too few bars: {} found, at least {needed} needed: ", needed - 1);
+                assert!(error.starts_with(&told), "{error}");
+
+                let least = (folds + 1) * (horizon + 3) * 2;
+                let plan = Plan { limit: Some(least), ..plan };
+                let data = dataset(2, 12_000, plan);
+                assert!(data.folds().iter().all(|fold| fold.train.len() >= 3 && !fold.valid.is_empty()));
+                let plan = Plan { limit: Some(least - 1), ..plan };
+                let error = Dataset::new(&assets(2, 12_000), plan).err().expect("one sample is missing").to_string();
+                let told = format!("too few samples: the limit keeps {}, at least {least} needed: ", least - 1);
+                assert!(error.starts_with(&told), "{error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! tanh and GELU on a tape.
+
+use super::{Tape, Var};
+use crate::error::Result;
+use crate::ops;
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::tanh`]; backward is [`ops::tanh_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn tanh(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let (y, x) = (ops::tanh(self.step, &x.value)?.save(), *x);
+        Ok(self.record(y, move |back, dy| {
+            let dx = ops::tanh_backward(back.step(), &y, &dy)?;
+            back.add(&x, dx)
+        }))
+    }
+
+    /// [`ops::gelu`]; backward is [`ops::gelu_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn gelu(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let (y, x) = (ops::gelu(self.step, &x.value)?.save(), *x);
+        Ok(self.record(y, move |back, dy| {
+            let dx = ops::gelu_backward(back.step(), &x.value, &dy)?;
+            back.add(&x, dx)
+        }))
+    }
+}

@@ -1,0 +1,136 @@
+//! Linear layers on a tape.
+//!
+//! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`; where x already has a gradient, the
+//! multiply adds to it in place.
+
+use super::{Backward, Tape, Var};
+use crate::error::{Error, Result};
+use crate::ops::{self, Gemm};
+use crate::params::{Parameter, Stack};
+use crate::tensor::{Saved, Tensor};
+
+impl<'s> Tape<'_, 's> {
+    /// `y = x w (+ b)`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`. See [`ops::linear`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn linear(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let bias = b.map(|b| self.weights(b)).transpose()?;
+        let y = ops::linear(self.step, &x.value, &self.weights(w)?, bias.as_ref())?;
+        let x = *x;
+        Ok(self.record(y.save(), move |back, dy| linear_backward(back, &x, w, b, &dy)))
+    }
+
+    /// `y = residual + x w (+ b)`; `residual`, `y`: `[.., out]`. See [`ops::linear_residual`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn linear_residual(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>, residual: &Var<'s>) -> Result<Var<'s>> {
+        self.check(x)?;
+        self.check(residual)?;
+        let bias = b.map(|b| self.weights(b)).transpose()?;
+        let y = ops::linear_residual(self.step, &x.value, &self.weights(w)?, bias.as_ref(), &residual.value)?;
+        let (x, residual) = (*x, *residual);
+        Ok(self.record(y.save(), move |back, dy| {
+            linear_backward(back, &x, w, b, &dy)?;
+            back.add(&residual, dy)
+        }))
+    }
+
+    /// `y = gelu(x w (+ b))` in one launch. See [`ops::linear_gelu`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn linear_gelu(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let bias = b.map(|b| self.weights(b)).transpose()?;
+        let (y, pre) = ops::linear_gelu(self.step, &x.value, &self.weights(w)?, bias.as_ref())?;
+        let (x, pre) = (*x, pre.save());
+        Ok(self.record(y.save(), move |back, dy| {
+            let dpre = ops::gelu_backward(back.step(), &pre, &dy)?;
+            linear_backward(back, &x, w, b, &dpre)
+        }))
+    }
+
+    /// A layer for each token: `y[., s, .] = x[., s, .] w_s + b_s`; `x`: `[batch, tokens, in]`, `w_s`: `[in, out]`,
+    /// `b_s`: `[out]`, `y`: `[batch, tokens, out]`; one strided-batched multiply. `x` must be an input.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
+    pub fn linear_per_token(&self, x: &Var<'s>, w: &Stack, b: &Stack) -> Result<Var<'s>> {
+        const OP: &str = "linear_per_token";
+        self.check(x)?;
+        let layout = self.parameters.layout();
+        let ((_, w_shape, w_stride), (_, b_shape, b_stride)) = (layout.stack(w)?, layout.stack(b)?);
+        let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
+            return Err(Error::misuse(OP, "x [batch, tokens, in] and w [in, out]", format!("{} and {w_shape}", x.shape())));
+        };
+        if inner != k || tokens != w.members().len() || tokens != b.members().len() || b_shape.extents() != [n] {
+            let expected = format!("x [batch, {}, {k}] and as many biases [{n}]", w.members().len());
+            return Err(Error::misuse(OP, expected, format!("{} and {} of {b_shape}", x.shape(), b.members().len())));
+        }
+        if tokens > 1 && b_stride != n {
+            return Err(Error::misuse(OP, "biases without space between (a multiple of 64 outputs)", format!("{n} outputs")));
+        }
+        if x.record.is_some() {
+            return Err(Error::misuse(OP, "an input, which needs no gradient", "an op's output"));
+        }
+        let form = Gemm {
+            lda: tokens * k,
+            ldc: tokens * n,
+            batches: tokens,
+            stride_a: k,
+            stride_b: w_stride,
+            stride_c: n,
+            stride_bias: b_stride,
+            ..Gemm::new(batch, n, k)
+        };
+        let (weights, biases) = (self.parameters.lend_stack(self.step, w)?, self.parameters.lend_stack(self.step, b)?);
+        let mut y = self.step.empty([batch, tokens, n])?;
+        ops::gemm_into(self.step, &form, &x.value, &weights, Some(&biases), &mut y)?;
+        let (x, w, b) = (x.value, w.clone(), b.clone());
+        Ok(self.record(y.save(), move |back, dy| {
+            // dw_s += x_s^T dy_s
+            let form = Gemm {
+                lda: tokens * k,
+                ldb: tokens * n,
+                batches: tokens,
+                stride_a: k,
+                stride_b: n,
+                stride_c: w_stride,
+                ..Gemm::new(k, n, batch).transpose_a().accumulate()
+            };
+            let step = back.step();
+            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut back.gradients().lend_stack_mut(step, &w)?)?;
+            let dy = dy.reshape([batch, tokens * n])?;
+            ops::sum_rows_into(step, &dy, &mut back.gradients().lend_stack_mut(step, &b)?, true)
+        }))
+    }
+}
+
+fn linear_backward<'s>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: &Tensor<'s>,
+) -> Result<()> {
+    let (step, weights) = (back.step(), back.weights(w)?);
+    let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    let form = Gemm::new(k, n, rows).transpose_a().accumulate();
+    ops::gemm_into(step, &form, &x.value, dy, None::<&Saved<'s>>, &mut back.gradients().lend_mut(step, w)?)?;
+    if let Some(b) = b {
+        ops::sum_rows_into(step, dy, &mut back.gradients().lend_mut(step, b)?, true)?;
+    }
+    if !back.wants(x) {
+        return Ok(());
+    }
+    let form = Gemm::new(rows, k, n).transpose_b();
+    let (form, mut dx) = match back.take(x) {
+        Some(sum) => (form.accumulate(), sum),
+        None => (form, step.empty(x.shape())?),
+    };
+    ops::gemm_into(step, &form, dy, &weights, None::<&Saved<'s>>, &mut dx)?;
+    back.add(x, dx)
+}

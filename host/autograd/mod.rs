@@ -1,0 +1,210 @@
+//! Reverse-mode differentiation: a tape of what backward must do, in the order of the forward pass.
+//!
+//! An op's differentiable form stands in the file of its stem: it computes forward with [`ops`](crate::ops), records
+//! one closure that turns the output's gradient into the inputs' gradients, and is done; neither the tape nor a
+//! device knows a list of ops. Invariant: every value on a tape is [`Saved`], so nothing can overwrite what backward
+//! will read, and the tape is consumed by its one backward pass.
+
+#![forbid(unsafe_code)]
+
+mod activation;
+mod attention;
+mod loss;
+mod matmul;
+mod norm;
+mod tokens;
+
+use crate::error::{Error, Result};
+use crate::launch::Lent;
+use crate::ops;
+use crate::params::{Gradients, Parameter, Parameters};
+use crate::step::Step;
+use crate::tensor::{Saved, Shape, Tensor};
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A value on a tape.
+#[derive(Clone, Copy, Debug)]
+pub struct Var<'s> {
+    value: Saved<'s>,
+    tape: u64,
+    /// The record whose output this is; none for an input, which needs no gradient.
+    record: Option<usize>,
+}
+
+impl<'s> Var<'s> {
+    /// The value: shared and read-only until the step is over.
+    pub fn value(&self) -> &Saved<'s> {
+        &self.value
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> Shape {
+        self.value.shape()
+    }
+}
+
+/// Turns the gradient of a record's output into gradients of its inputs and parameters.
+type Record<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't>;
+
+/// The forward pass of one step, remembered for one backward pass.
+pub struct Tape<'t, 's> {
+    step: &'t Step<'s>,
+    parameters: &'t Parameters,
+    identity: u64,
+    records: RefCell<Vec<Record<'t, 's>>>,
+}
+
+impl fmt::Debug for Tape<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tape of {} records", self.records.borrow().len())
+    }
+}
+
+impl<'t, 's> Tape<'t, 's> {
+    /// An empty tape over a step and the weights that it will use.
+    pub fn new(step: &'t Step<'s>, parameters: &'t Parameters) -> Self {
+        // Tells the variables of two tapes of one step apart.
+        static TAPES: AtomicU64 = AtomicU64::new(0);
+        let identity = TAPES.fetch_add(1, Ordering::Relaxed);
+        Self { step, parameters, identity, records: RefCell::default() }
+    }
+
+    /// The step that the tape records.
+    pub fn step(&self) -> &'t Step<'s> {
+        self.step
+    }
+
+    /// A value that needs no gradient.
+    pub fn input(&self, value: Tensor<'s>) -> Var<'s> {
+        Var { value: value.save(), tape: self.identity, record: None }
+    }
+
+    /// The weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device than the step.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        self.parameters.lend(self.step, parameter)
+    }
+
+    /// Puts an op's output on the tape. `backward` gets the output's gradient and gives the inputs theirs, through
+    /// [`Backward::add`] and [`Backward::gradients`].
+    pub fn record(
+        &self,
+        value: Saved<'s>,
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
+    ) -> Var<'s> {
+        let mut records = self.records.borrow_mut();
+        records.push(Box::new(backward));
+        Var { value, tape: self.identity, record: Some(records.len() - 1) }
+    }
+
+    /// The same elements with other extents.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the number of elements differs.
+    pub fn reshape(&self, x: &Var<'s>, shape: impl Into<Shape>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let (value, x) = (x.value.reshape(shape)?, *x);
+        Ok(self.record(value, move |back, gradient| {
+            let gradient = gradient.reshape(x.shape())?;
+            back.add(&x, gradient)
+        }))
+    }
+
+    /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when `loss` is another tape's or not one element, or `gradients` are another model's.
+    pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
+        self.check(loss)?;
+        if loss.shape().elements() != 1 {
+            return Err(Error::misuse("backward", "a loss of one element", format!("shape {}", loss.shape())));
+        }
+        if !gradients.layout().same(self.parameters.layout()) {
+            return Err(Error::misuse("backward", "gradients of the tape's parameters", "another layout's"));
+        }
+        let records = self.records.into_inner();
+        let (step, parameters) = (self.step, self.parameters);
+        let pending = records.iter().map(|_| None).collect();
+        let mut back = Backward { step, parameters, gradients, pending };
+        back.add(loss, ops::fill(step, loss.shape(), 1.0)?)?;
+        for (at, record) in records.into_iter().enumerate().rev() {
+            // No gradient has come: the loss does not depend on it.
+            if let Some(gradient) = back.pending[at].take() {
+                record(&mut back, gradient)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, var: &Var<'s>) -> Result<()> {
+        if var.tape == self.identity {
+            return Ok(());
+        }
+        Err(Error::misuse("tape", "a variable of this tape", "one of another tape"))
+    }
+}
+
+/// The backward pass in progress.
+pub struct Backward<'b, 't, 's> {
+    step: &'t Step<'s>,
+    parameters: &'t Parameters,
+    gradients: &'b mut Gradients,
+    /// The gradient that each record's output has so far.
+    pending: Vec<Option<Tensor<'s>>>,
+}
+
+impl fmt::Debug for Backward<'_, '_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Backward over {} records", self.pending.len())
+    }
+}
+
+impl<'t, 's> Backward<'_, 't, 's> {
+    /// The step that the pass belongs to.
+    pub fn step(&self) -> &'t Step<'s> {
+        self.step
+    }
+
+    /// The gradients of the parameters, to be added to.
+    pub fn gradients(&mut self) -> &mut Gradients {
+        self.gradients
+    }
+
+    /// The weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device than the step.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        self.parameters.lend(self.step, parameter)
+    }
+
+    /// Whether `var`'s gradient is wanted: an input's is not.
+    pub fn wants(&self, var: &Var<'s>) -> bool {
+        var.record.is_some()
+    }
+
+    /// Adds `gradient` to what `var` has.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when shapes differ.
+    pub fn add(&mut self, var: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
+        let Some(record) = var.record else { return Ok(()) };
+        self.pending[record] = Some(match self.pending[record].take() {
+            None => gradient,
+            Some(mut sum) => {
+                ops::add_assign(self.step, &mut sum, &gradient)?;
+                sum
+            }
+        });
+        Ok(())
+    }
+
+    /// What `var` has so far, taken out: for an op that can add to it in place.
+    fn take(&mut self, var: &Var<'s>) -> Option<Tensor<'s>> {
+        var.record.and_then(|record| self.pending[record].take())
+    }
+}

@@ -1,0 +1,20 @@
+//! The mean over tokens on a tape.
+
+use super::{Tape, Var};
+use crate::error::Result;
+use crate::ops;
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::mean_tokens`]; `x`: `[batch, tokens, cols]`, result: `[batch, cols]`.
+    ///
+    /// # Errors
+    /// Those of the op.
+    pub fn mean_tokens(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        self.check(x)?;
+        let (y, x) = (ops::mean_tokens(self.step, &x.value)?, *x);
+        Ok(self.record(y.save(), move |back, dy| {
+            let dx = ops::mean_tokens_backward(back.step(), &dy, x.shape())?;
+            back.add(&x, dx)
+        }))
+    }
+}

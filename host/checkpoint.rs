@@ -1,0 +1,160 @@
+//! Checkpoints: weights, moments and the caller's own notes in one safetensors file.
+//!
+//! Invariant: a path holds either the old file or the whole new one, whenever the process dies; a restored run
+//! continues with the same bits.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::optim::AdamW;
+use crate::params::{Entry, Layout, Parameters};
+use crate::tensor::Shape;
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::SafeTensors;
+use std::collections::HashMap;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+const FORMAT: &str = "stepscope.format";
+const UPDATES: &str = "stepscope.updates";
+/// Names of the moments' tensors, before the parameter's own name.
+const MOMENTS: [&str; 2] = ["adamw.first.", "adamw.second."];
+
+/// A checkpoint's file, read whole.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    notes: HashMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Writes weights, the optimiser's state if given, and `notes` to `path`, replacing it as a whole: a temporary
+    /// file in the same folder is written, flushed to the disk and renamed. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the system's reason; the old file is untouched then.
+    pub fn save(
+        path: impl AsRef<Path>,
+        parameters: &Parameters,
+        optimizer: Option<&AdamW>,
+        notes: &[(&str, String)],
+    ) -> Result<()> {
+        let layout = parameters.layout();
+        let mut notes: HashMap<String, String> = notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
+        notes.insert(FORMAT.into(), "1".into());
+        let mut regions = vec![("", parameters.flat().read()?)];
+        if let Some(optimizer) = optimizer {
+            notes.insert(UPDATES.into(), optimizer.updates().to_string());
+            for (prefix, moment) in MOMENTS.into_iter().zip(optimizer.moments()) {
+                regions.push((prefix, moment.read()?));
+            }
+        }
+        let path = path.as_ref();
+        let named: Vec<(String, Shape, Vec<u8>)> = regions
+            .iter()
+            .flat_map(|(prefix, values)| layout.entries().iter().map(move |entry| (prefix, values, entry)))
+            .map(|(prefix, values, entry)| (format!("{prefix}{}", entry.name()), entry.shape(), bytes(&values[entry.range()])))
+            .collect();
+        let views = named
+            .iter()
+            .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.extents().to_vec(), bytes)?)))
+            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+            .map_err(|reason| Error::file(path, reason))?;
+        let file = safetensors::serialize(views, Some(notes)).map_err(|reason| Error::file(path, reason))?;
+        replace_file(path, &file)
+    }
+
+    /// Reads a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it is missing, torn or not of this format.
+    pub fn load(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let bytes = fs::read(&path).map_err(|reason| Error::file(&path, reason))?;
+        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|reason| Error::file(&path, reason))?;
+        let notes = header.metadata().clone().unwrap_or_default();
+        match notes.get(FORMAT).map(String::as_str) {
+            Some("1") => Ok(Self { path, bytes, notes }),
+            other => Err(Error::file(path, format!("`{FORMAT}` is {other:?}, this version reads \"1\""))),
+        }
+    }
+
+    /// A note of the writer.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it is not there.
+    pub fn note(&self, key: &str) -> Result<&str> {
+        self.notes.get(key).map(String::as_str).ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
+    }
+
+    /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
+    ///
+    /// # Errors
+    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state.
+    pub fn restore(&self, parameters: &mut Parameters, optimizer: Option<&mut AdamW>) -> Result<()> {
+        let tensors = SafeTensors::deserialize(&self.bytes).map_err(|reason| Error::file(&self.path, reason))?;
+        let layout = parameters.layout().clone();
+        let weights = self.region(&tensors, &layout, "")?;
+        if let Some(optimizer) = optimizer {
+            let updates = self.note(UPDATES)?;
+            let updates = updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
+            let [first, second] = MOMENTS;
+            let (first, second) = (self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?);
+            optimizer.restore(updates, &first, &second)?;
+        }
+        parameters.flat_mut().write(0, &weights)
+    }
+
+    /// The flat region of the tensors whose names start with `prefix`.
+    fn region(&self, tensors: &SafeTensors<'_>, layout: &Layout, prefix: &str) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; layout.elements()];
+        for entry in layout.entries() {
+            let name = format!("{prefix}{}", entry.name());
+            let tensor = tensors.tensor(&name).map_err(|reason| Error::file(&self.path, format!("`{name}`: {reason}")))?;
+            self.check(&name, entry, &tensor)?;
+            for (value, bytes) in values[entry.range()].iter_mut().zip(tensor.data().chunks_exact(4)) {
+                *value = f32::from_le_bytes(bytes.try_into().expect("chunks of four bytes"));
+            }
+        }
+        Ok(values)
+    }
+
+    fn check(&self, name: &str, entry: &Entry, tensor: &TensorView<'_>) -> Result<()> {
+        let (shape, dtype) = (tensor.shape(), tensor.dtype());
+        if shape == entry.shape().extents() && dtype == Dtype::F32 {
+            return Ok(());
+        }
+        Err(Error::file(&self.path, format!("`{name}`: expected F32 {}, got {dtype:?} {shape:?}", entry.shape())))
+    }
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// Replaces a file as a whole: the new bytes are on the disk before the name points to them.
+///
+/// # Errors
+/// [`Error::File`] with the system's reason; the old file is untouched then.
+pub fn replace_file(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
+    let path = path.as_ref();
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let replace = || {
+        let mut options = tempfile::Builder::new();
+        // A temporary file is its owner's alone; a checkpoint is as readable as any file (the umask still applies).
+        #[cfg(unix)]
+        options.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut file = options.tempfile_in(folder)?;
+        file.write_all(bytes)?;
+        file.as_file().sync_all()?;
+        file.persist(path).map_err(|failed| failed.error)?;
+        // The rename itself is on the disk once the folder is.
+        fs::File::open(folder)?.sync_all()
+    };
+    replace().map_err(|reason: std::io::Error| Error::file(path, reason))
+}

@@ -1,0 +1,247 @@
+//! The only place that launches, and the only one that turns tensors into addresses.
+//!
+//! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is alive and borrowed
+//! for the call. That is why [`Step::launch`] is safe.
+
+use crate::driver::{DEFAULT_DEADLINE, Device};
+use crate::error::{Error, Result};
+use crate::memory::Buffer;
+use crate::step::Step;
+use crate::tensor::{Brand, Element, Saved, Shape, Tensor};
+use cuda_std::launch::{Contract, Kernel, Pointer, PointerMut, Slice, Words};
+use std::fmt;
+use std::marker::PhantomData;
+
+/// Device memory by address and length: valid for as long as the value that holds it.
+pub struct Memory<T> {
+    address: u64,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T> Clone for Memory<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Memory<T> {}
+
+impl<T> fmt::Debug for Memory<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}[{}]", self.address, self.len)
+    }
+}
+
+impl<T: Element> Memory<T> {
+    /// Memory that the caller owns.
+    ///
+    /// # Safety
+    /// `len` elements at `address` are device memory, aligned for `T`, for as long as any holder of this value lives.
+    pub(crate) unsafe fn new(address: u64, len: usize) -> Self {
+        Self { address, len, element: PhantomData }
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+
+    /// The part of `len` elements from `start` on.
+    ///
+    /// # Panics
+    /// When it is not inside.
+    pub(crate) fn part(self, start: usize, len: usize) -> Self {
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{len} elements at {start} of {}", self.len);
+        Self { address: self.address + (start * size_of::<T>()) as u64, len, element: PhantomData }
+    }
+
+    /// Queues a copy of `values` to the start of the memory.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub(crate) fn upload(self, device: &Device, values: &[T]) -> Result<()> {
+        assert!(values.len() <= self.len, "{} values into {}", values.len(), self.len);
+        // SAFETY: the memory is valid by this type's invariant, and large enough.
+        unsafe { device.driver().upload(self.address, bytemuck::cast_slice(values)) }
+    }
+
+    /// Waits for the work queued before and returns all elements.
+    pub(crate) fn download(self, device: &Device) -> Result<Vec<T>> {
+        let mut values = vec![T::zeroed(); self.len];
+        // SAFETY: the memory is valid by this type's invariant.
+        unsafe { device.driver().download(self.address, bytemuck::cast_slice_mut(&mut values), DEFAULT_DEADLINE)? };
+        Ok(values)
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// What a kernel of the step `'s` can read: a [`Tensor`], a [`Saved`] one, or something lent to the step.
+pub trait Source<'s, T: Element>: sealed::Sealed {
+    /// The extents.
+    fn shape(&self) -> Shape;
+
+    #[doc(hidden)]
+    fn memory(&self) -> Memory<T>;
+
+    /// A kernel's `&[T]`.
+    fn slice(&self) -> Slice<'_, T> {
+        let Memory { address, len, .. } = self.memory();
+        // SAFETY: valid by `Memory`'s invariant; the borrow keeps others from writing it meanwhile.
+        unsafe { Slice::new(address, len) }
+    }
+
+    /// A kernel's `*const T`.
+    fn pointer(&self) -> Pointer<'_, T> {
+        let Memory { address, len, .. } = self.memory();
+        // SAFETY: as above.
+        unsafe { Pointer::new(address, len) }
+    }
+}
+
+/// What a kernel of the step `'s` can write.
+pub trait Target<'s, T: Element>: Source<'s, T> {
+    /// A kernel's `*mut T`.
+    fn out(&mut self) -> PointerMut<'_, T> {
+        let Memory { address, len, .. } = self.memory();
+        // SAFETY: valid by `Memory`'s invariant; the borrow is unique.
+        unsafe { PointerMut::new(address, len) }
+    }
+
+    /// The same memory as a kernel's `*const T` and its `*mut T`, for a kernel that reads an element before it writes
+    /// the same one.
+    fn in_place(&mut self) -> (Pointer<'_, T>, PointerMut<'_, T>) {
+        let Memory { address, len, .. } = self.memory();
+        // SAFETY: valid by `Memory`'s invariant; the borrow is unique, and `Pointer` may name what is written.
+        unsafe { (Pointer::new(address, len), PointerMut::new(address, len)) }
+    }
+}
+
+impl<T: Element> sealed::Sealed for Tensor<'_, T> {}
+impl<T: Element> sealed::Sealed for Saved<'_, T> {}
+impl<T: Element> sealed::Sealed for Lent<'_, '_, T> {}
+impl<T: Element> sealed::Sealed for LentMut<'_, '_, T> {}
+
+/// Memory of a longer life, to be read within the step `'s`: a persistent buffer, or an outer step's tensor.
+pub struct Lent<'b, 's, T: Element = f32> {
+    memory: Memory<T>,
+    shape: Shape,
+    borrow: PhantomData<&'b T>,
+    brand: Brand<'s>,
+}
+
+impl<T: Element> Lent<'_, '_, T> {
+    pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
+        debug_assert_eq!(memory.len(), shape.elements());
+        Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+}
+
+impl<T: Element> Clone for Lent<'_, '_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Element> Copy for Lent<'_, '_, T> {}
+
+impl<T: Element> fmt::Debug for Lent<'_, '_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lent<{}>{}", T::NAME, self.shape)
+    }
+}
+
+impl<'s, T: Element> Source<'s, T> for Lent<'_, 's, T> {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn memory(&self) -> Memory<T> {
+        self.memory
+    }
+}
+
+/// Memory of a longer life, to be written within the step `'s`.
+pub struct LentMut<'b, 's, T: Element = f32> {
+    memory: Memory<T>,
+    shape: Shape,
+    borrow: PhantomData<&'b mut T>,
+    brand: Brand<'s>,
+}
+
+impl<T: Element> LentMut<'_, '_, T> {
+    pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
+        debug_assert_eq!(memory.len(), shape.elements());
+        Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+}
+
+impl<T: Element> fmt::Debug for LentMut<'_, '_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LentMut<{}>{}", T::NAME, self.shape)
+    }
+}
+
+impl<'s, T: Element> Source<'s, T> for LentMut<'_, 's, T> {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn memory(&self) -> Memory<T> {
+        self.memory
+    }
+}
+
+impl<'s, T: Element> Target<'s, T> for LentMut<'_, 's, T> {}
+
+impl<'s> Step<'s> {
+    /// A tensor whose content is whatever was there: a kernel must write all of it before one reads it.
+    ///
+    /// # Errors
+    /// [`Error::ArenaFull`]; [`Error::Misuse`] when the shape's bytes overflow.
+    pub fn empty<T: Element>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<T>()));
+        let Some(bytes) = bytes else {
+            return Err(Error::misuse("tensor", "a shape whose bytes fit an address", shape.to_string()));
+        };
+        let address = self.region().take(bytes)?;
+        // SAFETY: the region gives these bytes to nobody else until the step is over, and the brand ends with it.
+        Ok(Tensor::new(unsafe { Memory::new(address, shape.elements()) }, shape))
+    }
+
+    /// Queues a kernel, after everything queued before. Does not wait. A grid of no blocks queues nothing.
+    ///
+    /// # Errors
+    /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
+    pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
+        launch(self.device(), &kernel)
+    }
+}
+
+fn launch<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
+    let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
+    let grid = kernel.grid().map_err(refused)?;
+    let words = Words::of(kernel);
+    if !words.aligned_to(K::ALIGN) {
+        let expected = format!("addresses that are multiples of {} bytes", K::ALIGN);
+        return Err(refused(cuda_std::launch::Violation::new("arguments", expected, format!("{kernel:?}"))));
+    }
+    if grid.blocks() == 0 {
+        return Ok(());
+    }
+    tracing::trace!(kernel = K::NAME, ?grid, "launch");
+    // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
+    // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
+    unsafe { device.driver().launch(&K::ENTRY, grid, &words) }
+}
+
+impl<T: Element> Buffer<T> {
+    /// The whole buffer as memory; whoever holds it must hold a borrow of the buffer too.
+    pub(crate) fn memory(&self) -> Memory<T> {
+        // SAFETY: the buffer owns `len` elements at its address until it is dropped.
+        unsafe { Memory::new(self.address(), self.len()) }
+    }
+}

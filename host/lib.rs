@@ -1,0 +1,26 @@
+#![doc = include_str!("../README.md")]
+#![deny(unsafe_op_in_unsafe_fn)]
+
+mod autograd;
+mod checkpoint;
+mod driver;
+mod error;
+mod launch;
+mod memory;
+pub mod ops;
+mod optim;
+mod params;
+mod step;
+mod tensor;
+
+pub use autograd::{Backward, Tape, Var};
+pub use checkpoint::{Checkpoint, replace_file};
+pub use cuda_std::launch as kernel;
+pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceKind, Driver};
+pub use error::{Error, Result};
+pub use launch::{Lent, LentMut, Source, Target};
+pub use memory::{Arena, ArenaBuilder, ArenaReport, Buffer, Capacity};
+pub use optim::{AdamW, AdamWConfig, Schedule};
+pub use params::{Gradients, Entry, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use step::{Eager, Scratch, Step};
+pub use tensor::{Element, Saved, Shape, Tensor};

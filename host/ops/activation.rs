@@ -1,0 +1,63 @@
+//! tanh and GELU, with their derivatives.
+
+use super::same_shape;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use kernels::activation;
+
+/// `y = tanh(x)`, element by element; `x`, `y`: any shape.
+///
+/// Queued on the step's stream, no scratch, within 2 ulp, same bits on every device.
+///
+/// # Errors
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let mut y = step.empty(x.shape())?;
+    step.launch(activation::tanh_forward { x: x.slice(), y: y.out() })?;
+    Ok(y)
+}
+
+/// `dx = dy (1 - y^2)` for `y = tanh(x)`; `y`, `dy`, `dx`: the same shape.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn tanh_backward<'s>(
+    step: &Step<'s>,
+    y: &impl Source<'s, f32>,
+    dy: &impl Source<'s, f32>,
+) -> Result<Tensor<'s>> {
+    same_shape("tanh_backward", y.shape(), dy.shape())?;
+    let mut dx = step.empty(y.shape())?;
+    step.launch(activation::tanh_backward { y: y.slice(), dy: dy.slice(), dx: dx.out() })?;
+    Ok(dx)
+}
+
+/// `y = gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`, element by element; `x`, `y`: any shape.
+///
+/// Queued on the step's stream, no scratch, same bits on every device. Source: Hendrycks and Gimpel, "Gaussian Error
+/// Linear Units", 2016, the tanh form.
+///
+/// # Errors
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let mut y = step.empty(x.shape())?;
+    step.launch(activation::gelu_forward { x: x.slice(), y: y.out() })?;
+    Ok(y)
+}
+
+/// `dx = dy gelu'(x)`; `x`, `dy`, `dx`: the same shape.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn gelu_backward<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    dy: &impl Source<'s, f32>,
+) -> Result<Tensor<'s>> {
+    same_shape("gelu_backward", x.shape(), dy.shape())?;
+    let mut dx = step.empty(x.shape())?;
+    step.launch(activation::gelu_backward { x: x.slice(), dy: dy.slice(), dx: dx.out() })?;
+    Ok(dx)
+}

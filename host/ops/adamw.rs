@@ -1,0 +1,39 @@
+//! The AdamW update; [`crate::AdamW`] drives it.
+
+use super::same_shape;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use kernels::adamw as kernel;
+
+/// One AdamW update (Loshchilov and Hutter, 2019, as PyTorch computes it), in place, in one launch:
+/// `first = first + (1 - beta1) (g - first)`, `second = beta2 second + (1 - beta2) g^2`,
+/// `w = w (1 - rate decay) - rate / correction1 * first / (sqrt(second) / sqrt(correction2) + epsilon)`, with
+/// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6))`.
+///
+/// `weights`, `gradients`, `first`, `second`: one shape; `hyper`: `[8]`, by the places of `kernels::adamw::slot`;
+/// `squared_norm`: `[1]`. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+pub fn adamw<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    gradients: &impl Source<'s, f32>,
+    first: &mut impl Target<'s, f32>,
+    second: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), first.shape(), second.shape()] {
+        same_shape("adamw", weights.shape(), shape)?;
+    }
+    step.launch(kernel::adamw {
+        weights: weights.out(),
+        gradients: gradients.slice(),
+        m: first.out(),
+        v: second.out(),
+        hyper: hyper.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}

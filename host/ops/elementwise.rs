@@ -1,0 +1,52 @@
+//! Sums, scalings and biases, element by element.
+
+use super::same_shape;
+use crate::error::{Error, Result};
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use kernels::elementwise;
+
+/// `out = a + b`; `a`, `b`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    same_shape("add", a.shape(), b.shape())?;
+    let mut out = step.empty(a.shape())?;
+    step.launch(elementwise::add { a: a.slice(), b: b.slice(), out: out.out() })?;
+    Ok(out)
+}
+
+/// `out += a`, in place; `a`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes differ.
+pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl Source<'s, f32>) -> Result<()> {
+    same_shape("add_assign", out.shape(), a.shape())?;
+    step.launch(elementwise::add_assign { a: a.slice(), out: out.out() })
+}
+
+/// `out = factor x`; `x`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
+    let mut out = step.empty(x.shape())?;
+    step.launch(elementwise::scale { x: x.slice(), factor, out: out.out() })?;
+    Ok(out)
+}
+
+/// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when the last extents differ; [`Error::ArenaFull`].
+pub fn add_bias<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, bias: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [_, cols] = x.shape().as_rows();
+    if bias.shape().extents() != [cols] {
+        return Err(Error::misuse("add_bias", format!("a bias of shape [{cols}]"), bias.shape().to_string()));
+    }
+    let mut out = step.empty(x.shape())?;
+    step.launch(elementwise::add_bias { x: x.slice(), bias: bias.slice(), cols, out: out.out() })?;
+    Ok(out)
+}

@@ -1,0 +1,46 @@
+//! Constants and copies.
+
+use super::same_shape;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::{Shape, Tensor};
+use kernels::fill as kernel;
+
+/// A tensor of one value.
+///
+/// # Errors
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn fill<'s>(step: &Step<'s>, shape: impl Into<Shape>, value: f32) -> Result<Tensor<'s>> {
+    let mut out = step.empty(shape)?;
+    fill_into(step, &mut out, value)?;
+    Ok(out)
+}
+
+/// `out = value`, in place. Queued.
+///
+/// # Errors
+/// Those of the launch.
+pub fn fill_into<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, value: f32) -> Result<()> {
+    let length = out.shape().elements();
+    step.launch(kernel::fill { out: out.out(), length, value })
+}
+
+/// A tensor with the elements of another.
+///
+/// # Errors
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn copy<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let mut out = step.empty(x.shape())?;
+    copy_into(step, x, &mut out)?;
+    Ok(out)
+}
+
+/// `out = x`, in place; the same shape. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+pub fn copy_into<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, out: &mut impl Target<'s, f32>) -> Result<()> {
+    same_shape("copy", out.shape(), x.shape())?;
+    step.launch(kernel::copy { x: x.slice(), out: out.out() })
+}

@@ -1,0 +1,229 @@
+//! Matrix multiply and what is fused behind it.
+
+use crate::error::{Error, Result};
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use cuda_std::launch::Slice;
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+
+/// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
+///
+/// `out = A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when `transpose_a`), B `[k, n]`
+/// (stored `[n, k]` when `transpose_b`), `out` and `c` `[m, n]`, `bias` `[n]`. `ld*` are elements between rows,
+/// `stride_*` between batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Gemm {
+    /// Rows of the output.
+    pub m: usize,
+    /// Columns of the output.
+    pub n: usize,
+    /// Products in each output.
+    pub k: usize,
+    /// A is stored as `[k, m]`.
+    pub transpose_a: bool,
+    /// B is stored as `[n, k]`.
+    pub transpose_b: bool,
+    /// Elements between rows of A as stored.
+    pub lda: usize,
+    /// Elements between rows of B as stored.
+    pub ldb: usize,
+    /// Elements between rows of the output.
+    pub ldc: usize,
+    /// Multiplies of the same form.
+    pub batches: usize,
+    /// Elements between batches of A.
+    pub stride_a: usize,
+    /// Elements between batches of B.
+    pub stride_b: usize,
+    /// Elements between batches of the output.
+    pub stride_c: usize,
+    /// Elements between batches of the bias.
+    pub stride_bias: usize,
+    /// What the old content counts.
+    pub beta: f32,
+}
+
+impl Gemm {
+    /// One multiply of packed matrices: `[m, k] [k, n]`.
+    pub fn new(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n, k, lda: k, ldb: n, ldc: n, batches: 1, ..Self::default() }
+    }
+
+    /// A is stored as `[k, m]`, packed.
+    #[must_use]
+    pub fn transpose_a(self) -> Self {
+        Self { transpose_a: true, lda: self.m, ..self }
+    }
+
+    /// B is stored as `[n, k]`, packed.
+    #[must_use]
+    pub fn transpose_b(self) -> Self {
+        Self { transpose_b: true, ldb: self.k, ..self }
+    }
+
+    /// Adds to what is there.
+    #[must_use]
+    pub fn accumulate(self) -> Self {
+        Self { beta: 1.0, ..self }
+    }
+}
+
+/// What is done with the sums before they are written.
+enum Epilogue<'e, 's> {
+    Store,
+    Gelu { pre: &'e mut Tensor<'s> },
+}
+
+/// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
+///
+/// One fused-multiply-add chain over ascending k for each element, so the same bits for every tile and device. No
+/// scratch; queued, does not wait.
+///
+/// # Errors
+/// [`Error::Misuse`] when the inner extents differ; [`Error::ArenaFull`].
+pub fn matmul<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    linear(step, x, w, None::<&Tensor<'s>>)
+}
+
+/// `out = x w + bias`; `x`: `[.., k]`, `w`: `[k, n]`, `bias`: `[n]`, `out`: `[.., n]`. As [`matmul`].
+///
+/// # Errors
+/// As for [`matmul`].
+pub fn linear<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    w: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+) -> Result<Tensor<'s>> {
+    let (shape, form) = forward("linear", x, w)?;
+    let mut out = step.empty(shape)?;
+    gemm_into(step, &form, x, w, bias, &mut out)?;
+    Ok(out)
+}
+
+/// `out = residual + x w + bias`; `residual`: the shape of `out`. As [`linear`].
+///
+/// # Errors
+/// As for [`linear`].
+pub fn linear_residual<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    w: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+    residual: &impl Source<'s, f32>,
+) -> Result<Tensor<'s>> {
+    let (shape, form) = forward("linear_residual", x, w)?;
+    super::same_shape("linear_residual", shape, residual.shape())?;
+    let mut out = step.empty(shape)?;
+    queue(step, &form.accumulate(), x, w, bias, Some(residual), &mut out, Epilogue::Store)?;
+    Ok(out)
+}
+
+/// `pre = x w + bias`, `out = gelu(pre)`; returns `(out, pre)`, backward needs `pre`. As [`linear`].
+///
+/// # Errors
+/// As for [`linear`].
+pub fn linear_gelu<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    w: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+) -> Result<(Tensor<'s>, Tensor<'s>)> {
+    let (shape, form) = forward("linear_gelu", x, w)?;
+    let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
+    queue(step, &form, x, w, bias, None::<&Tensor<'s>>, &mut out, Epilogue::Gelu { pre: &mut pre })?;
+    Ok((out, pre))
+}
+
+/// `out = A B + bias + beta out`, in place, for any strides; see [`Gemm`].
+///
+/// # Errors
+/// [`Error::Contract`] when a matrix does not lie inside its tensor; [`Error::Misuse`] for extents beyond 2^32.
+pub fn gemm_into<'s>(
+    step: &Step<'s>,
+    form: &Gemm,
+    a: &impl Source<'s, f32>,
+    b: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+    out: &mut impl Target<'s, f32>,
+) -> Result<()> {
+    queue(step, form, a, b, bias, None::<&Tensor<'s>>, out, Epilogue::Store)
+}
+
+/// The shape of `x w` and its form.
+fn forward<'s>(
+    op: &'static str,
+    x: &impl Source<'s, f32>,
+    w: &impl Source<'s, f32>,
+) -> Result<(crate::Shape, Gemm)> {
+    let ([rows, inner], w_shape) = (x.shape().as_rows(), w.shape());
+    let &[k, n] = w_shape.extents() else {
+        return Err(Error::misuse(op, "weights of shape [in, out]", w_shape.to_string()));
+    };
+    if inner != k {
+        return Err(Error::misuse(op, format!("an input of shape [.., {k}] for weights {w_shape}"), x.shape().to_string()));
+    }
+    Ok((x.shape().with_last(n), Gemm::new(rows, n, k)))
+}
+
+fn queue<'s>(
+    step: &Step<'s>,
+    form: &Gemm,
+    a: &impl Source<'s, f32>,
+    b: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+    residual: Option<&impl Source<'s, f32>>,
+    out: &mut impl Target<'s, f32>,
+    epilogue: Epilogue<'_, 's>,
+) -> Result<()> {
+    let word = |what, extent: usize| {
+        u32::try_from(extent).map_err(|_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string()))
+    };
+    let mut flags = 0;
+    for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
+        flags |= if set { flag } else { 0 };
+    }
+    let (own, out) = out.in_place();
+    let pre = match epilogue {
+        Epilogue::Store => out,
+        Epilogue::Gelu { pre } => {
+            flags |= GELU | KEEP;
+            pre.out()
+        }
+    };
+    macro_rules! launch {
+        ($kernel:ident) => {
+            step.launch($kernel {
+                a: a.slice(),
+                b: b.slice(),
+                bias: bias.map_or_else(Slice::empty, Source::slice),
+                c: residual.map_or(own, Source::pointer),
+                out,
+                pre,
+                m: word("m", form.m)?,
+                n: word("n", form.n)?,
+                k: word("k", form.k)?,
+                lda: word("lda", form.lda)?,
+                ldb: word("ldb", form.ldb)?,
+                ldc: word("ldc", form.ldc)?,
+                batches: word("batches", form.batches)?,
+                stride_a: form.stride_a,
+                stride_b: form.stride_b,
+                stride_c: form.stride_c,
+                stride_bias: form.stride_bias,
+                beta: form.beta,
+                flags,
+            })
+        };
+    }
+    // The tile changes speed alone: every element is the same chain in each of them.
+    let large_tiles = form.m.div_ceil(128) * form.n.div_ceil(128) * form.batches;
+    if form.m <= 32 {
+        launch!(matmul_16x64)
+    } else if large_tiles >= step.device().description().processors as usize {
+        launch!(matmul_128x128)
+    } else {
+        launch!(matmul_64x64)
+    }
+}

@@ -1,0 +1,41 @@
+//! Operations on tensors: each checks shapes, makes its output, and launches its kernels.
+//!
+//! They take a bare [`Step`](crate::Step), so they run the same whether recorded or not; none of them waits or reads.
+//! Outputs are new tensors of the step unless a name says `_into` or `_assign`. f32 throughout, accumulated in f32;
+//! results have the same bits on every device. Invariant: no op touches the driver.
+
+#![forbid(unsafe_code)]
+
+mod activation;
+mod adamw;
+mod attention;
+mod elementwise;
+mod fill;
+mod loss;
+mod matmul;
+mod norm;
+mod reduce;
+mod softmax;
+mod tokens;
+
+pub use activation::{gelu, gelu_backward, tanh, tanh_backward};
+pub use adamw::adamw;
+pub use attention::{attention, attention_backward};
+pub use elementwise::{add, add_assign, add_bias, scale};
+pub use fill::{copy, copy_into, fill, fill_into};
+pub use loss::{cross_entropy, cross_entropy_backward};
+pub use matmul::{Gemm, gemm_into, linear, linear_gelu, linear_residual, matmul};
+pub use norm::{rms_norm, rms_norm_backward, rms_norm_gain_backward_into};
+pub use reduce::{
+    argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
+};
+pub use softmax::{softmax, softmax_backward};
+pub use tokens::{mean_tokens, mean_tokens_backward};
+
+use crate::error::{Error, Result};
+use crate::tensor::Shape;
+
+/// An error unless two tensors that must agree do.
+fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
+    if a == b { Ok(()) } else { Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("one of {b}"))) }
+}

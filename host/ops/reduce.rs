@@ -1,0 +1,156 @@
+//! Reductions over rows, columns and everything.
+//!
+//! The tree of every reduction depends on the lengths alone, so results have the same bits on every device. Scratch: a
+//! 64th of the input for [`sum_rows`], a 4096th for the reductions to one value.
+
+use crate::error::{Error, Result};
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use kernels::block::{CHUNK, ROW_CHUNK};
+use kernels::reduce;
+
+/// `out[r] = sum over c of x[r, c]`; `x`: `[.., cols]`, `out`: `[rows]`. Queued.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn sum_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [rows, cols] = x.shape().as_rows();
+    if cols == 0 {
+        return super::fill(step, [rows], 0.0);
+    }
+    let mut out = step.empty([rows])?;
+    step.launch(reduce::sum_columns { x: x.slice(), cols, scale: 1.0, accumulate: 0, out: out.out() })?;
+    Ok(out)
+}
+
+/// `out[c] = sum over r of x[r, c]`; `x`: `[.., cols]`, `out`: `[cols]`. Queued.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn sum_rows<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [_, cols] = x.shape().as_rows();
+    let mut out = step.empty([cols])?;
+    sum_rows_into(step, x, &mut out, false)?;
+    Ok(out)
+}
+
+/// [`sum_rows`] into `out`, of `cols` elements; adds to it when `accumulate`. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`] when `out` has another number of elements; [`Error::ArenaFull`].
+pub fn sum_rows_into<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    out: &mut impl Target<'s, f32>,
+    accumulate: bool,
+) -> Result<()> {
+    let [rows, cols] = x.shape().as_rows();
+    if out.shape().elements() != cols {
+        return Err(Error::misuse("sum_rows", format!("an output of {cols} elements"), out.shape().to_string()));
+    }
+    if rows == 0 && !accumulate {
+        return super::fill_into(step, out, 0.0);
+    }
+    let accumulate = u32::from(accumulate);
+    if rows <= ROW_CHUNK {
+        return step.launch(reduce::sum_rows { x: x.slice(), cols, scale: 1.0, accumulate, out: out.out() });
+    }
+    let mut partial = step.empty([rows.div_ceil(ROW_CHUNK), cols])?;
+    step.launch(reduce::sum_rows { x: x.slice(), cols, scale: 1.0, accumulate: 0, out: partial.out() })?;
+    sum_rows_into(step, &partial, out, accumulate == 1)
+}
+
+/// The sum of all elements, `[1]`. Queued.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    scaled_sum(step, x, 1.0)
+}
+
+/// The mean of all elements, `[1]`: their sum times `1 / n`. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
+pub fn mean<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    scaled_sum(step, x, 1.0 / not_empty("mean", x)? as f32)
+}
+
+/// `factor` times the sum of all elements, `[1]`; the factor is applied once, to the sum. Queued.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn scaled_sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
+    let elements = x.shape().elements();
+    if elements == 0 {
+        return super::fill(step, [1], 0.0);
+    }
+    let blocks = elements.div_ceil(CHUNK);
+    let mut out = step.empty([blocks])?;
+    let scale = if blocks == 1 { factor } else { 1.0 };
+    step.launch(reduce::sum_all { x: x.slice(), scale, accumulate: 0, out: out.out() })?;
+    if blocks == 1 { Ok(out) } else { scaled_sum(step, &out, factor) }
+}
+
+/// The sum of the squares of all elements, `[1]`. Queued.
+///
+/// # Errors
+/// [`Error::ArenaFull`].
+pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let elements = x.shape().elements();
+    if elements == 0 {
+        return super::fill(step, [1], 0.0);
+    }
+    let mut squares = step.empty([elements.div_ceil(CHUNK)])?;
+    step.launch(reduce::squared_norm { x: x.slice(), out: squares.out() })?;
+    if squares.shape().elements() == 1 { Ok(squares) } else { sum(step, &squares) }
+}
+
+/// The largest element, `[1]`; NaN if there is one. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
+pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let mut out = step.empty([not_empty("max", x)?.div_ceil(CHUNK)])?;
+    step.launch(reduce::max_all { x: x.slice(), out: out.out() })?;
+    if out.shape().elements() == 1 { Ok(out) } else { max(step, &out) }
+}
+
+/// The largest element of each row, NaN if there is one; `x`: `[.., cols]`, result: `[rows]`. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
+pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [rows, cols] = with_columns("max_columns", x)?;
+    let mut out = step.empty([rows])?;
+    step.launch(reduce::max_columns { x: x.slice(), cols, out: out.out() })?;
+    Ok(out)
+}
+
+/// Where each row's largest element stands: the first of equals, the first NaN if there is one; `x`: `[.., cols]`,
+/// result: `[rows]`. Queued.
+///
+/// # Errors
+/// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
+pub fn argmax_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
+    let [rows, cols] = with_columns("argmax_columns", x)?;
+    let mut out = step.empty([rows])?;
+    step.launch(reduce::argmax_columns { x: x.slice(), cols, out: out.out() })?;
+    Ok(out)
+}
+
+fn not_empty<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<usize> {
+    match x.shape().elements() {
+        0 => Err(Error::misuse(op, "at least one element", x.shape().to_string())),
+        elements => Ok(elements),
+    }
+}
+
+fn with_columns<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<[usize; 2]> {
+    match x.shape().as_rows() {
+        [rows, 0] if rows > 0 => Err(Error::misuse(op, "rows with elements", x.shape().to_string())),
+        [rows, cols] => Ok([rows, cols]),
+    }
+}
+

@@ -1,0 +1,35 @@
+//! Softmax over rows.
+
+use super::same_shape;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use kernels::softmax as kernel;
+
+/// `y[r, c] = exp(x[r, c] - max_r) / sum over j of exp(x[r, j] - max_r)`; `x`, `y`: `[.., cols]`. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn softmax<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [_, cols] = x.shape().as_rows();
+    let mut y = step.empty(x.shape())?;
+    step.launch(kernel::softmax_forward { x: x.slice(), cols, y: y.out() })?;
+    Ok(y)
+}
+
+/// `dx = y (dy - sum over j of y_j dy_j)` by row, for `y = softmax(x)`; all `[.., cols]`. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+pub fn softmax_backward<'s>(
+    step: &Step<'s>,
+    y: &impl Source<'s, f32>,
+    dy: &impl Source<'s, f32>,
+) -> Result<Tensor<'s>> {
+    same_shape("softmax_backward", y.shape(), dy.shape())?;
+    let [_, cols] = y.shape().as_rows();
+    let mut dx = step.empty(y.shape())?;
+    step.launch(kernel::softmax_backward { y: y.slice(), dy: dy.slice(), cols, dx: dx.out() })?;
+    Ok(dx)
+}

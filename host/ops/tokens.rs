@@ -1,0 +1,44 @@
+//! The mean over tokens.
+
+use crate::error::{Error, Result};
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use crate::tensor::{Shape, Tensor};
+use kernels::tokens as kernel;
+
+/// `y[b, c] = 1/tokens * sum over t of x[b, t, c]`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]`. Queued, no
+/// scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] for another number of extents or no tokens; [`Error::ArenaFull`].
+pub fn mean_tokens<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    let [batch, tokens, cols] = form("mean_tokens", x.shape())?;
+    let mut y = step.empty([batch, cols])?;
+    step.launch(kernel::mean_tokens_forward { x: x.slice(), tokens, cols, length: batch * cols, y: y.out() })?;
+    Ok(y)
+}
+
+/// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `shape` = `[batch, tokens, cols]`. Queued, no
+/// scratch.
+///
+/// # Errors
+/// As for [`mean_tokens`].
+pub fn mean_tokens_backward<'s>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, f32>,
+    shape: impl Into<Shape>,
+) -> Result<Tensor<'s>> {
+    let shape = shape.into();
+    let [batch, tokens, cols] = form("mean_tokens_backward", shape)?;
+    super::same_shape("mean_tokens_backward", [batch, cols].into(), dy.shape())?;
+    let mut dx = step.empty(shape)?;
+    step.launch(kernel::mean_tokens_backward { dy: dy.slice(), tokens, cols, dx: dx.out() })?;
+    Ok(dx)
+}
+
+fn form(op: &'static str, shape: Shape) -> Result<[usize; 3]> {
+    match *shape.extents() {
+        [batch, tokens, cols] if tokens > 0 => Ok([batch, tokens, cols]),
+        _ => Err(Error::misuse(op, "[batch, tokens, cols] with at least one token", shape.to_string())),
+    }
+}

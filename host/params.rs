@@ -1,0 +1,382 @@
+//! Weights and gradients: what outlives steps, one flat region each.
+//!
+//! Invariant: a layout gives every parameter a name, a shape and a 256-byte aligned place, the same in weights,
+//! gradients and moments; the space between parameters stays zero.
+
+#![forbid(unsafe_code)]
+
+use crate::driver::Device;
+use crate::error::{Error, Result};
+use crate::launch::{Lent, LentMut};
+use crate::memory::{ALIGN_BYTES, Buffer};
+use crate::step::Step;
+use crate::tensor::Shape;
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+
+/// How a parameter starts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Initializer {
+    /// All the same.
+    Constant(f32),
+    /// Evenly spread over `[-bound, bound)`.
+    Uniform {
+        /// The largest magnitude.
+        bound: f32,
+    },
+}
+
+impl Initializer {
+    /// Evenly spread over `1 / sqrt(fan_in)` to either side, as PyTorch starts a linear layer.
+    pub fn fan_in(fan_in: usize) -> Self {
+        Self::Uniform { bound: (1.0 / (fan_in as f64).sqrt()) as f32 }
+    }
+}
+
+/// A parameter's handle within its [`Layout`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Parameter {
+    index: usize,
+}
+
+/// Parameters of one shape at a constant distance from each other: one batched multiply serves them all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stack {
+    members: Vec<Parameter>,
+}
+
+impl Stack {
+    /// The parameters in order.
+    pub fn members(&self) -> &[Parameter] {
+        &self.members
+    }
+}
+
+/// A parameter's name, shape and place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    name: String,
+    shape: Shape,
+    start: usize,
+    initializer: Initializer,
+}
+
+impl Entry {
+    /// The name, unique in the layout.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// The first element's place in a flat region of this layout.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// The elements' places in a flat region of this layout.
+    pub fn range(&self) -> std::ops::Range<usize> {
+        self.start..self.start + self.shape.elements()
+    }
+}
+
+/// Collects a model's parameters; see [`Layout::builder`].
+#[derive(Debug, Default)]
+pub struct LayoutBuilder {
+    entries: Vec<Entry>,
+    elements: usize,
+}
+
+impl LayoutBuilder {
+    /// A parameter of a name and a shape.
+    pub fn add(&mut self, name: impl Into<String>, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
+        let shape = shape.into();
+        let entry = Entry { name: name.into(), shape, start: self.elements, initializer };
+        self.elements = entry.range().end.next_multiple_of(ALIGN_BYTES / size_of::<f32>());
+        self.entries.push(entry);
+        Parameter { index: self.entries.len() - 1 }
+    }
+
+    /// `count` parameters of one shape, named by their number.
+    pub fn add_stack(
+        &mut self,
+        count: usize,
+        name: impl Fn(usize) -> String,
+        shape: impl Into<Shape>,
+        initializer: Initializer,
+    ) -> Stack {
+        let shape = shape.into();
+        Stack { members: (0..count).map(|number| self.add(name(number), shape, initializer)).collect() }
+    }
+
+    /// The finished layout.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for no parameter, an empty one, or two of one name.
+    pub fn build(self) -> Result<Layout> {
+        let mut names: Vec<&str> = self.entries.iter().map(Entry::name).collect();
+        names.sort_unstable();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::misuse("layout", "a different name for each parameter", format!("two named `{}`", pair[0])));
+        }
+        if let Some(empty) = self.entries.iter().find(|entry| entry.shape.elements() == 0) {
+            return Err(Error::misuse("layout", "parameters with elements", format!("`{}` {}", empty.name, empty.shape)));
+        }
+        if self.entries.is_empty() {
+            return Err(Error::misuse("layout", "at least one parameter", "none"));
+        }
+        Ok(Layout { shared: Arc::new(Shared { entries: self.entries, elements: self.elements }) })
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    entries: Vec<Entry>,
+    elements: usize,
+}
+
+/// Where each parameter of a model stands. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    shared: Arc<Shared>,
+}
+
+impl Layout {
+    /// A layout without parameters so far.
+    pub fn builder() -> LayoutBuilder {
+        LayoutBuilder::default()
+    }
+
+    /// All parameters in order.
+    pub fn entries(&self) -> &[Entry] {
+        &self.shared.entries
+    }
+
+    /// One parameter.
+    ///
+    /// # Panics
+    /// When the handle is another layout's and beyond this one's end.
+    pub fn entry(&self, parameter: Parameter) -> &Entry {
+        &self.shared.entries[parameter.index]
+    }
+
+    /// Elements of a flat region, the space between parameters included.
+    pub fn elements(&self) -> usize {
+        self.shared.elements
+    }
+
+    /// Weights of the model: elements without the space between.
+    pub fn weights(&self) -> usize {
+        self.entries().iter().map(|entry| entry.shape.elements()).sum()
+    }
+
+    /// Whether both are the same layout, not only equal ones.
+    pub(crate) fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// The members' common shape and distance in elements, and the first.
+    pub(crate) fn stack(&self, stack: &Stack) -> Result<(Parameter, Shape, usize)> {
+        let [first, ..] = stack.members() else {
+            return Err(Error::misuse("stack", "at least one parameter", "none"));
+        };
+        let head = self.entry(*first);
+        let distance = stack.members.get(1).map_or(0, |second| self.entry(*second).start - head.start);
+        Ok((*first, head.shape, distance))
+    }
+}
+
+/// A flat region of this layout, by parameter.
+#[derive(Debug)]
+struct Flat {
+    layout: Layout,
+    values: Buffer<f32>,
+}
+
+impl Flat {
+    fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
+        step.check_device(self.values.device())?;
+        let entry = self.layout.entry(parameter);
+        Ok(Lent::new(self.values.memory().part(entry.start, entry.shape.elements()), entry.shape))
+    }
+
+    /// From the first element of `first` to the last of `last`.
+    fn span(&self, stack: &Stack) -> (usize, usize) {
+        let start = self.layout.entry(stack.members[0]).start;
+        let end = stack.members.last().map_or(start, |last| self.layout.entry(*last).range().end);
+        (start, end - start)
+    }
+
+    fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
+        let entry = self.layout.entry(parameter);
+        self.values.read_range(entry.start, entry.shape.elements())
+    }
+}
+
+/// A model's weights on a device.
+#[derive(Debug)]
+pub struct Parameters {
+    flat: Flat,
+}
+
+impl Parameters {
+    /// Weights as their initialisers make them from `seed`: the same on every machine.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when there is no room.
+    pub fn new(device: &Device, layout: &Layout, seed: u64) -> Result<Self> {
+        let mut random = SplitMix64 { state: seed };
+        let mut values = vec![0.0; layout.elements()];
+        for entry in layout.entries() {
+            for value in &mut values[entry.range()] {
+                *value = match entry.initializer {
+                    Initializer::Constant(constant) => constant,
+                    Initializer::Uniform { bound } => bound * (2.0 * random.unit() - 1.0),
+                };
+            }
+        }
+        let values = Buffer::from_slice(device, &values)?;
+        Ok(Self { flat: Flat { layout: layout.clone(), values } })
+    }
+
+    /// Names, shapes and places.
+    pub fn layout(&self) -> &Layout {
+        &self.flat.layout
+    }
+
+    /// One parameter's weights, for kernels of a step.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device.
+    pub fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
+        self.flat.lend(step, parameter)
+    }
+
+    /// A stack's weights from the first member's start to the last one's end, flat.
+    pub(crate) fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &Stack) -> Result<Lent<'b, 's>> {
+        step.check_device(self.flat.values.device())?;
+        let (start, len) = self.flat.span(stack);
+        Ok(Lent::new(self.flat.values.memory().part(start, len), [len].into()))
+    }
+
+    /// Waits, and returns one parameter's weights.
+    ///
+    /// # Errors
+    /// As for [`Buffer::read`].
+    pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
+        self.flat.read(parameter)
+    }
+
+    /// All weights as one flat region of the layout.
+    pub fn flat(&self) -> &Buffer<f32> {
+        &self.flat.values
+    }
+
+    /// All weights, to be written: keep the space between parameters zero.
+    pub fn flat_mut(&mut self) -> &mut Buffer<f32> {
+        &mut self.flat.values
+    }
+
+    /// The SHA-256 over names, shapes and the weights' bytes (little-endian), in the layout's order, in hexadecimal.
+    ///
+    /// # Errors
+    /// As for [`Buffer::read`].
+    pub fn sha256(&self) -> Result<String> {
+        let values = self.flat.values.read()?;
+        let mut hash = Sha256::new();
+        for entry in self.layout().entries() {
+            hash.update(format!("{}{}\n", entry.name, entry.shape));
+            for value in &values[entry.range()] {
+                hash.update(value.to_le_bytes());
+            }
+        }
+        Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+}
+
+/// A model's gradients on a device: backward adds to them, the optimiser reads them.
+#[derive(Debug)]
+pub struct Gradients {
+    flat: Flat,
+}
+
+impl Gradients {
+    /// Gradients of zero for `parameters`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when there is no room.
+    pub fn zeros(parameters: &Parameters) -> Result<Self> {
+        let layout = parameters.layout().clone();
+        let values = Buffer::zeros(parameters.flat().device(), layout.elements())?;
+        Ok(Self { flat: Flat { layout, values } })
+    }
+
+    /// Names, shapes and places.
+    pub fn layout(&self) -> &Layout {
+        &self.flat.layout
+    }
+
+    /// Queues zeros over all gradients.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device.
+    pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
+        let elements = self.flat.values.len();
+        crate::ops::fill_into(step, &mut step.lend_mut(&mut self.flat.values, [elements])?, 0.0)
+    }
+
+    /// One parameter's gradient, to be added to.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on another device.
+    pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
+        step.check_device(self.flat.values.device())?;
+        let entry = self.flat.layout.entry(parameter);
+        let memory = self.flat.values.memory().part(entry.start, entry.shape.elements());
+        Ok(LentMut::new(memory, entry.shape))
+    }
+
+    /// A stack's gradients from the first member's start to the last one's end, flat.
+    pub(crate) fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &Stack) -> Result<LentMut<'b, 's>> {
+        step.check_device(self.flat.values.device())?;
+        let (start, len) = self.flat.span(stack);
+        Ok(LentMut::new(self.flat.values.memory().part(start, len), [len].into()))
+    }
+
+    /// Waits, and returns one parameter's gradient.
+    ///
+    /// # Errors
+    /// As for [`Buffer::read`].
+    pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
+        self.flat.read(parameter)
+    }
+
+    /// All gradients as one flat region of the layout.
+    pub fn flat(&self) -> &Buffer<f32> {
+        &self.flat.values
+    }
+}
+
+/// Vigna's SplitMix64: integers alone, so the same weights on every machine.
+struct SplitMix64 {
+    state: u64,
+}
+
+impl SplitMix64 {
+    fn next(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.state;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// In `[0, 1)`, a multiple of 2^-24.
+    fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u32 << 24) as f32
+    }
+}

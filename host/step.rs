@@ -1,0 +1,183 @@
+//! The step scope: what may be done while a step runs.
+//!
+//! [`Step`] allocates and launches, no more; ops take it and cannot tell whether they are recorded. [`Eager`] adds
+//! what must not happen in a recording: uploads and reads. Invariant: the brand `'s` is fresh for every step and
+//! invariant, so no tensor outlives its step or meets another arena's.
+
+use crate::driver::Device;
+use crate::error::{Error, Result};
+use crate::launch::{Lent, LentMut, Source, Target};
+use crate::memory::{Buffer, Region};
+use crate::tensor::{Brand, Element, Shape, Tensor};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Deref;
+
+/// A step in progress: makes tensors and launches kernels.
+pub struct Step<'s> {
+    region: &'s Region,
+    brand: Brand<'s>,
+}
+
+impl<'s> Step<'s> {
+    /// The device that the step runs on.
+    pub fn device(&self) -> &Device {
+        self.region.device()
+    }
+
+    pub(crate) fn region(&self) -> &'s Region {
+        self.region
+    }
+
+    /// A persistent buffer, to be read by kernels of this step.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on another device, or the shape has another number of elements.
+    pub fn lend<'b, T: Element>(&self, buffer: &'b Buffer<T>, shape: impl Into<Shape>) -> Result<Lent<'b, 's, T>> {
+        let shape = self.check_lent(buffer, shape.into())?;
+        Ok(Lent::new(buffer.memory(), shape))
+    }
+
+    /// A persistent buffer, to be written by kernels of this step.
+    ///
+    /// # Errors
+    /// As for [`Step::lend`].
+    pub fn lend_mut<'b, T: Element>(
+        &self,
+        buffer: &'b mut Buffer<T>,
+        shape: impl Into<Shape>,
+    ) -> Result<LentMut<'b, 's, T>> {
+        let shape = self.check_lent(buffer, shape.into())?;
+        Ok(LentMut::new(buffer.memory(), shape))
+    }
+
+    pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
+        if self.device().same(device) {
+            return Ok(());
+        }
+        let name = |device: &Device| device.description().name.clone();
+        Err(Error::misuse("lend", format!("a buffer on {}", name(self.device())), format!("one on {}", name(device))))
+    }
+
+    fn check_lent<T: Element>(&self, buffer: &Buffer<T>, shape: Shape) -> Result<Shape> {
+        self.check_device(buffer.device())?;
+        if shape.checked_elements() == Some(buffer.len()) {
+            return Ok(shape);
+        }
+        Err(Error::misuse("lend", format!("a shape of {} elements", buffer.len()), shape.to_string()))
+    }
+
+    /// Runs `scoped` with memory that ends with it. The outer step is borrowed meanwhile and cannot allocate; its
+    /// tensors are seen inside through [`Scratch::lend`].
+    ///
+    /// # Errors
+    /// Those of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
+        let rewind = self.region.mark();
+        let outcome = scoped(&mut Scratch { step: Step { region: self.region, brand: PhantomData }, outer: PhantomData });
+        drop(rewind);
+        outcome
+    }
+}
+
+impl fmt::Debug for Step<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Step on {}", self.device().description().name)
+    }
+}
+
+/// A step that runs at once: it may also upload and read.
+#[derive(Debug)]
+pub struct Eager<'s> {
+    step: Step<'s>,
+}
+
+impl<'s> Eager<'s> {
+    pub(crate) fn new(region: &'s Region) -> Self {
+        Self { step: Step { region, brand: PhantomData } }
+    }
+
+    /// A tensor that holds a copy of `values`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the shape has another number of elements; [`Error::ArenaFull`].
+    pub fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        if shape.checked_elements() != Some(values.len()) {
+            return Err(Error::misuse("upload", format!("a shape of {} elements", values.len()), shape.to_string()));
+        }
+        let tensor = self.empty(shape)?;
+        tensor.memory().upload(self.device(), values)?;
+        Ok(tensor)
+    }
+
+    /// Waits for the work queued before and returns the tensor's elements.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] after [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
+        tensor.memory().download(self.device())
+    }
+
+    /// [`Eager::read`] of a tensor with one element.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it has another number of elements; as for [`Eager::read`].
+    pub fn read_scalar<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<T> {
+        match self.read(tensor)?.as_slice() {
+            [value] => Ok(*value),
+            _ => Err(Error::misuse("read_scalar", "one element", format!("shape {}", tensor.shape()))),
+        }
+    }
+
+    /// [`Step::scratch`].
+    ///
+    /// # Errors
+    /// Those of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
+        self.step.scratch(scoped)
+    }
+}
+
+impl<'s> Deref for Eager<'s> {
+    type Target = Step<'s>;
+
+    fn deref(&self) -> &Step<'s> {
+        &self.step
+    }
+}
+
+/// A nested scope of the step `'o`, with tensors of its own brand `'i`.
+#[derive(Debug)]
+pub struct Scratch<'i, 'o> {
+    step: Step<'i>,
+    outer: Brand<'o>,
+}
+
+impl<'i, 'o> Scratch<'i, 'o> {
+    /// A tensor of the outer step, to be read here.
+    pub fn lend<'b, T: Element>(&self, tensor: &'b impl Source<'o, T>) -> Lent<'b, 'i, T> {
+        Lent::new(tensor.memory(), tensor.shape())
+    }
+
+    /// A tensor of the outer step, to be written here: how a result leaves the scratch.
+    pub fn lend_mut<'b, T: Element>(&self, tensor: &'b mut impl Target<'o, T>) -> LentMut<'b, 'i, T> {
+        LentMut::new(tensor.memory(), tensor.shape())
+    }
+
+    /// A scope within this one.
+    ///
+    /// # Errors
+    /// Those of the closure.
+    pub fn scratch<R>(&mut self, scoped: impl for<'n> FnOnce(&mut Scratch<'n, 'i>) -> Result<R>) -> Result<R> {
+        self.step.scratch(scoped)
+    }
+}
+
+impl<'i> Deref for Scratch<'i, '_> {
+    type Target = Step<'i>;
+
+    fn deref(&self) -> &Step<'i> {
+        &self.step
+    }
+}

@@ -1,0 +1,26 @@
+//! The unit tests of `examples/crossasset`'s data side: bars, features, labels, folds, command line, report.
+//!
+//! Cargo builds an example either as a program or as its tests. `tests/bars.rs` runs the program, so the modules are
+//! compiled a second time here, for the tests inside them.
+
+#![forbid(unsafe_code)]
+#![allow(dead_code, reason = "the program's main, which calls all of this, is not here")]
+
+#[path = "../examples/crossasset/bars.rs"]
+mod bars;
+#[path = "../examples/crossasset/cli.rs"]
+mod cli;
+#[path = "../examples/crossasset/dataset.rs"]
+mod dataset;
+#[path = "../examples/crossasset/features.rs"]
+mod features;
+#[path = "../examples/crossasset/loss_svg.rs"]
+mod loss_svg;
+#[path = "../examples/crossasset/random.rs"]
+mod random;
+#[path = "../examples/crossasset/report.rs"]
+mod report;
+#[path = "../examples/crossasset/screen.rs"]
+mod screen;
+#[path = "../examples/crossasset/synthetic.rs"]
+mod synthetic;
