@@ -115,7 +115,7 @@ def source_kernels(folder):
     found, faults, contracts = {}, [], set()
     for path in sorted(pathlib.Path(folder).glob("**/*.rs")):
         text = re.sub(r"//[^\n]*", "", path.read_text())
-        contracts |= set(re.findall(r"\bcontract!\s*\(\s*(\w+)", text))
+        contracts |= set(re.findall(r"\bcontract!\s*[({]\s*(\w+)", text))
         for match in re.finditer(r"#\[kernel\]", text):
             where = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
             function = re.match(r"(?:\s*#\[[^\]]*\])*\s*pub\s+unsafe\s+fn\s+(\$?\w+)", text[match.end() :])
@@ -320,7 +320,7 @@ def self_test(ptxas):
         good = "/// #[kernel]\n#[kernel]\n#[inline]\npub unsafe fn one() {}\ncontract!(one { block: 1 });\n"
         made = (
             "macro_rules! entries {\n($($name:ident: $n:literal;)*) => {$(\n#[kernel]\npub unsafe fn $name() {}\n)*};\n}\n"
-            "entries! {\n    /// Two.\n    two: 2;\n    three: 3;\n}\ncontract!(two {});\ncontract!(\n    three {});\n"
+            "entries! {\n    /// Two.\n    two: 2;\n    three: 3;\n}\ncontract!(two {});\ncontract! { three {} |k| {\n}}\n"
         )
         source = folder / "a.rs"
         source.write_text(good + made)

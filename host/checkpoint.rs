@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::optim::AdamW;
 use crate::params::{Entry, Layout, Parameters};
 use crate::tensor::Shape;
-use safetensors::tensor::{Dtype, TensorView};
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -42,7 +42,8 @@ impl Checkpoint {
         notes: &[(&str, String)],
     ) -> Result<()> {
         let layout = parameters.layout();
-        let mut notes: HashMap<String, String> = notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
+        let mut notes: HashMap<String, String> =
+            notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
         let mut regions = vec![("", parameters.flat().read()?)];
         if let Some(optimizer) = optimizer {
@@ -55,7 +56,9 @@ impl Checkpoint {
         let named: Vec<(String, Shape, Vec<u8>)> = regions
             .iter()
             .flat_map(|(prefix, values)| layout.entries().iter().map(move |entry| (prefix, values, entry)))
-            .map(|(prefix, values, entry)| (format!("{prefix}{}", entry.name()), entry.shape(), bytes(&values[entry.range()])))
+            .map(|(prefix, values, entry)| {
+                (format!("{prefix}{}", entry.name()), entry.shape(), bytes(&values[entry.range()]))
+            })
             .collect();
         let views = named
             .iter()
@@ -99,7 +102,8 @@ impl Checkpoint {
         let weights = self.region(&tensors, &layout, "")?;
         if let Some(optimizer) = optimizer {
             let updates = self.note(UPDATES)?;
-            let updates = updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
+            let updates =
+                updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
             let [first, second] = MOMENTS;
             let (first, second) = (self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?);
             optimizer.restore(updates, &first, &second)?;
@@ -112,7 +116,8 @@ impl Checkpoint {
         let mut values = vec![0.0; layout.elements()];
         for entry in layout.entries() {
             let name = format!("{prefix}{}", entry.name());
-            let tensor = tensors.tensor(&name).map_err(|reason| Error::file(&self.path, format!("`{name}`: {reason}")))?;
+            let tensor =
+                tensors.tensor(&name).map_err(|reason| Error::file(&self.path, format!("`{name}`: {reason}")))?;
             self.check(&name, entry, &tensor)?;
             for (value, bytes) in values[entry.range()].iter_mut().zip(tensor.data().chunks_exact(4)) {
                 *value = f32::from_le_bytes(bytes.try_into().expect("chunks of four bytes"));

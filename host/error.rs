@@ -73,7 +73,9 @@ pub enum Error {
         reason: String,
     },
     /// A call did not end in time. The device is lost.
-    #[error("`{call}` had not ended after {waited:?}; the device is lost, write a checkpoint of what the host holds and restart")]
+    #[error(
+        "`{call}` had not ended after {waited:?}; the device is lost, write a checkpoint of what the host holds and restart"
+    )]
     Timeout {
         /// What was waited for.
         call: &'static str,

@@ -21,6 +21,6 @@ pub use error::{Error, Result};
 pub use launch::{Lent, LentMut, Source, Target};
 pub use memory::{Arena, ArenaBuilder, ArenaReport, Buffer, Capacity};
 pub use optim::{AdamW, AdamWConfig, Schedule};
-pub use params::{Gradients, Entry, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};

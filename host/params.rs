@@ -121,10 +121,18 @@ impl LayoutBuilder {
         let mut names: Vec<&str> = self.entries.iter().map(Entry::name).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::misuse("layout", "a different name for each parameter", format!("two named `{}`", pair[0])));
+            return Err(Error::misuse(
+                "layout",
+                "a different name for each parameter",
+                format!("two named `{}`", pair[0]),
+            ));
         }
         if let Some(empty) = self.entries.iter().find(|entry| entry.shape.elements() == 0) {
-            return Err(Error::misuse("layout", "parameters with elements", format!("`{}` {}", empty.name, empty.shape)));
+            return Err(Error::misuse(
+                "layout",
+                "parameters with elements",
+                format!("`{}` {}", empty.name, empty.shape),
+            ));
         }
         if self.entries.is_empty() {
             return Err(Error::misuse("layout", "at least one parameter", "none"));

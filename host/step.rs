@@ -74,7 +74,8 @@ impl<'s> Step<'s> {
     /// Those of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
         let rewind = self.region.mark();
-        let outcome = scoped(&mut Scratch { step: Step { region: self.region, brand: PhantomData }, outer: PhantomData });
+        let outcome =
+            scoped(&mut Scratch { step: Step { region: self.region, brand: PhantomData }, outer: PhantomData });
         drop(rewind);
         outcome
     }

@@ -47,7 +47,7 @@ macro_rules! for_own_vector {
     }};
 }
 
-/// The grid of a kernel that takes its elements by [`for_own_vector`](crate::for_own_vector).
+/// The grid of a kernel that takes its elements by [`for_own_vector`].
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn vector_grid(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
     cuda_std::launch::Grid::cover(length, BLOCK_ELEMENTS)
@@ -160,8 +160,9 @@ impl RowChunk {
     }
 }
 
-/// Runs `body` for each row of a [`RowChunk`] of an input with `cols` columns, ascending, with the index of the first of
-/// the four columns and the [`Part`] that exists. As for [`for_own_vector`](crate::for_own_vector), compiled twice.
+/// Runs `body` for each row of a [`RowChunk`](crate::block::RowChunk) of an input with `cols` columns, ascending, with
+/// the index of the first of the four columns and the [`Part`](crate::vector::Part) that exists. As for
+/// [`for_own_vector`], compiled twice.
 #[macro_export]
 macro_rules! for_each_row {
     ($chunk:expr, $cols:expr, |$index:ident, $part:ident| $body:block) => {{

@@ -6,6 +6,7 @@
 //!
 //! On the CPU a read outside a slice panics with the index and the length; on the GPU nothing is checked.
 
+use crate::map4;
 use core::ops::{Add, Div, Mul, Neg, Sub};
 use cuda_std::GpuFloat;
 
@@ -24,7 +25,13 @@ impl F4 {
         Self([value; 4])
     }
 
-    /// `f(self[i], other[i])` for each of the four; for a long `f` see [`map4`](crate::map4).
+    /// `f` applied to each float; for a long `f` see [`map4`].
+    #[inline(always)]
+    pub fn map(self, f: impl Fn(f32) -> f32) -> Self {
+        map4!(self, f)
+    }
+
+    /// `f(self[i], other[i])` for each of the four; for a long `f` see [`map4`].
     #[inline(always)]
     pub fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         let [a, b, c, d] = self.0;
@@ -151,8 +158,8 @@ impl F4 {
     }
 }
 
-/// A function applied to each of a vector's four. A macro, because a function passed as a value may stay a call, compiled
-/// without the CPU's fused multiply-add.
+/// A function applied to each of a vector's four. A macro, because a function passed as a value may stay a call,
+/// compiled without the CPU's fused multiply-add.
 #[macro_export]
 macro_rules! map4 {
     ($vector:expr, $function:path) => {{

@@ -1,7 +1,7 @@
 //! Rows and the lanes of a warp that share them.
 //!
-//! A row of `cols` columns is given to as many lanes as it has vectors of four, rounded up to a power of two, at most
-//! 32; a warp takes several short rows. Invariant: the order of every operation follows from `cols` alone. Column `c`
+//! A row of `cols` columns is given to the fewest lanes, a power of two up to 32, that leave at most four vectors to
+//! each; a warp takes several short rows. Invariant: the order of every operation follows from `cols` alone. Column `c`
 //! belongs to lane `(c / 4) % lanes` and to place `c % 4` of its vector, whether the row is read by vectors or, when
 //! `cols` is no multiple of four, element by element. Every lane of the row ends with the same bits.
 
@@ -94,7 +94,8 @@ impl Row {
 /// The lanes that share a row of `cols`.
 #[inline(always)]
 fn lanes_of(cols: usize) -> u32 {
-    if cols > (LANES as usize / 2) * F4::LEN { LANES } else { cols.div_ceil(F4::LEN).next_power_of_two() as u32 }
+    const SHARE: usize = 4 * F4::LEN;
+    if cols > LANES as usize / 2 * SHARE { LANES } else { cols.div_ceil(SHARE).next_power_of_two() as u32 }
 }
 
 /// The rows of `cols` elements in `length`, or why they do not divide it.

@@ -56,7 +56,8 @@ impl Model {
             let name = |part: &str| format!("layer{number}.{part}");
             let one = Initializer::Constant(1.0);
             let mut matrix = |part, rows, cols| layout.add(name(part), [rows, cols], Initializer::fan_in(rows));
-            let [wq, wk, wv, wo] = ["wq.weight", "wk.weight", "wv.weight", "wo.weight"].map(|part| matrix(part, WIDTH, WIDTH));
+            let [wq, wk, wv, wo] =
+                ["wq.weight", "wk.weight", "wv.weight", "wo.weight"].map(|part| matrix(part, WIDTH, WIDTH));
             let ffn1 = matrix("ffn1.weight", WIDTH, HIDDEN);
             let ffn2 = matrix("ffn2.weight", HIDDEN, WIDTH);
             let mut vector = |part, len, start| layout.add(name(part), [len], start);

@@ -249,7 +249,9 @@ impl<'r> Trainer<'r> {
 pub(crate) fn position(checkpoint: &Checkpoint, path: &Path, args: &Args, dataset: &Dataset) -> Result<Position> {
     let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, dataset));
     if theirs != ours {
-        let reason = format!("was made with other settings, so going on would mix two runs:\n  there: {theirs}\n  here:  {ours}");
+        let reason = format!(
+            "was made with other settings, so going on would mix two runs:\n  there: {theirs}\n  here:  {ours}"
+        );
         return Err(Error::File { path: path.into(), reason });
     }
     let unreadable = |reason| Error::File { path: path.into(), reason: format!("`{POSITION}`: {reason}") };

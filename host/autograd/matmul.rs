@@ -26,7 +26,13 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
-    pub fn linear_residual(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>, residual: &Var<'s>) -> Result<Var<'s>> {
+    pub fn linear_residual(
+        &self,
+        x: &Var<'s>,
+        w: Parameter,
+        b: Option<Parameter>,
+        residual: &Var<'s>,
+    ) -> Result<Var<'s>> {
         self.check(x)?;
         self.check(residual)?;
         let bias = b.map(|b| self.weights(b)).transpose()?;
@@ -64,14 +70,22 @@ impl<'s> Tape<'_, 's> {
         let layout = self.parameters.layout();
         let ((_, w_shape, w_stride), (_, b_shape, b_stride)) = (layout.stack(w)?, layout.stack(b)?);
         let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
-            return Err(Error::misuse(OP, "x [batch, tokens, in] and w [in, out]", format!("{} and {w_shape}", x.shape())));
+            return Err(Error::misuse(
+                OP,
+                "x [batch, tokens, in] and w [in, out]",
+                format!("{} and {w_shape}", x.shape()),
+            ));
         };
         if inner != k || tokens != w.members().len() || tokens != b.members().len() || b_shape.extents() != [n] {
             let expected = format!("x [batch, {}, {k}] and as many biases [{n}]", w.members().len());
             return Err(Error::misuse(OP, expected, format!("{} and {} of {b_shape}", x.shape(), b.members().len())));
         }
         if tokens > 1 && b_stride != n {
-            return Err(Error::misuse(OP, "biases without space between (a multiple of 64 outputs)", format!("{n} outputs")));
+            return Err(Error::misuse(
+                OP,
+                "biases without space between (a multiple of 64 outputs)",
+                format!("{n} outputs"),
+            ));
         }
         if x.record.is_some() {
             return Err(Error::misuse(OP, "an input, which needs no gradient", "an op's output"));

@@ -6,7 +6,7 @@
 use super::{Description, DeviceKind, Driver};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
-use cust::context::{Context, ContextHandle};
+use cust::context::Context;
 use cust::device::{Device, DeviceAttribute};
 use cust::error::CudaError;
 use cust::module::Module;
@@ -54,7 +54,9 @@ impl Cuda {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error}"));
         cust::init(cust::CudaFlags::empty()).map_err(|error| {
-            absent(format!("`cuInit` failed: {error}; is the NVIDIA driver installed, and its libcuda.so.1 found first?"))
+            absent(format!(
+                "`cuInit` failed: {error}; is the NVIDIA driver installed, and its libcuda.so.1 found first?"
+            ))
         })?;
         let device = Device::get_device(0).map_err(failed("cuDeviceGet"))?;
         let attribute = |attribute| device.get_attribute(attribute).map_err(failed("cuDeviceGetAttribute"));

@@ -4,7 +4,7 @@ mod arena;
 mod buffer;
 mod layout;
 
-pub use arena::{Arena, ArenaBuilder, ArenaReport, Capacity};
 pub(crate) use arena::Region;
+pub use arena::{Arena, ArenaBuilder, ArenaReport, Capacity};
 pub use buffer::Buffer;
 pub(crate) use layout::ALIGN_BYTES;

@@ -23,11 +23,7 @@ pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
-pub fn tanh_backward<'s>(
-    step: &Step<'s>,
-    y: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
-) -> Result<Tensor<'s>> {
+pub fn tanh_backward<'s>(step: &Step<'s>, y: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("tanh_backward", y.shape(), dy.shape())?;
     let mut dx = step.empty(y.shape())?;
     step.launch(activation::tanh_backward { y: y.slice(), dy: dy.slice(), dx: dx.out() })?;
@@ -51,11 +47,7 @@ pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
-pub fn gelu_backward<'s>(
-    step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
-) -> Result<Tensor<'s>> {
+pub fn gelu_backward<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("gelu_backward", x.shape(), dy.shape())?;
     let mut dx = step.empty(x.shape())?;
     step.launch(activation::gelu_backward { x: x.slice(), dy: dy.slice(), dx: dx.out() })?;

@@ -152,17 +152,17 @@ pub fn gemm_into<'s>(
 }
 
 /// The shape of `x w` and its form.
-fn forward<'s>(
-    op: &'static str,
-    x: &impl Source<'s, f32>,
-    w: &impl Source<'s, f32>,
-) -> Result<(crate::Shape, Gemm)> {
+fn forward<'s>(op: &'static str, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<(crate::Shape, Gemm)> {
     let ([rows, inner], w_shape) = (x.shape().as_rows(), w.shape());
     let &[k, n] = w_shape.extents() else {
         return Err(Error::misuse(op, "weights of shape [in, out]", w_shape.to_string()));
     };
     if inner != k {
-        return Err(Error::misuse(op, format!("an input of shape [.., {k}] for weights {w_shape}"), x.shape().to_string()));
+        return Err(Error::misuse(
+            op,
+            format!("an input of shape [.., {k}] for weights {w_shape}"),
+            x.shape().to_string(),
+        ));
     }
     Ok((x.shape().with_last(n), Gemm::new(rows, n, k)))
 }

@@ -153,4 +153,3 @@ fn with_columns<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<[usize
         [rows, cols] => Ok([rows, cols]),
     }
 }
-

@@ -85,7 +85,8 @@ pub unsafe fn shuffles(y: *mut u32) {
         let all = warp::warp_vote_all(u32::MAX, lane < 32);
         let any = warp::warp_vote_any(u32::MAX, lane > 31);
         let ballot = warp::warp_vote_ballot(u32::MAX, lane % 3 == 0);
-        let results = [xor.0, down.0, u32::from(down.1), (index.0 >> 33) as u32, u32::from(all) + 2 * u32::from(any), ballot];
+        let results =
+            [xor.0, down.0, u32::from(down.1), (index.0 >> 33) as u32, u32::from(all) + 2 * u32::from(any), ballot];
         for (row, result) in results.into_iter().enumerate() {
             *y.add(row * 32 + lane as usize) = result;
         }

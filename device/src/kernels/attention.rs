@@ -102,7 +102,7 @@ impl Iterator for Share {
     }
 }
 
-/// sum_d a[i, d] b[j, d], d ascending.
+/// `sum_d a[i, d] b[j, d]`, d ascending.
 #[inline(always)]
 fn dot(a: SharedTile<f32>, i: u32, b: SharedTile<f32>, j: u32) -> f32 {
     let mut sum = 0.0;
@@ -119,7 +119,7 @@ fn dot(a: SharedTile<f32>, i: u32, b: SharedTile<f32>, j: u32) -> f32 {
     sum
 }
 
-/// sum_j pairs[first + j step] rows[j, column..column + 4], j ascending.
+/// `sum_j pairs[first + j step] rows[j, column..column + 4]`, j ascending.
 #[inline(always)]
 fn mix(tokens: u32, pairs: SharedTile<f32>, first: u32, step: u32, rows: SharedTile<f32>, column: u32) -> F4 {
     let mut sum = F4::splat(0.0);
@@ -131,9 +131,9 @@ fn mix(tokens: u32, pairs: SharedTile<f32>, first: u32, step: u32, rows: SharedT
     sum
 }
 
-/// out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h], p = softmax over j of scale q[b, i, h] . k[b, j, h]; `q`, `k`, `v`,
-/// `out`: `[batch, tokens, heads, 64]`, `probabilities` (p): `[batch, heads, tokens, tokens]`, tokens <= 16. A block a
-/// (sample, head). Overwrites `out` and `probabilities`.
+/// `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`, p = softmax over j of `scale q[b, i, h] . k[b, j, h]`; `q`, `k`,
+/// `v`, `out`: `[batch, tokens, heads, 64]`, `probabilities` (p): `[batch, heads, tokens, tokens]`, tokens <= 16. A
+/// block a (sample, head). Overwrites `out` and `probabilities`.
 #[kernel]
 pub unsafe fn attention_forward(
     q: &[f32],
@@ -207,8 +207,8 @@ contract! { attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } 
     Grid::new(blocks, 1, 1)
 }}
 
-/// The gradients of [`attention_forward`], from `dout`: with dp[i, j] = dout[i] . v[j] and
-/// ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j]),
+/// The gradients of [`attention_forward`](fn@attention_forward), from `dout`: with `dp[i, j] = dout[i] . v[j]` and
+/// `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`,
 ///
 /// ```text
 /// dq[i] = sum_j ds[i, j] k[j]      dk[j] = sum_i ds[i, j] q[i]      dv[j] = sum_i p[i, j] dout[i]

@@ -10,9 +10,9 @@ use crate::warp::{Row, max};
 use crate::{contract, for_each_vector, for_own_vector, map4};
 use cuda_std::prelude::*;
 
-/// losses[r] = log(sum_c exp(logits[r, c])) - logits[r, labels[r]] and probabilities = softmax(logits), both less the
+/// `losses[r] = log(sum_c exp(logits[r, c])) - logits[r, labels[r]]` and probabilities = softmax(logits), both less the
 /// row's maximum first; `logits`, `probabilities`: `[rows, classes]`, `labels`, `losses`: `[rows]`. The loss is NaN
-/// where labels[r] >= classes. Overwrites `probabilities` and `losses`.
+/// where `labels[r] >= classes`. Overwrites `probabilities` and `losses`.
 #[kernel]
 pub unsafe fn cross_entropy_forward(
     logits: &[f32],
@@ -58,9 +58,9 @@ contract! { cross_entropy_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("logits", k.logits.len(), k.classes)
 }}
 
-/// dlogits[r, c] = (probabilities[r, c] - [c = labels[r]]) (scale upstream[0]); `probabilities`, `dlogits`: `[rows,
-/// classes]`, `labels`: `[rows]`, `upstream`: `[1]`, the gradient of the loss. NaN in rows with labels[r] >= classes.
-/// Overwrites `dlogits`.
+/// `dlogits[r, c] = (probabilities[r, c] - [c = labels[r]]) (scale upstream[0])`; `probabilities`, `dlogits`:
+/// `[rows, classes]`, `labels`: `[rows]`, `upstream`: `[1]`, the gradient of the loss. NaN in rows with
+/// `labels[r] >= classes`. Overwrites `dlogits`.
 #[kernel]
 pub unsafe fn cross_entropy_backward(
     probabilities: &[f32],

@@ -12,10 +12,10 @@
 //! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0 and
 //!   may be `out`. With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
 
-use crate::contract;
 use crate::math;
 use crate::tile::SharedTile;
-use crate::vector::{self, F4};
+use crate::vector::{F4, Part};
+use crate::{contract, map4};
 use cuda_std::prelude::*;
 
 /// A is stored as `[k, m]`.
@@ -32,47 +32,40 @@ const DEPTH: u32 = 16;
 /// Floats between rows of a tile beyond its width: spreads a column over the banks, keeps 16-byte alignment.
 const PAD: u32 = 4;
 
-/// Bytes of shared memory for tiles of `rows` x 16 and 16 x `cols`, twice.
-const fn shared_bytes(rows: u32, cols: u32) -> u32 {
-    2 * DEPTH * (rows + PAD + cols + PAD) * 4
+/// Floats of one stage: a tile of `rows` x 16 and one of 16 x `cols`.
+const fn stage_len(rows: u32, cols: u32) -> u32 {
+    DEPTH * (rows + PAD + cols + PAD)
 }
 
 /// One matrix multiply as a thread sees it.
 struct Problem<'p> {
-    a: &'p [f32],
-    b: &'p [f32],
+    a: Operand<'p>,
+    b: Operand<'p>,
     bias: &'p [f32],
+    bias_start: usize,
     c: *const f32,
     out: *mut f32,
     pre: *mut f32,
+    start: usize,
     m: u32,
     n: u32,
     k: u32,
-    lda: u32,
-    ldb: u32,
     ldc: u32,
     beta: f32,
     flags: u32,
 }
 
-/// One operand: `rows` x `k`, contiguous along k or along the rows.
+/// One operand: `rows` x `k` from `start` on, contiguous along k or along the rows, `stride` between the others.
 struct Operand<'p> {
     values: &'p [f32],
+    start: usize,
     rows: u32,
     k: u32,
     stride: u32,
     along_k: bool,
-    /// Whether four neighbours along the contiguous side can be moved at once.
-    wide: bool,
 }
 
-impl<'p> Operand<'p> {
-    #[inline(always)]
-    fn new(values: &'p [f32], rows: u32, k: u32, stride: u32, along_k: bool) -> Self {
-        let wide = stride % 4 == 0 && values.as_ptr() as usize % 16 == 0;
-        Self { values, rows, k, stride, along_k, wide }
-    }
-
+impl Operand<'_> {
     /// Where the `piece`th group of four stands in a tile of `width` rows: row and k within the tile.
     #[inline(always)]
     fn place(&self, piece: u32, width: u32) -> (u32, u32) {
@@ -93,21 +86,9 @@ impl<'p> Operand<'p> {
         if outer >= outer_end || inner >= inner_end {
             return F4::splat(0.0);
         }
-        let index = outer as usize * self.stride as usize + inner as usize;
-        let count = inner_end - inner;
-        // SAFETY: `index..index + min(count, 4)` lies in the operand, which the contract checked.
-        unsafe {
-            if self.wide && count >= 4 {
-                F4::load(self.values, index)
-            } else {
-                F4([
-                    vector::load(self.values, index),
-                    if count > 1 { vector::load(self.values, index + 1) } else { 0.0 },
-                    if count > 2 { vector::load(self.values, index + 2) } else { 0.0 },
-                    if count > 3 { vector::load(self.values, index + 3) } else { 0.0 },
-                ])
-            }
-        }
+        let index = self.start + outer as usize * self.stride as usize + inner as usize;
+        // SAFETY: what remains of this row or column lies in the operand, which the contract checked.
+        unsafe { F4::load_part(self.values, index, part(index, inner_end - inner), 0.0) }
     }
 
     /// Stores the `piece`th group of four to the tile, k-major.
@@ -116,37 +97,57 @@ impl<'p> Operand<'p> {
         let (row, k) = self.place(piece, width);
         let at = k * (width + PAD) + row;
         if self.along_k {
-            for (step, value) in (0..).zip(values.0) {
-                tile.set(at + step * (width + PAD), value);
-            }
+            let [a, b, c, d] = values.0;
+            tile.set(at, a);
+            tile.set(at + (width + PAD), b);
+            tile.set(at + 2 * (width + PAD), c);
+            tile.set(at + 3 * (width + PAD), d);
         } else {
             tile.set4(at, values);
         }
     }
 }
 
+/// How the next four of `left` elements at `index` are moved: at once where that is a vector.
+#[inline(always)]
+fn part(index: usize, left: u32) -> Part {
+    if left >= 4 && index % F4::LEN == 0 { Part::Whole } else { Part::first(left as usize) }
+}
+
+/// Repeats a block for each index below `$count`, at most 8, with the index constant: what is indexed by it stays in
+/// registers however large the block is.
+macro_rules! unroll {
+    ($index:ident < $count:expr => $body:block) => {
+        unroll!(@ $index, $count, $body, 0 1 2 3 4 5 6 7)
+    };
+    (@ $index:ident, $count:expr, $body:block, $($at:literal)*) => {
+        $(if $at < $count {
+            let $index: usize = $at;
+            $body
+        })*
+    };
+}
+
 /// Adds `depth` products to each of a thread's sums.
 #[inline(always)]
 fn accumulate<const TM: usize, const TN: usize>(
     sums: &mut [[f32; TN]; TM],
-    a: SharedTile<f32>,
-    b: SharedTile<f32>,
+    [a, b]: [SharedTile<f32>; 2],
     (rows, cols): (u32, u32),
     (row, col): (u32, u32),
     depth: u32,
 ) {
-    let (row_groups, col_groups) = (TM as u32 / 4, TN as u32 / 4);
     for p in 0..depth {
         let mut left = [0.0; TM];
         let mut right = [0.0; TN];
-        for group in 0..row_groups {
-            let at = p * (rows + PAD) + group * (rows / row_groups) + row;
-            left[group as usize * 4..][..4].copy_from_slice(&a.get4(at).0);
-        }
-        for group in 0..col_groups {
-            let at = p * (cols + PAD) + group * (cols / col_groups) + col;
-            right[group as usize * 4..][..4].copy_from_slice(&b.get4(at).0);
-        }
+        unroll!(group < TM / 4 => {
+            let at = p * (rows + PAD) + group as u32 * (rows / (TM as u32 / 4)) + row;
+            left[group * 4..][..4].copy_from_slice(&a.get4(at).0);
+        });
+        unroll!(group < TN / 4 => {
+            let at = p * (cols + PAD) + group as u32 * (cols / (TN as u32 / 4)) + col;
+            right[group * 4..][..4].copy_from_slice(&b.get4(at).0);
+        });
         for i in 0..TM {
             for j in 0..TN {
                 sums[i][j] = left[i].mul_add(right[j], sums[i][j]);
@@ -155,8 +156,16 @@ fn accumulate<const TM: usize, const TN: usize>(
     }
 }
 
+/// The two tiles of a stage, 0 or 1.
+#[inline(always)]
+unsafe fn stage_tiles(stage: u32, rows: u32, cols: u32) -> [SharedTile<f32>; 2] {
+    let (a_len, start) = (DEPTH * (rows + PAD), stage * stage_len(rows, cols));
+    // SAFETY: two stages follow each other in what the contract declares.
+    unsafe { [SharedTile::new(start * 4, a_len), SharedTile::new((start + a_len) * 4, DEPTH * (cols + PAD))] }
+}
+
 /// One block's tile: `THREADS_M x THREADS_N` threads of `TM x TN` outputs each; `PIECES_A`, `PIECES_B` groups of four
-/// fetched by each thread for each tile.
+/// fetched by each thread for each stage.
 #[inline(always)]
 unsafe fn tile<
     const THREADS_M: u32,
@@ -168,125 +177,87 @@ unsafe fn tile<
 >(
     problem: Problem<'_>,
 ) {
-    let Problem { a, b, bias, c, out, pre, m, n, k, lda, ldb, ldc, beta, flags } = problem;
+    let Problem { a, b, m, n, k, .. } = &problem;
+    let (m, n, k) = (*m, *n, *k);
     let threads = THREADS_M * THREADS_N;
     let (rows, cols) = (THREADS_M * TM as u32, THREADS_N * TN as u32);
     let (first_row, first_col) = (thread::block_idx_y() * rows, thread::block_idx_x() * cols);
     let thread = thread::thread_idx_x();
     let (row, col) = (thread / THREADS_N * 4, thread % THREADS_N * 4);
 
-    let a = Operand::new(a, m, k, lda, flags & TRANSPOSE_A == 0);
-    let b = Operand::new(b, n, k, ldb, flags & TRANSPOSE_B != 0);
-    let (a_len, b_len) = (DEPTH * (rows + PAD), DEPTH * (cols + PAD));
-    // SAFETY: the four tiles follow each other in what the contract declares.
-    let tiles = unsafe {
-        [
-            [SharedTile::<f32>::new(0, a_len), SharedTile::new(a_len * 8, b_len)],
-            [SharedTile::new(a_len * 4, a_len), SharedTile::new(a_len * 8 + b_len * 4, b_len)],
-        ]
-    };
-
     let mut sums = [[0.0f32; TN]; TM];
     let mut next_a = [F4::splat(0.0); PIECES_A];
     let mut next_b = [F4::splat(0.0); PIECES_B];
     let depths = k.div_ceil(DEPTH);
-    let mut buffer = 0;
+    let mut stage = 0;
     for depth in 0..=depths {
         if depth < depths {
             // SAFETY: as for `tile`.
             unsafe {
-                for (piece, value) in (0..).zip(&mut next_a) {
-                    *value = a.fetch(thread + piece * threads, rows, first_row, depth * DEPTH);
-                }
-                for (piece, value) in (0..).zip(&mut next_b) {
-                    *value = b.fetch(thread + piece * threads, cols, first_col, depth * DEPTH);
-                }
+                unroll!(piece < PIECES_A => {
+                    next_a[piece] = a.fetch(thread + piece as u32 * threads, rows, first_row, depth * DEPTH);
+                });
+                unroll!(piece < PIECES_B => {
+                    next_b[piece] = b.fetch(thread + piece as u32 * threads, cols, first_col, depth * DEPTH);
+                });
             }
         }
         if depth > 0 {
-            let [left, right] = tiles[buffer];
+            // SAFETY: the stage lies in shared memory.
+            let tiles = unsafe { stage_tiles(stage, rows, cols) };
             let left_over = k - (depth - 1) * DEPTH;
             if left_over >= DEPTH {
-                accumulate(&mut sums, left, right, (rows, cols), (row, col), DEPTH);
+                accumulate(&mut sums, tiles, (rows, cols), (row, col), DEPTH);
             } else {
-                accumulate(&mut sums, left, right, (rows, cols), (row, col), left_over);
+                accumulate(&mut sums, tiles, (rows, cols), (row, col), left_over);
             }
-            buffer ^= 1;
+            stage ^= 1;
         }
         if depth < depths {
-            // The buffer that is filled now was last read before the barrier of the round before.
-            let [left, right] = tiles[buffer];
-            for (piece, value) in (0..).zip(next_a) {
-                a.stage(thread + piece * threads, rows, left, value);
-            }
-            for (piece, value) in (0..).zip(next_b) {
-                b.stage(thread + piece * threads, cols, right, value);
-            }
+            // SAFETY: the stage lies in shared memory. It was last read before the barrier of the round before.
+            let [left, right] = unsafe { stage_tiles(stage, rows, cols) };
+            unroll!(piece < PIECES_A => { a.stage(thread + piece as u32 * threads, rows, left, next_a[piece]); });
+            unroll!(piece < PIECES_B => { b.stage(thread + piece as u32 * threads, cols, right, next_b[piece]); });
             thread::sync_threads();
         }
     }
-
-    let (row_groups, col_groups) = (TM as u32 / 4, TN as u32 / 4);
-    let wide = ldc % 4 == 0 && (out as usize | c as usize | pre as usize | bias.as_ptr() as usize) % 16 == 0;
-    for i in 0..TM {
-        let i_out = first_row + i as u32 / 4 * (rows / row_groups) + row + i as u32 % 4;
-        for group in 0..TN / 4 {
-            let j_out = first_col + group as u32 * (cols / col_groups) + col;
-            if i_out >= m || j_out >= n {
-                continue;
+    unroll!(i < TM => {
+        let i_out = first_row + i as u32 / 4 * (rows / (TM as u32 / 4)) + row + i as u32 % 4;
+        unroll!(group < TN / 4 => {
+            let j_out = first_col + group as u32 * (cols / (TN as u32 / 4)) + col;
+            if i_out < m && j_out < n {
+                let [w, x, y, z] = [0, 1, 2, 3].map(|j| sums[i][group * 4 + j]);
+                // SAFETY: row and columns lie inside the output.
+                unsafe { finish(&problem, i_out, j_out, F4([w, x, y, z])) };
             }
-            let count = if wide { (n - j_out) as usize } else { 0 };
-            let at = i_out as usize * ldc as usize + j_out as usize;
-            let sum = F4([sums[i][group * 4], sums[i][group * 4 + 1], sums[i][group * 4 + 2], sums[i][group * 4 + 3]]);
-            // SAFETY: row `i_out` and these columns lie in `out`, `c`, `pre` and `bias`, which the contract checked.
-            unsafe {
-                if count >= 4 {
-                    let mut sum = sum;
-                    if !bias.is_empty() {
-                        sum = sum.zip(F4::load(bias, j_out as usize), |sum, bias| sum + bias);
-                    }
-                    if beta != 0.0 {
-                        sum = sum.zip(F4::load_raw(c, at), |sum, c| beta.mul_add(c, sum));
-                    }
-                    if flags & KEEP != 0 {
-                        sum.store(pre, at);
-                    }
-                    if flags & GELU != 0 {
-                        sum = sum.map(math::gelu);
-                    }
-                    sum.store(out, at);
-                } else {
-                    for (step, mut sum) in sum.0.into_iter().enumerate() {
-                        if j_out as usize + step < n as usize {
-                            if !bias.is_empty() {
-                                sum += vector::load(bias, j_out as usize + step);
-                            }
-                            if beta != 0.0 {
-                                sum = beta.mul_add(*c.add(at + step), sum);
-                            }
-                            if flags & KEEP != 0 {
-                                *pre.add(at + step) = sum;
-                            }
-                            if flags & GELU != 0 {
-                                sum = math::gelu(sum);
-                            }
-                            *out.add(at + step) = sum;
-                        }
-                    }
-                }
-            }
-        }
-    }
+        });
+    });
 }
 
-/// `values[start..]`, empty for an empty slice.
+/// Bias, old content, gelu, and the write of up to four neighbours at (`i`, `j`).
 #[inline(always)]
-unsafe fn batch(values: &[f32], start: usize) -> &[f32] {
-    if values.is_empty() {
-        return values;
+unsafe fn finish(problem: &Problem<'_>, i: u32, j: u32, mut sum: F4) {
+    let Problem { bias, bias_start, c, out, pre, start, n, ldc, beta, flags, .. } = problem;
+    let at = start + i as usize * *ldc as usize + j as usize;
+    let own = part(at, n - j);
+    // SAFETY: row `i` and these columns lie in `out`, `c`, `pre` and `bias`, which the contract checked.
+    unsafe {
+        if !bias.is_empty() {
+            let at = bias_start + j as usize;
+            let bias = F4::load_part(bias, at, part(at, n - j), 0.0);
+            sum = sum.zip(bias, |sum, bias| sum + bias);
+        }
+        if *beta != 0.0 {
+            sum = sum.zip(F4::load_part_raw(*c, at, own, 0.0), |sum, c| beta.mul_add(c, sum));
+        }
+        if flags & KEEP != 0 {
+            sum.store_part(*pre, at, own);
+        }
+        if flags & GELU != 0 {
+            sum = map4!(sum, math::gelu);
+        }
+        sum.store_part(*out, at, own);
     }
-    // SAFETY: the contract checked that every batch lies inside.
-    unsafe { core::slice::from_raw_parts(values.as_ptr().add(start), values.len() - start) }
 }
 
 /// The entry points: the same parameters, another tile.
@@ -319,13 +290,13 @@ macro_rules! entries {
             if z >= batches as usize {
                 return;
             }
+            let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
+            let a = Operand { values: a, start: z * stride_a, rows: m, k, stride: lda, along_k: a_along_k };
+            let b = Operand { values: b, start: z * stride_b, rows: n, k, stride: ldb, along_k: b_along_k };
+            let (start, bias_start) = (z * stride_c, z * stride_bias);
+            let problem = Problem { a, b, bias, bias_start, c, out, pre, start, m, n, k, ldc, beta, flags };
             // SAFETY: each batch lies inside its arguments by the contract.
-            unsafe {
-                let (a, b, bias) = (batch(a, z * stride_a), batch(b, z * stride_b), batch(bias, z * stride_bias));
-                let (c, out, pre) = (c.add(z * stride_c), out.add(z * stride_c), pre.add(z * stride_c));
-                let problem = Problem { a, b, bias, c, out, pre, m, n, k, lda, ldb, ldc, beta, flags };
-                tile::<$threads_m, $threads_n, $tm, $tn, $pa, $pb>(problem);
-            }
+            unsafe { tile::<$threads_m, $threads_n, $tm, $tn, $pa, $pb>(problem) };
         }
     )*};
 }
@@ -399,6 +370,21 @@ fn holds(
     Err(cuda_std::launch::Violation::new(argument, expected, std::format!("{len} elements")))
 }
 
-contract!(matmul_128x128 { block: 256, shared: shared_bytes(128, 128), align: 4 } |p| { check!(p); grid!(p, 128, 128) });
-contract!(matmul_64x64 { block: 256, shared: shared_bytes(64, 64), align: 4 } |p| { check!(p); grid!(p, 64, 64) });
-contract!(matmul_16x64 { block: 64, shared: shared_bytes(16, 64), align: 4 } |p| { check!(p); grid!(p, 16, 64) });
+contract!(
+    matmul_128x128 { block: 256, shared: 8 * stage_len(128, 128) } | p | {
+        check!(p);
+        grid!(p, 128, 128)
+    }
+);
+contract!(
+    matmul_64x64 { block: 256, shared: 8 * stage_len(64, 64) } | p | {
+        check!(p);
+        grid!(p, 64, 64)
+    }
+);
+contract!(
+    matmul_16x64 { block: 64, shared: 8 * stage_len(16, 64) } | p | {
+        check!(p);
+        grid!(p, 16, 64)
+    }
+);

@@ -10,7 +10,7 @@ use crate::warp::Row;
 use crate::{contract, for_each_row, for_each_vector};
 use cuda_std::prelude::*;
 
-/// y[r, c] = x[r, c] s[r] gain[c], s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon); `x`, `y`: `[rows, cols]`, `gain`:
+/// `y[r, c] = x[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`; `x`, `y`: `[rows, cols]`, `gain`:
 /// `[cols]`, `inverse_rms` (s): `[rows]`. Overwrites `y` and `inverse_rms`.
 #[kernel]
 pub unsafe fn rms_norm_forward(x: &[f32], gain: &[f32], cols: usize, epsilon: f32, y: *mut f32, inverse_rms: *mut f32) {
@@ -42,7 +42,7 @@ contract! { rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c], where g[c] = dy[r, c] gain[c] and s = inverse_rms[r];
+/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, where `g[c] = dy[r, c] gain[c]`, `s = inverse_rms[r]`;
 /// `x`, `dy`, `dx`: `[rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`. Overwrites `dx`.
 #[kernel]
 pub unsafe fn rms_norm_backward(x: &[f32], gain: &[f32], inverse_rms: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
@@ -78,9 +78,9 @@ contract! { rms_norm_backward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// partials[i, c] = sum of dy[r, c] x[r, c] inverse_rms[r] over the rows r of chunk i, ascending: the gradient of the
-/// gain, to be finished by [`sum_rows`](crate::reduce::sum_rows); `x`, `dy`: `[rows, cols]`, `inverse_rms`: `[rows]`,
-/// `partials`: `[ceil(rows / 64), cols]`. Four columns a thread. Overwrites `partials`.
+/// `partials[i, c]` = sum of `dy[r, c] x[r, c] inverse_rms[r]` over the rows r of chunk i, ascending: the gradient of
+/// the gain, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows); `x`, `dy`: `[rows, cols]`, `inverse_rms`:
+/// `[rows]`, `partials`: `[ceil(rows / 64), cols]`. Four columns a thread. Overwrites `partials`.
 #[kernel]
 pub unsafe fn rms_norm_gain_partials(x: &[f32], inverse_rms: &[f32], dy: &[f32], cols: usize, partials: *mut f32) {
     // SAFETY: the contract checks `cols`.

@@ -13,7 +13,7 @@ use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
 use crate::{contract, for_each_row, for_each_vector};
 use cuda_std::prelude::*;
 
-/// out[r] = scale sum_c x[r, c]; `x`: `[rows, cols]`, `out`: `[rows]`.
+/// `out[r] = scale sum_c x[r, c]`; `x`: `[rows, cols]`, `out`: `[rows]`.
 #[kernel]
 pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
     let Some(row) = Row::new(x.len(), cols) else { return };
@@ -36,7 +36,7 @@ contract! { sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// out[i, c] = scale sum of x[r, c] over the rows r of chunk i, ascending; `x`: `[rows, cols]`,
+/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, ascending; `x`: `[rows, cols]`,
 /// `out`: `[ceil(rows / 64), cols]`. Four columns a thread.
 #[kernel]
 pub unsafe fn sum_rows(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
@@ -60,7 +60,7 @@ contract! { sum_rows { block: crate::block::COLUMN_BLOCK } |k| {
     RowChunk::grid(rows, k.cols)
 }}
 
-/// out[i] = scale sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+/// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
 #[kernel]
 pub unsafe fn sum_all(x: &[f32], scale: f32, accumulate: u32, out: *mut f32) {
     // SAFETY: a block has a place in `out`; all of its threads come here.
@@ -78,8 +78,8 @@ contract! { sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| 
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
 
-/// out[i] = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`]
-/// finishes it. Overwrites `out`.
+/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. Finished by
+/// [`sum_all`](fn@sum_all). Overwrites `out`.
 #[kernel]
 pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`.
@@ -97,7 +97,7 @@ contract! { squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES }
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
 
-/// out[i] = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+/// `out[i]` = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
 /// Overwrites `out`.
 #[kernel]
 pub unsafe fn max_all(x: &[f32], out: *mut f32) {
@@ -116,7 +116,7 @@ contract! { max_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| 
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
 
-/// out[r] = max_c x[r, c], NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
+/// `out[r] = max_c x[r, c]`, NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
 /// `out`.
 #[kernel]
 pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
@@ -140,8 +140,8 @@ contract! { max_columns { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// out[r] = the first c with x[r, c] = max_c x[r, c]; a NaN counts as the largest, as in PyTorch; `x`: `[rows, cols]`,
-/// cols below 2^32, `out`: `[rows]`. Overwrites `out`.
+/// `out[r]` = the first c with `x[r, c] = max_c x[r, c]`; a NaN counts as the largest, as in PyTorch; `x`:
+/// `[rows, cols]`, cols below 2^32, `out`: `[rows]`. Overwrites `out`.
 #[kernel]
 pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
     let Some(row) = Row::new(x.len(), cols) else { return };

@@ -8,8 +8,8 @@ use crate::warp::{Row, max};
 use crate::{contract, for_each_vector, map4};
 use cuda_std::prelude::*;
 
-/// y[r, c] = exp(x[r, c] - m) / sum_c exp(x[r, c] - m), m = max_c x[r, c]; `x`, `y`: `[rows, cols]`. A row that holds a
-/// NaN, or nothing above -infinity, becomes NaN. Overwrites `y`.
+/// `y[r, c] = exp(x[r, c] - m) / sum_c exp(x[r, c] - m)`, `m = max_c x[r, c]`; `x`, `y`: `[rows, cols]`. A row that
+/// holds a NaN, or nothing above -infinity, becomes NaN. Overwrites `y`.
 #[kernel]
 pub unsafe fn softmax_forward(x: &[f32], cols: usize, y: *mut f32) {
     let Some(row) = Row::new(x.len(), cols) else { return };
@@ -39,7 +39,7 @@ contract! { softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// dx[r, c] = y[r, c] (dy[r, c] - sum_c dy[r, c] y[r, c]), where y is the softmax; `y`, `dy`, `dx`: `[rows, cols]`.
+/// `dx[r, c] = y[r, c] (dy[r, c] - sum_c dy[r, c] y[r, c])`, where y is the softmax; `y`, `dy`, `dx`: `[rows, cols]`.
 /// Overwrites `dx`.
 #[kernel]
 pub unsafe fn softmax_backward(y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {

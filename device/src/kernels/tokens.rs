@@ -7,13 +7,13 @@ use crate::vector::{F4, load};
 use crate::{contract, for_own_vector};
 use cuda_std::prelude::*;
 
-/// y[b, c] = (sum_t x[b, t, c]) / tokens; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
+/// `y[b, c] = (sum_t x[b, t, c]) / tokens`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
 /// Overwrites `y`.
 #[kernel]
 pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length: usize, y: *mut f32) {
     let divisor = tokens as f32;
     for_own_vector!(length, |index, part| {
-        // SAFETY: the vector lies inside `y`; element [b, c] reads x[b, .., c].
+        // SAFETY: the vector lies inside `y`; element `[b, c]` reads x[b, .., c].
         unsafe {
             if cols.is_multiple_of(F4::LEN) {
                 let mut at = first_token(index, tokens, cols);
@@ -52,12 +52,12 @@ contract! { mean_tokens_forward { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.length)
 }}
 
-/// dx[b, t, c] = dy[b, c] / tokens; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
+/// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
 #[kernel]
 pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *mut f32) {
     let divisor = tokens as f32;
     for_own_vector!(dy.len(), |index, part| {
-        // SAFETY: the vector lies inside `dy`; element [b, c] writes dx[b, .., c].
+        // SAFETY: the vector lies inside `dy`; element `[b, c]` writes dx[b, .., c].
         unsafe {
             if cols.is_multiple_of(F4::LEN) {
                 let share = F4::load(dy, index) / F4::splat(divisor);
@@ -93,7 +93,7 @@ contract! { mean_tokens_backward { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.dy.len())
 }}
 
-/// The index of x[b, 0, c] in `[batch, tokens, cols]` for the index `place` of [b, c].
+/// The index of `x[b, 0, c]` in `[batch, tokens, cols]` for the index `place` of `[b, c]`.
 ///
 /// # Safety
 /// `cols` is not 0.

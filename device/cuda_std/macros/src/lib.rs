@@ -19,9 +19,12 @@ use syn::{Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input,
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     let item = parse_macro_input!(item as ItemFn);
     if !attribute.is_empty() {
-        return Error::new(item.sig.span(), "#[kernel] takes no arguments; block size and shared bytes stand in `contract!`")
-            .into_compile_error()
-            .into();
+        return Error::new(
+            item.sig.span(),
+            "#[kernel] takes no arguments; block size and shared bytes stand in `contract!`",
+        )
+        .into_compile_error()
+        .into();
     }
     expand(&item).unwrap_or_else(Error::into_compile_error).into()
 }
@@ -42,10 +45,16 @@ struct Parameter {
 fn expand(item: &ItemFn) -> syn::Result<Tokens> {
     let signature = &item.sig;
     if !matches!(signature.safety, syn::Safety::Unsafe(_)) {
-        return Err(Error::new(signature.span(), "a kernel must be `unsafe`: its pointers are checked by its contract alone"));
+        return Err(Error::new(
+            signature.span(),
+            "a kernel must be `unsafe`: its pointers are checked by its contract alone",
+        ));
     }
     if !matches!(signature.output, ReturnType::Default) {
-        return Err(Error::new(signature.output.span(), "a kernel returns nothing: write through a `*mut T` parameter"));
+        return Err(Error::new(
+            signature.output.span(),
+            "a kernel returns nothing: write through a `*mut T` parameter",
+        ));
     }
     if !signature.generics.params.is_empty() {
         return Err(Error::new(signature.generics.span(), "a kernel cannot be generic: its name is its PTX entry"));
@@ -71,10 +80,15 @@ fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
         Type::Reference(reference) => match &*reference.elem {
             Type::Slice(slice) if reference.mutability.is_none() => Kind::Slice((*slice.elem).clone()),
             _ => {
-                return Err(Error::new(typed.ty.span(), "a kernel takes `&[T]`, `*const T`, `*mut T` or a scalar; outputs are `*mut T`"));
+                return Err(Error::new(
+                    typed.ty.span(),
+                    "a kernel takes `&[T]`, `*const T`, `*mut T` or a scalar; outputs are `*mut T`",
+                ));
             }
         },
-        Type::Ptr(pointer) if matches!(pointer.mutability, syn::PointerMutability::Mut(_)) => Kind::PointerMut((*pointer.elem).clone()),
+        Type::Ptr(pointer) if matches!(pointer.mutability, syn::PointerMutability::Mut(_)) => {
+            Kind::PointerMut((*pointer.elem).clone())
+        }
         Type::Ptr(pointer) => Kind::Pointer((*pointer.elem).clone()),
         scalar => Kind::Scalar(scalar.clone()),
     };

@@ -55,7 +55,6 @@ pub struct Block {
     exchange: RefCell<Vec<u64>>,
 }
 
-
 impl Block {
     /// The running thread's place. Kernels are launched with one-dimensional blocks.
     #[inline(always)]

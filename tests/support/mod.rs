@@ -1,0 +1,126 @@
+//! What the tests share: the devices to run on, and seeded random numbers.
+//!
+//! Invariant: a device that was asked for and cannot be opened fails the test; nothing is skipped. A seed names one
+//! stream of numbers, the same on every machine.
+
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
+
+/// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
+///
+/// ```ignore
+/// on_each_device! {
+///     fn copies_are_equal(device: &Device) {
+///         let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+///         ..
+///     }
+/// }
+/// ```
+macro_rules! on_each_device {
+    ($($(#[$meta:meta])* fn $name:ident($device:ident: &Device) $body:block)+) => {
+        $(
+            $(#[$meta])*
+            mod $name {
+                use super::*;
+
+                fn on($device: &stepscope::Device) $body
+
+                #[test]
+                fn emulated() {
+                    on(&$crate::support::open(stepscope::DeviceKind::Emulated));
+                }
+
+                #[cfg(feature = "cuda")]
+                #[test]
+                #[ignore = "needs an NVIDIA GPU"]
+                fn cuda() {
+                    on(&$crate::support::open(stepscope::DeviceKind::Cuda));
+                }
+            }
+        )+
+    };
+}
+pub(crate) use on_each_device;
+
+/// The device, of just this kind.
+///
+/// # Panics
+/// When there is none.
+pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
+    let device = stepscope::Device::open(kind).unwrap_or_else(|reason| panic!("{reason}"));
+    assert_eq!(device.description().kind, kind);
+    device
+}
+
+/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+#[derive(Clone, Debug)]
+pub(crate) struct Random {
+    state: u64,
+}
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self { state: seed }
+    }
+
+    pub(crate) fn next_u64(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.state;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// In `0..bound`, `bound` above zero.
+    pub(crate) fn below(&mut self, bound: u32) -> u32 {
+        ((u64::from(bound) * (self.next_u64() >> 32)) >> 32) as u32
+    }
+
+    /// In `from..=to`.
+    pub(crate) fn extent(&mut self, from: usize, to: usize) -> usize {
+        from + self.below((to - from + 1) as u32) as usize
+    }
+
+    /// In `[0, 1)`, a multiple of 2^-24.
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.next_u64() >> 40) as f32 / (1u32 << 24) as f32
+    }
+
+    /// In `[low, high)`.
+    pub(crate) fn uniform(&mut self, low: f32, high: f32) -> f32 {
+        low + (high - low) * self.unit()
+    }
+
+    /// Mean 0, variance 1, within 6 of zero: the sum of twelve uniform numbers, less 6 (additions alone, so the same
+    /// bits everywhere).
+    pub(crate) fn normal(&mut self) -> f32 {
+        (0..12).map(|_| self.unit()).sum::<f32>() - 6.0
+    }
+
+    /// `len` of [`Random::uniform`].
+    pub(crate) fn uniforms(&mut self, len: usize, low: f32, high: f32) -> Vec<f32> {
+        (0..len).map(|_| self.uniform(low, high)).collect()
+    }
+
+    /// `len` of [`Random::normal`].
+    pub(crate) fn normals(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.normal()).collect()
+    }
+
+    /// `len` of [`Random::below`].
+    pub(crate) fn belows(&mut self, len: usize, bound: u32) -> Vec<u32> {
+        (0..len).map(|_| self.below(bound)).collect()
+    }
+}
+
+/// The L2 norm of `got - want`, over that of `want` (over 1 when `want` is nothing but zeros).
+pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let difference: f64 = got.iter().zip(want).map(|(&got, &want)| (f64::from(got) - want).powi(2)).sum();
+    let size: f64 = want.iter().map(|want| want * want).sum();
+    (difference / if size == 0.0 { 1.0 } else { size }).sqrt()
+}
+
+/// The bits of each number, for comparisons that tell 0 from -0 and one NaN from another.
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
