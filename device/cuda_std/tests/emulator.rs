@@ -36,17 +36,19 @@ contract! {
 
 /// y = factor * x, `[n]`.
 #[kernel]
-pub unsafe fn scale(x: &[f32], factor: f32, y: *mut f32) {
+unsafe fn scale(x: &[f32], factor: f32, y: *mut f32) {
     let index = thread::index_1d() as usize;
     if index < x.len() {
+        // SAFETY: the test's buffers hold what the grid touches.
         unsafe { *y.add(index) = factor * x[index] };
     }
 }
 
 /// Reverses 64 values through shared memory.
 #[kernel]
-pub unsafe fn reverse(x: *const u32, y: *mut u32) {
+unsafe fn reverse(x: *const u32, y: *mut u32) {
     let (tile, index) = (shared::dynamic_shared_mem::<u32>(), thread::thread_idx_x() as usize);
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe {
         *tile.add(index) = *x.add(index);
         thread::sync_threads();
@@ -55,20 +57,22 @@ pub unsafe fn reverse(x: *const u32, y: *mut u32) {
 }
 
 #[kernel]
-pub unsafe fn reverse_without_barrier_for_some(y: *mut u32) {
+unsafe fn reverse_without_barrier_for_some(y: *mut u32) {
     if thread::thread_idx_x() < 40 {
         thread::sync_threads();
     }
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe { *y = 1 };
 }
 
 /// y: `[3]`, what thread 5 gets of count, and, or.
 #[kernel]
-pub unsafe fn barrier_results(y: *mut u32) {
+unsafe fn barrier_results(y: *mut u32) {
     let odd = thread::thread_idx_x() % 2;
     let results = [thread::sync_threads_count(odd), thread::sync_threads_and(odd), thread::sync_threads_or(odd)];
     if thread::thread_idx_x() == 5 {
         for (at, result) in results.into_iter().enumerate() {
+            // SAFETY: the test's buffers hold what the grid touches.
             unsafe { *y.add(at) = result };
         }
     }
@@ -76,15 +80,16 @@ pub unsafe fn barrier_results(y: *mut u32) {
 
 /// y: `[6, 32]`.
 #[kernel]
-pub unsafe fn shuffles(y: *mut u32) {
+unsafe fn shuffles(y: *mut u32) {
     let lane = warp::lane_id();
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe {
         let xor = warp::warp_shuffle_xor(u32::MAX, lane * 10, 5, 32);
         let down = warp::warp_shuffle_down(u32::MAX, lane * 10, 3, 16);
         let index = warp::warp_shuffle_idx(u32::MAX, u64::from(lane) << 33, 9, 8);
         let all = warp::warp_vote_all(u32::MAX, lane < 32);
         let any = warp::warp_vote_any(u32::MAX, lane > 31);
-        let ballot = warp::warp_vote_ballot(u32::MAX, lane % 3 == 0);
+        let ballot = warp::warp_vote_ballot(u32::MAX, lane.is_multiple_of(3));
         let results =
             [xor.0, down.0, u32::from(down.1), (index.0 >> 33) as u32, u32::from(all) + 2 * u32::from(any), ballot];
         for (row, result) in results.into_iter().enumerate() {
@@ -94,40 +99,46 @@ pub unsafe fn shuffles(y: *mut u32) {
 }
 
 #[kernel]
-pub unsafe fn one_warp_stays_away(y: *mut u32) {
+unsafe fn one_warp_stays_away(y: *mut u32) {
     if thread::thread_idx_x() >= 32 {
         return;
     }
     thread::sync_threads();
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe { *y = 1 };
 }
 
 #[kernel]
-pub unsafe fn two_barriers(y: *mut u32) {
+#[allow(clippy::if_same_then_else, reason = "the lines differ, which is what the test is about")]
+unsafe fn two_barriers(y: *mut u32) {
     if thread::thread_idx_x() < 32 {
         thread::sync_threads();
     } else {
         thread::sync_threads();
     }
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe { *y = 1 };
 }
 
 #[kernel]
-pub unsafe fn half_warp_shuffle(y: *mut u32) {
+unsafe fn half_warp_shuffle(y: *mut u32) {
     if warp::lane_id() < 16 {
+        // SAFETY: the test's buffers hold what the grid touches.
         unsafe { *y = warp::warp_shuffle_xor(u32::MAX, 1u32, 1, 32).0 };
     }
 }
 
 #[kernel]
-pub unsafe fn panics(x: &[u32], y: *mut u32) {
+unsafe fn panics(x: &[u32], y: *mut u32) {
     let index = thread::index_1d() as usize;
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe { *y = x[index] };
 }
 
 #[kernel]
-pub unsafe fn overruns_shared(y: *mut u32) {
+unsafe fn overruns_shared(y: *mut u32) {
     let lane = warp::lane_id() as usize;
+    // SAFETY: the test's buffers hold what the grid touches.
     unsafe {
         *shared::dynamic_shared_mem::<u32>().add(lane % 17) = 7;
         *y = 1;
@@ -136,7 +147,7 @@ pub unsafe fn overruns_shared(y: *mut u32) {
 
 /// Counts threads with an atomic; waits in between, so that suspended and plain threads meet.
 #[kernel]
-pub unsafe fn counts(counter: *mut u32) {
+unsafe fn counts(counter: *mut u32) {
     // SAFETY: the counter outlives the launch, and every thread uses it atomically.
     let counter = unsafe { AtomicU32::from_ptr(counter) };
     counter.fetch_add(1, Ordering::Relaxed);
@@ -146,10 +157,11 @@ pub unsafe fn counts(counter: *mut u32) {
 
 /// y[block] = block coordinates packed, for a grid of 3 x 2 x 2.
 #[kernel]
-pub unsafe fn places(y: *mut u32) {
+unsafe fn places(y: *mut u32) {
     let (x, z) = (thread::block_idx_x(), thread::block_idx_z());
     let linear = x + thread::grid_dim_x() * (thread::block_idx_y() + thread::grid_dim_y() * z);
     if thread::thread_idx_x() == thread::block_dim_x() - 1 {
+        // SAFETY: the test's buffers hold what the grid touches.
         unsafe { *y.add(linear as usize) = x * 100 + thread::block_idx_y() * 10 + z };
     }
 }

@@ -111,7 +111,7 @@ impl Operand<'_> {
 /// How the next four of `left` elements at `index` are moved: at once where that is a vector.
 #[inline(always)]
 fn part(index: usize, left: u32) -> Part {
-    if left >= 4 && index % F4::LEN == 0 { Part::Whole } else { Part::first(left as usize) }
+    if left >= 4 && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(left as usize) }
 }
 
 /// Repeats a block for each index below `$count`, at most 8, with the index constant: what is indexed by it stays in

@@ -7,7 +7,7 @@
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
 use quote::{format_ident, quote};
-use syn::{Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
+use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
 
 /// Makes a `pub unsafe fn` a kernel.
 ///
@@ -39,7 +39,7 @@ enum Kind {
 struct Parameter {
     name: Ident,
     kind: Kind,
-    docs: Vec<syn::Attribute>,
+    docs: Vec<Attribute>,
 }
 
 fn expand(item: &ItemFn) -> syn::Result<Tokens> {
@@ -60,8 +60,19 @@ fn expand(item: &ItemFn) -> syn::Result<Tokens> {
         return Err(Error::new(signature.generics.span(), "a kernel cannot be generic: its name is its PTX entry"));
     }
     let parameters = signature.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
+    // What makes the call sound is the same for every kernel: say it once, where the kernel is documented at all.
+    let documents: Vec<Attribute> = item.attrs.iter().filter(|a| a.path().is_ident("doc")).cloned().collect();
+    let mut item = item.clone();
+    if !documents.is_empty() {
+        item.attrs.push(
+            syn::parse_quote!(#[doc = "\n# Safety\nA launch calls it, with arguments that its contract accepted."]),
+        );
+        // clippy reads the sections of the source alone.
+        item.attrs.push(syn::parse_quote!(#[allow(clippy::missing_safety_doc)]));
+    }
+    let item = &item;
     let gpu = on_gpu(item, &parameters);
-    let cpu = on_cpu(item, &parameters);
+    let cpu = on_cpu(item, &documents, &parameters);
     Ok(quote! {
         #[cfg(target_arch = "nvptx64")]
         #gpu
@@ -96,7 +107,8 @@ fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
 }
 
 fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
-    let (attributes, name, body, inputs) = (&item.attrs, &item.sig.ident, &item.block, &item.sig.inputs);
+    let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
+    let (body, inputs) = (&item.block, &item.sig.inputs);
     let flat = parameters.iter().map(|Parameter { name, kind, .. }| match kind {
         Kind::Slice(element) => {
             let length = format_ident!("{name}_len");
@@ -116,7 +128,7 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
     quote! {
         #(#attributes)*
         #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn #name(#(#flat),*) {
+        #visibility unsafe extern "ptx-kernel" fn #name(#(#flat),*) {
             #[inline(always)]
             unsafe fn body(#inputs) #body
             // SAFETY: the host passes a pointer and its length, as the kernel's contract has checked.
@@ -125,8 +137,9 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
     }
 }
 
-fn on_cpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
-    let (attributes, name, body, inputs) = (&item.attrs, &item.sig.ident, &item.block, &item.sig.inputs);
+fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
+    let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
+    let (body, inputs) = (&item.block, &item.sig.inputs);
     let text = name.to_string();
     let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
     let lifetime = if borrows { quote!(<'a>) } else { quote!() };
@@ -161,18 +174,17 @@ fn on_cpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
             }
         })
         .collect();
-    let documents = item.attrs.iter().filter(|a| a.path().is_ident("doc"));
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
         #[inline(always)]
-        pub unsafe fn #name(#inputs) #body
+        #visibility unsafe fn #name(#inputs) #body
 
         #[cfg(not(target_arch = "nvptx64"))]
         #(#documents)*
         #[allow(non_camel_case_types)]
         #[derive(Clone, Copy, Debug)]
-        pub struct #name #lifetime { #(#fields),* }
+        #visibility struct #name #lifetime { #(#fields),* }
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {

@@ -1,0 +1,17 @@
+//! The same holds for a scratch within a scratch: while the inner one is open, the outer one cannot allocate.
+
+use stepscope::{Arena, Result, Step};
+
+fn run(arena: &mut Arena) -> Result<()> {
+    arena.step(|step| {
+        step.scratch(|inner| {
+            let outer: &Step<'_> = inner;
+            inner.scratch(|_| {
+                let _x = outer.empty::<f32>([1])?;
+                Ok(())
+            })
+        })
+    })
+}
+
+fn main() {}

@@ -1,0 +1,15 @@
+//! While a scratch is open the outer step cannot allocate: the scratch's end would take that memory back.
+
+use stepscope::{Arena, Result, Step};
+
+fn run(arena: &mut Arena) -> Result<()> {
+    arena.step(|step| {
+        let outer: &Step<'_> = step;
+        step.scratch(|_| {
+            let _x = outer.empty::<f32>([1])?;
+            Ok(())
+        })
+    })
+}
+
+fn main() {}

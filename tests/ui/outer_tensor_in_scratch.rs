@@ -1,0 +1,15 @@
+//! A scratch sees the step's tensors only as they are lent to it.
+
+use stepscope::{Arena, Result, ops};
+
+fn run(arena: &mut Arena) -> Result<()> {
+    arena.step(|step| {
+        let x = step.upload(&[1.0f32], [1])?;
+        step.scratch(|inner| {
+            let _y = ops::tanh(inner, &x)?;
+            Ok(())
+        })
+    })
+}
+
+fn main() {}

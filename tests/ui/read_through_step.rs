@@ -1,0 +1,9 @@
+//! A bare step cannot read, for reading waits.
+
+use stepscope::{Result, Step, Tensor};
+
+fn op<'s>(step: &Step<'s>, x: &Tensor<'s>) -> Result<Vec<f32>> {
+    step.read(x)
+}
+
+fn main() {}
