@@ -3,6 +3,7 @@
 //! Invariant: a caller's mistake is [`Error::Misuse`] or [`Error::Contract`], found before anything ran; everything
 //! else names the call that failed and what the system said.
 
+use crate::memory::{ArenaReport, Cause, Refusal};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
 use std::path::PathBuf;
@@ -33,22 +34,46 @@ pub enum Error {
         /// The argument and the rule.
         violation: Violation,
     },
-    /// The arena cannot hold one more tensor in this step.
+    /// The arena cannot hold one more tensor in this step, and the overflow, if there is one, did not give.
     #[error(
-        "arena: a tensor of {requested_bytes} bytes does not fit: {used_bytes} of {capacity_bytes} bytes are used by this \
-         step's {allocations} tensors; raise the capacity, shorten the step (a smaller micro-batch), or free scratch \
-         memory early with `step.scratch`"
+        "arena: a tensor of {requested_bytes} bytes at {site} does not fit: {used_bytes} of {capacity_bytes} bytes are used by \
+         this step's {allocations} tensors.\ncause: {cause}\nadvice: {advice}\n{report}"
     )]
     ArenaFull {
         /// Bytes of the tensor, after rounding up to the alignment.
         requested_bytes: usize,
-        /// Bytes that the step had taken.
+        /// Bytes that the step had taken from the arena.
         used_bytes: usize,
         /// Bytes of the arena.
         capacity_bytes: usize,
         /// Tensors that the step had made.
         allocations: u64,
+        /// The line that asked.
+        site: String,
+        /// Why it does not fit.
+        cause: Cause,
+        /// What to do.
+        advice: String,
+        /// What the arena knows about itself.
+        report: Box<ArenaReport>,
     },
+    /// Checked mode: something wrote behind a tensor.
+    #[error(
+        "the {tensor} made at {site} ({bytes} bytes) was overrun: something wrote at byte {offset_bytes}; look at the kernels that write it, or its neighbour before"
+    )]
+    Overrun {
+        /// Element type and shape.
+        tensor: String,
+        /// The line that made it.
+        site: String,
+        /// Its bytes.
+        bytes: usize,
+        /// The first byte that was hit, from the tensor's start.
+        offset_bytes: usize,
+    },
+    /// There is no memory to take without starving others; nothing was taken.
+    #[error("{0}")]
+    Refused(Box<Refusal>),
     /// The device has no memory left.
     #[error("{device}: no memory for {requested_bytes} bytes ({free_bytes} free): {reason}")]
     DeviceMemory {
@@ -64,23 +89,28 @@ pub enum Error {
     /// A kernel broke the rules of the machine, on the emulator.
     #[error(transparent)]
     Kernel(Box<Fault>),
-    /// The CUDA driver refused a call.
-    #[error("CUDA driver: `{call}` failed: {reason}")]
+    /// The driver refused a call.
+    #[error("driver: `{call}` failed: {reason}")]
     Driver {
         /// The driver's function.
         call: &'static str,
         /// Its code and words.
         reason: String,
+        /// Whether it leaves the device unusable.
+        fatal: bool,
     },
     /// A call did not end in time. The device is lost.
     #[error(
-        "`{call}` had not ended after {waited:?}; the device is lost, write a checkpoint of what the host holds and restart"
+        "`{call}` had not ended after {waited:?}; the device is lost: write a checkpoint of what the host holds, and restart{}",
+        report.as_ref().map(|report| format!("\n{report}")).unwrap_or_default()
     )]
     Timeout {
         /// What was waited for.
         call: &'static str,
         /// How long.
         waited: Duration,
+        /// What the arena knows, if one was waiting.
+        report: Option<Box<ArenaReport>>,
     },
     /// An earlier failure left the device unusable.
     #[error("the device was lost: {cause}")]

@@ -3,14 +3,16 @@
 //! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is alive and borrowed
 //! for the call. That is why [`Step::launch`] is safe.
 
-use crate::driver::{DEFAULT_DEADLINE, Device};
+use crate::driver::Device;
 use crate::error::{Error, Result};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Request};
 use crate::step::Step;
 use crate::tensor::{Brand, Element, Saved, Shape, Tensor};
 use cuda_std::launch::{Contract, Kernel, Pointer, PointerMut, Slice, Words};
 use std::fmt;
 use std::marker::PhantomData;
+use std::panic::Location;
+use std::time::Duration;
 
 /// Device memory by address and length: valid for as long as the value that holds it.
 pub struct Memory<T> {
@@ -46,6 +48,24 @@ impl<T: Element> Memory<T> {
         self.len
     }
 
+    /// A kernel's `&[T]`, for callers that hold what keeps the memory alive.
+    pub(crate) fn as_slice(&self) -> Slice<'_, T> {
+        // SAFETY: valid by this type's invariant.
+        unsafe { Slice::new(self.address, self.len) }
+    }
+
+    /// A kernel's `*mut T`, for callers that hold the memory alone.
+    pub(crate) fn as_out(&self) -> PointerMut<'_, T> {
+        // SAFETY: valid by this type's invariant.
+        unsafe { PointerMut::new(self.address, self.len) }
+    }
+
+    /// The same memory as elements of another type of the same size.
+    pub(crate) fn cast<U: Element>(self) -> Memory<U> {
+        const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
+        Memory { address: self.address, len: self.len, element: PhantomData }
+    }
+
     /// The part of `len` elements from `start` on.
     ///
     /// # Panics
@@ -62,15 +82,15 @@ impl<T: Element> Memory<T> {
     pub(crate) fn upload(self, device: &Device, values: &[T]) -> Result<()> {
         assert!(values.len() <= self.len, "{} values into {}", values.len(), self.len);
         // SAFETY: the memory is valid by this type's invariant, and large enough.
-        unsafe { device.driver().upload(self.address, bytemuck::cast_slice(values)) }
+        unsafe { device.upload(self.address, bytemuck::cast_slice(values)) }
     }
 
-    /// Waits for the work queued before and returns all elements.
-    pub(crate) fn download(self, device: &Device) -> Result<Vec<T>> {
-        let mut values = vec![T::zeroed(); self.len];
-        // SAFETY: the memory is valid by this type's invariant.
-        unsafe { device.driver().download(self.address, bytemuck::cast_slice_mut(&mut values), DEFAULT_DEADLINE)? };
-        Ok(values)
+    /// Waits for the work queued before, until the deadline, and returns all elements.
+    pub(crate) fn download(self, device: &Device, deadline: Duration) -> Result<Vec<T>> {
+        // SAFETY: the memory is valid by this type's invariant; at the deadline the device is lost, and memory leaks
+        // rather than being freed under a copy that may still run.
+        let bytes = unsafe { device.download(self.address, self.len * size_of::<T>(), deadline)? };
+        Ok(bytemuck::allocation::pod_collect_to_vec(&bytes))
     }
 }
 
@@ -201,13 +221,15 @@ impl<'s> Step<'s> {
     ///
     /// # Errors
     /// [`Error::ArenaFull`]; [`Error::Misuse`] when the shape's bytes overflow.
+    #[track_caller]
     pub fn empty<T: Element>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let shape = shape.into();
         let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<T>()));
         let Some(bytes) = bytes else {
             return Err(Error::misuse("tensor", "a shape whose bytes fit an address", shape.to_string()));
         };
-        let address = self.region().take(bytes)?;
+        let request = Request { bytes, shape, element: T::NAME, poison: T::POISON };
+        let address = self.region().take(request, Location::caller())?;
         // SAFETY: the region gives these bytes to nobody else until the step is over, and the brand ends with it.
         Ok(Tensor::new(unsafe { Memory::new(address, shape.elements()) }, shape))
     }
@@ -217,11 +239,12 @@ impl<'s> Step<'s> {
     /// # Errors
     /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
-        launch(self.device(), &kernel)
+        launch_on(self.device(), &kernel)
     }
 }
 
-fn launch<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
+/// Queues a kernel on a device; [`Step::launch`] for what is not a step's.
+pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
@@ -235,7 +258,7 @@ fn launch<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
     tracing::trace!(kernel = K::NAME, ?grid, "launch");
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
-    unsafe { device.driver().launch(&K::ENTRY, grid, &words) }
+    unsafe { device.launch(&K::ENTRY, grid, &words) }
 }
 
 impl<T: Element> Buffer<T> {

@@ -16,10 +16,13 @@ mod tensor;
 pub use autograd::{Backward, Tape, Var};
 pub use checkpoint::{Checkpoint, replace_file};
 pub use cuda_std::launch as kernel;
-pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceKind, Driver};
+pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults};
 pub use error::{Error, Result};
 pub use launch::{Lent, LentMut, Source, Target};
-pub use memory::{Arena, ArenaBuilder, ArenaReport, Buffer, Capacity};
+pub use memory::{
+    Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Growth, Largest, Measured, MemInfo, Overflow,
+    OverflowReport, Phase, Refusal, Site, Situation, SystemMemory,
+};
 pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use step::{Eager, Scratch, Step};

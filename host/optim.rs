@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Phase};
 use crate::ops;
 use crate::params::{Gradients, Parameters};
 use crate::step::Step;
@@ -160,6 +160,7 @@ impl AdamW {
         if !parameters.layout().same(gradients.layout()) || self.first.len() != elements {
             return Err(Error::misuse("adamw", "parameters, gradients and moments of one layout", "different ones"));
         }
+        let _phase = step.enter(Phase::Optimizer);
         let gradients = step.lend(gradients.flat(), [elements])?;
         let squared_norm = ops::squared_norm(step, &gradients)?;
         ops::adamw(

@@ -7,7 +7,7 @@
 use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::launch::{Lent, LentMut, Source, Target};
-use crate::memory::{Buffer, Region};
+use crate::memory::{Buffer, Phase, Region};
 use crate::tensor::{Brand, Element, Shape, Tensor};
 use std::fmt;
 use std::marker::PhantomData;
@@ -27,6 +27,11 @@ impl<'s> Step<'s> {
 
     pub(crate) fn region(&self) -> &'s Region {
         self.region
+    }
+
+    /// What the step is doing until the guard goes.
+    pub(crate) fn enter(&self, phase: Phase) -> PhaseGuard<'s> {
+        PhaseGuard { region: self.region, before: self.region.enter(phase) }
     }
 
     /// A persistent buffer, to be read by kernels of this step.
@@ -73,11 +78,20 @@ impl<'s> Step<'s> {
     /// # Errors
     /// Those of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
-        let rewind = self.region.mark();
-        let outcome =
-            scoped(&mut Scratch { step: Step { region: self.region, brand: PhantomData }, outer: PhantomData });
-        drop(rewind);
-        outcome
+        let region = self.region;
+        region.scope(|| scoped(&mut Scratch { step: Step { region, brand: PhantomData }, outer: PhantomData }))
+    }
+}
+
+/// Ends a phase.
+pub(crate) struct PhaseGuard<'s> {
+    region: &'s Region,
+    before: Phase,
+}
+
+impl Drop for PhaseGuard<'_> {
+    fn drop(&mut self) {
+        self.region.enter(self.before);
     }
 }
 
@@ -102,6 +116,7 @@ impl<'s> Eager<'s> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the shape has another number of elements; [`Error::ArenaFull`].
+    #[track_caller]
     pub fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let shape = shape.into();
         if shape.checked_elements() != Some(values.len()) {
@@ -115,9 +130,10 @@ impl<'s> Eager<'s> {
     /// Waits for the work queued before and returns the tensor's elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    /// [`Error::Timeout`] after the device's deadline.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
-        tensor.memory().download(self.device())
+        let read = tensor.memory().download(self.device(), self.device().deadline());
+        read.map_err(|error| self.region().with_report(error))
     }
 
     /// [`Eager::read`] of a tensor with one element.

@@ -28,6 +28,7 @@ mod entries {
     pub mod attention;
     pub mod elementwise;
     pub mod fill;
+    pub mod guard;
     pub mod loss;
     pub mod matmul;
     pub mod norm;

@@ -123,7 +123,7 @@ fn run(args: &Args, dataset: &Dataset) -> Result<(), Box<dyn Error>> {
             high_water_bytes: arena.high_water_bytes as u64,
             resets: arena.resets,
             allocations: arena.allocations,
-            overflow_allocations: arena.overflow_allocations,
+            overflow_allocations: arena.overflow.allocations,
         },
         weights_sha256: trainer.weights_sha256()?,
     };

@@ -9,6 +9,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn tanh(&self, x: &Var<'s>) -> Result<Var<'s>> {
         self.check(x)?;
         let (y, x) = (ops::tanh(self.step, &x.value)?.save(), *x);
@@ -22,6 +23,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn gelu(&self, x: &Var<'s>) -> Result<Var<'s>> {
         self.check(x)?;
         let (y, x) = (ops::gelu(self.step, &x.value)?.save(), *x);

@@ -9,6 +9,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn attention(&self, q: &Var<'s>, k: &Var<'s>, v: &Var<'s>, scale: f32) -> Result<Var<'s>> {
         for x in [q, k, v] {
             self.check(x)?;

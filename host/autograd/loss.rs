@@ -11,6 +11,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of [`ops::cross_entropy`].
+    #[track_caller]
     pub fn cross_entropy(&self, logits: &Var<'s>, labels: Saved<'s, u32>, weight: f32) -> Result<Var<'s>> {
         self.check(logits)?;
         let (losses, probabilities) = ops::cross_entropy(self.step, &logits.value, &labels)?;

@@ -14,6 +14,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn linear(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
         self.check(x)?;
         let bias = b.map(|b| self.weights(b)).transpose()?;
@@ -26,6 +27,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn linear_residual(
         &self,
         x: &Var<'s>,
@@ -48,6 +50,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn linear_gelu(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
         self.check(x)?;
         let bias = b.map(|b| self.weights(b)).transpose()?;
@@ -64,6 +67,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
+    #[track_caller]
     pub fn linear_per_token(&self, x: &Var<'s>, w: &Stack, b: &Stack) -> Result<Var<'s>> {
         const OP: &str = "linear_per_token";
         self.check(x)?;

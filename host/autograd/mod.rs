@@ -16,6 +16,7 @@ mod tokens;
 
 use crate::error::{Error, Result};
 use crate::launch::Lent;
+use crate::memory::Phase;
 use crate::ops;
 use crate::params::{Gradients, Parameter, Parameters};
 use crate::step::Step;
@@ -128,6 +129,7 @@ impl<'t, 's> Tape<'t, 's> {
         }
         let records = self.records.into_inner();
         let (step, parameters) = (self.step, self.parameters);
+        let _phase = step.enter(Phase::Backward);
         let pending = records.iter().map(|_| None).collect();
         let mut back = Backward { step, parameters, gradients, pending };
         back.add(loss, ops::fill(step, loss.shape(), 1.0)?)?;
@@ -137,6 +139,7 @@ impl<'t, 's> Tape<'t, 's> {
                 record(&mut back, gradient)?;
             }
         }
+        step.region().pass_completed();
         Ok(())
     }
 

@@ -11,6 +11,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn rms_norm(&self, x: &Var<'s>, gain: Parameter, epsilon: f32) -> Result<Var<'s>> {
         self.check(x)?;
         let (y, inverse_rms) = ops::rms_norm(self.step, &x.value, &self.weights(gain)?, epsilon)?;
@@ -33,6 +34,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn rms_norm_heads(&self, x: &Var<'s>, gain: Parameter, epsilon: f32) -> Result<Var<'s>> {
         let cols = self.weights(gain)?.shape().elements();
         let shape = x.shape();

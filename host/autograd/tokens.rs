@@ -9,6 +9,7 @@ impl<'s> Tape<'_, 's> {
     ///
     /// # Errors
     /// Those of the op.
+    #[track_caller]
     pub fn mean_tokens(&self, x: &Var<'s>) -> Result<Var<'s>> {
         self.check(x)?;
         let (y, x) = (ops::mean_tokens(self.step, &x.value)?, *x);

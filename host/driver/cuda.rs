@@ -1,9 +1,9 @@
 //! CUDA through cust: one context, one stream, and the kernels' PTX compiled by the driver for the GPU at hand.
 //!
-//! Invariant: every wait polls the stream with a deadline before it touches a call that blocks. After a timeout or a
-//! failure that leaves the context unusable the device is lost: later calls fail at once with that cause.
+//! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
+//! [`Driver`] names, and no others.
 
-use super::{Description, DeviceKind, Driver};
+use super::{Description, DeviceKind, Driver, Pool};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::context::Context;
@@ -15,15 +15,12 @@ use cust::sys::{self, CUfunction, CUresult};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::fmt;
-use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::Mutex;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
-/// The longest sleep between two looks at the stream.
-const LONGEST_NAP: Duration = Duration::from_micros(500);
 
 pub(super) struct Cuda {
     description: Description,
@@ -32,7 +29,7 @@ pub(super) struct Cuda {
     module: Module,
     stream: Stream,
     context: Context,
-    lost: OnceLock<String>,
+    device: sys::CUdevice,
 }
 
 /// A kernel of the loaded module.
@@ -44,7 +41,7 @@ unsafe impl Send for Function {}
 
 impl fmt::Debug for Cuda {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cuda").field("description", &self.description).field("lost", &self.lost.get()).finish()
+        f.debug_struct("Cuda").field("description", &self.description).finish_non_exhaustive()
     }
 }
 
@@ -62,9 +59,10 @@ impl Cuda {
         let attribute = |attribute| device.get_attribute(attribute).map_err(failed("cuDeviceGetAttribute"));
         let capability = 10 * attribute(DeviceAttribute::ComputeCapabilityMajor)? as u32
             + attribute(DeviceAttribute::ComputeCapabilityMinor)? as u32;
+        let integrated = attribute(DeviceAttribute::Integrated)? != 0;
         let processors = attribute(DeviceAttribute::MultiprocessorCount)? as u32;
         let name = device.name().map_err(failed("cuDeviceGetName"))?;
-        let memory_bytes = device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64;
+        let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
         let ptx = choose(capability).ok_or_else(|| {
             let built: Vec<String> = PTX.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
             absent(format!(
@@ -75,43 +73,47 @@ impl Cuda {
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"))?;
         let module = Module::from_ptx(ptx, &[]).map_err(failed("cuModuleLoadDataEx"))?;
-        let description =
-            Description { kind: DeviceKind::Cuda, name, memory_bytes, processors, capability: Some(capability) };
-        Ok(Self { description, functions: Mutex::default(), module, stream, context, lost: OnceLock::new() })
+        let description = Description {
+            kind: DeviceKind::Cuda,
+            name,
+            memory_bytes,
+            integrated,
+            processors,
+            capability: Some(capability),
+        };
+        Ok(Self { description, functions: Mutex::default(), module, stream, context, device: device.as_raw() })
     }
 
-    /// Makes this thread's calls go to the context; fails at once when the device is lost.
+    /// Makes this thread's calls go to the context.
     fn enter(&self) -> Result<()> {
-        if let Some(cause) = self.lost.get() {
-            return Err(Error::DeviceLost { cause: cause.clone() });
-        }
         // SAFETY: the context lives as long as `self`.
         self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) })
     }
 
-    /// Ok on success, else the driver's code and words. What spoils the context loses the device.
+    /// Ok on success, else the driver's code and words.
     fn check(&self, call: &'static str, result: CUresult) -> Result<()> {
         if result == CUresult::CUDA_SUCCESS {
             return Ok(());
         }
         let reason = describe(result);
-        let spoils = !matches!(
+        // All but these leave the context in a state that CUDA does not define.
+        let fatal = !matches!(
             result,
             CUresult::CUDA_ERROR_OUT_OF_MEMORY
                 | CUresult::CUDA_ERROR_INVALID_VALUE
                 | CUresult::CUDA_ERROR_NOT_FOUND
                 | CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
         );
-        if spoils {
-            self.lose(format!("`{call}` failed: {reason}"));
-        }
-        Err(Error::Driver { call, reason })
+        Err(Error::Driver { call, reason, fatal })
     }
 
-    fn lose(&self, cause: String) {
-        tracing::error!(cause, "device lost");
-        // The first cause is the one that matters.
-        let _ = self.lost.set(cause);
+    fn out_of_memory(&self, requested_bytes: usize, result: CUresult) -> Error {
+        Error::DeviceMemory {
+            device: self.description.name.clone(),
+            requested_bytes,
+            free_bytes: self.free_bytes().unwrap_or(0),
+            reason: describe(result),
+        }
     }
 
     fn function(&self, entry: &Entry) -> Result<CUfunction> {
@@ -122,6 +124,7 @@ impl Cuda {
         let function = self.module.get_function(entry.name).map_err(|error| Error::Driver {
             call: "cuModuleGetFunction",
             reason: format!("{error}: the PTX has no kernel `{}`; was it built from other sources?", entry.name),
+            fatal: false,
         })?;
         let function = function.to_raw();
         if entry.shared_bytes > DEFAULT_SHARED_BYTES {
@@ -132,15 +135,6 @@ impl Cuda {
         }
         functions.insert(entry.name, Function(function));
         Ok(function)
-    }
-
-    fn free_bytes(&self) -> u64 {
-        let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: both are valid for a write.
-        match unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) } {
-            CUresult::CUDA_SUCCESS => free as u64,
-            _ => 0,
-        }
     }
 }
 
@@ -163,37 +157,82 @@ fn describe(result: CUresult) -> String {
     format!("{} ({}): {}", text(sys::cuGetErrorName), result as i32, text(sys::cuGetErrorString))
 }
 
-// SAFETY: memory comes from cuMemAlloc (256-byte aligned) and lives until cuMemFree; all work is queued on one stream.
+// SAFETY: memory comes from cuMemAlloc and from pools (256-byte aligned) and lives until it is freed; all work is queued on
+// one stream.
 unsafe impl Driver for Cuda {
     fn description(&self) -> &Description {
         &self.description
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        self.enter()?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: both are valid for a write.
+        self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok(free as u64)
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
         self.enter()?;
         let mut address = 0;
         // SAFETY: `address` is valid for a write.
-        let result = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
-        if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(Error::DeviceMemory {
-                device: self.description.name.clone(),
-                requested_bytes: bytes,
-                free_bytes: self.free_bytes(),
-                reason: describe(result),
-            });
+        match unsafe { sys::cuMemAlloc_v2(&mut address, bytes) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
+            result => self.check("cuMemAlloc", result).map(|()| address),
         }
-        self.check("cuMemAlloc", result)?;
-        Ok(address)
     }
 
-    unsafe fn free(&self, address: u64, _: usize) {
-        // A lost device's memory goes with the process: freeing could block for ever.
-        if self.enter().is_ok() {
-            // SAFETY: the caller's promise; the driver waits for work that uses the memory.
-            if let Err(error) = self.check("cuMemFree", unsafe { sys::cuMemFree_v2(address) }) {
-                tracing::error!(%error, "memory was not freed");
-            }
+    unsafe fn free(&self, address: u64, _: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise; the driver waits for work that uses the memory.
+        self.check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
+    }
+
+    fn create_pool(&self) -> Result<Pool> {
+        self.enter()?;
+        // SAFETY: all zero is a valid value of this plain C struct.
+        let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        properties.location.id = self.device;
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: both are valid for the call.
+        self.check("cuMemPoolCreate", unsafe { sys::cuMemPoolCreate(&mut pool, &properties) })?;
+        // Without this the pool gives everything back at every wait, and faults it in again.
+        let mut threshold = u64::MAX;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the attribute's value is a 64-bit number.
+        let result = unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()) };
+        self.check("cuMemPoolSetAttribute", result)?;
+        Ok(Pool(pool as u64))
+    }
+
+    fn pool_allocate(&self, pool: Pool, bytes: usize) -> Result<u64> {
+        self.enter()?;
+        let mut address = 0;
+        // SAFETY: `address` is valid for a write; the pool is alive until `destroy_pool`.
+        match unsafe { sys::cuMemAllocFromPoolAsync(&mut address, bytes, raw(pool), self.stream.as_inner()) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
+            result => self.check("cuMemAllocFromPoolAsync", result).map(|()| address),
         }
+    }
+
+    unsafe fn pool_free(&self, _: Pool, address: u64, _: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise.
+        self.check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, self.stream.as_inner()) })
+    }
+
+    fn trim_pool(&self, pool: Pool, keep_bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the pool is alive until `destroy_pool`.
+        self.check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(raw(pool), keep_bytes) })
+    }
+
+    unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise.
+        self.check("cuMemPoolDestroy", unsafe { sys::cuMemPoolDestroy(raw(pool)) })
     }
 
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
@@ -207,12 +246,14 @@ unsafe impl Driver for Cuda {
         self.check("cuMemcpyHtoDAsync", result)
     }
 
-    unsafe fn download(&self, from: u64, to: &mut [u8], deadline: Duration) -> Result<()> {
-        self.synchronize(deadline)?;
+    unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
         if to.is_empty() {
             return Ok(());
         }
-        // SAFETY: the caller's promise; the stream is idle, so the copy has nothing to wait for.
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`. The copy below is not ordered by it: wait for the stream first.
+        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream.as_inner()) })?;
+        // SAFETY: the caller's promise.
         let result = unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len()) };
         self.check("cuMemcpyDtoH", result)
     }
@@ -243,29 +284,16 @@ unsafe impl Driver for Cuda {
         self.check("cuLaunchKernel", result)
     }
 
-    fn synchronize(&self, deadline: Duration) -> Result<()> {
+    fn poll(&self) -> Result<bool> {
         self.enter()?;
-        let start = Instant::now();
-        let mut nap = Duration::ZERO;
-        loop {
-            // SAFETY: the stream lives as long as `self`.
-            match unsafe { sys::cuStreamQuery(self.stream.as_inner()) } {
-                CUresult::CUDA_ERROR_NOT_READY => {}
-                result => return self.check("cuStreamQuery", result),
-            }
-            let waited = start.elapsed();
-            if waited >= deadline {
-                let error = Error::Timeout { call: "cuStreamQuery", waited };
-                self.lose(error.to_string());
-                return Err(error);
-            }
-            // Short waits spin; long ones leave the processor to others.
-            if waited > Duration::from_micros(200) {
-                nap = (nap * 2).clamp(Duration::from_micros(20), LONGEST_NAP);
-                std::thread::sleep(nap);
-            } else {
-                std::hint::spin_loop();
-            }
+        // SAFETY: the stream lives as long as `self`.
+        match unsafe { sys::cuStreamQuery(self.stream.as_inner()) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => self.check("cuStreamQuery", result).map(|()| true),
         }
     }
+}
+
+fn raw(pool: Pool) -> sys::CUmemoryPool {
+    pool.0 as sys::CUmemoryPool
 }

@@ -25,7 +25,7 @@ impl<T: Element> Buffer<T> {
         if values.is_empty() {
             return Err(Error::misuse("buffer", "at least one element", "none"));
         }
-        let address = device.driver().allocate(size_of_val(values))?;
+        let address = device.allocate(size_of_val(values))?;
         let mut buffer = Self { device: device.clone(), address, len: values.len(), element: PhantomData };
         buffer.write(0, values)?;
         Ok(buffer)
@@ -70,7 +70,7 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns all elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    /// [`Error::Timeout`] after the device's deadline.
     pub fn read(&self) -> Result<Vec<T>> {
         self.read_range(0, self.len)
     }
@@ -78,10 +78,10 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns `len` elements from `start` on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they do not exist; [`Error::Timeout`] after [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    /// [`Error::Misuse`] when they do not exist; [`Error::Timeout`] after the device's deadline.
     pub fn read_range(&self, start: usize, len: usize) -> Result<Vec<T>> {
         self.check("buffer.read", start, len)?;
-        self.memory().part(start, len).download(&self.device)
+        self.memory().part(start, len).download(&self.device, self.device.deadline())
     }
 
     fn check(&self, op: &'static str, start: usize, len: usize) -> Result<()> {
@@ -95,6 +95,6 @@ impl<T: Element> Buffer<T> {
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
         // SAFETY: this is what `from_slice` allocated; the buffer owns it, and work that used it was queued before.
-        unsafe { self.device.driver().free(self.address, self.len * size_of::<T>()) };
+        unsafe { self.device.free(self.address, self.len * size_of::<T>()) };
     }
 }

@@ -13,6 +13,7 @@ use kernels::activation;
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let mut y = step.empty(x.shape())?;
     step.launch(activation::tanh_forward { x: x.slice(), y: y.out() })?;
@@ -23,6 +24,7 @@ pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn tanh_backward<'s>(step: &Step<'s>, y: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("tanh_backward", y.shape(), dy.shape())?;
     let mut dx = step.empty(y.shape())?;
@@ -37,6 +39,7 @@ pub fn tanh_backward<'s>(step: &Step<'s>, y: &impl Source<'s, f32>, dy: &impl So
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let mut y = step.empty(x.shape())?;
     step.launch(activation::gelu_forward { x: x.slice(), y: y.out() })?;
@@ -47,6 +50,7 @@ pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn gelu_backward<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("gelu_backward", x.shape(), dy.shape())?;
     let mut dx = step.empty(x.shape())?;

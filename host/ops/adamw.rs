@@ -16,6 +16,7 @@ use kernels::adamw as kernel;
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+#[track_caller]
 pub fn adamw<'s>(
     step: &Step<'s>,
     weights: &mut impl Target<'s, f32>,

@@ -13,6 +13,7 @@ use kernels::attention::{self as kernel, HEAD};
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ or are not of this form; [`Error::ArenaFull`].
+#[track_caller]
 pub fn attention<'s>(
     step: &Step<'s>,
     q: &impl Source<'s, f32>,
@@ -43,6 +44,7 @@ pub fn attention<'s>(
 ///
 /// # Errors
 /// As for [`attention`].
+#[track_caller]
 pub fn attention_backward<'s>(
     step: &Step<'s>,
     q: &impl Source<'s, f32>,

@@ -11,6 +11,7 @@ use kernels::elementwise;
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("add", a.shape(), b.shape())?;
     let mut out = step.empty(a.shape())?;
@@ -22,6 +23,7 @@ pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f3
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ.
+#[track_caller]
 pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl Source<'s, f32>) -> Result<()> {
     same_shape("add_assign", out.shape(), a.shape())?;
     step.launch(elementwise::add_assign { a: a.slice(), out: out.out() })
@@ -31,6 +33,7 @@ pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl 
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
     let mut out = step.empty(x.shape())?;
     step.launch(elementwise::scale { x: x.slice(), factor, out: out.out() })?;
@@ -41,6 +44,7 @@ pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Resu
 ///
 /// # Errors
 /// [`Error::Misuse`] when the last extents differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn add_bias<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, bias: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [_, cols] = x.shape().as_rows();
     if bias.shape().extents() != [cols] {

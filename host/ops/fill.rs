@@ -11,6 +11,7 @@ use kernels::fill as kernel;
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn fill<'s>(step: &Step<'s>, shape: impl Into<Shape>, value: f32) -> Result<Tensor<'s>> {
     let mut out = step.empty(shape)?;
     fill_into(step, &mut out, value)?;
@@ -21,6 +22,7 @@ pub fn fill<'s>(step: &Step<'s>, shape: impl Into<Shape>, value: f32) -> Result<
 ///
 /// # Errors
 /// Those of the launch.
+#[track_caller]
 pub fn fill_into<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, value: f32) -> Result<()> {
     let length = out.shape().elements();
     step.launch(kernel::fill { out: out.out(), length, value })
@@ -30,6 +32,7 @@ pub fn fill_into<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, value: f32
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn copy<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let mut out = step.empty(x.shape())?;
     copy_into(step, x, &mut out)?;
@@ -40,6 +43,7 @@ pub fn copy<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+#[track_caller]
 pub fn copy_into<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, out: &mut impl Target<'s, f32>) -> Result<()> {
     same_shape("copy", out.shape(), x.shape())?;
     step.launch(kernel::copy { x: x.slice(), out: out.out() })

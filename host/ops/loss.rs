@@ -13,6 +13,7 @@ use kernels::loss as kernel;
 ///
 /// # Errors
 /// [`Error::Misuse`] when the rows differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn cross_entropy<'s>(
     step: &Step<'s>,
     logits: &impl Source<'s, f32>,
@@ -35,6 +36,7 @@ pub fn cross_entropy<'s>(
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn cross_entropy_backward<'s>(
     step: &Step<'s>,
     probabilities: &impl Source<'s, f32>,

@@ -82,6 +82,7 @@ enum Epilogue<'e, 's> {
 ///
 /// # Errors
 /// [`Error::Misuse`] when the inner extents differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn matmul<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     linear(step, x, w, None::<&Tensor<'s>>)
 }
@@ -90,6 +91,7 @@ pub fn matmul<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, w: &impl Source<'s,
 ///
 /// # Errors
 /// As for [`matmul`].
+#[track_caller]
 pub fn linear<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -106,6 +108,7 @@ pub fn linear<'s>(
 ///
 /// # Errors
 /// As for [`linear`].
+#[track_caller]
 pub fn linear_residual<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -124,6 +127,7 @@ pub fn linear_residual<'s>(
 ///
 /// # Errors
 /// As for [`linear`].
+#[track_caller]
 pub fn linear_gelu<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -140,6 +144,7 @@ pub fn linear_gelu<'s>(
 ///
 /// # Errors
 /// [`Error::Contract`] when a matrix does not lie inside its tensor; [`Error::Misuse`] for extents beyond 2^32.
+#[track_caller]
 pub fn gemm_into<'s>(
     step: &Step<'s>,
     form: &Gemm,
@@ -167,6 +172,7 @@ fn forward<'s>(op: &'static str, x: &impl Source<'s, f32>, w: &impl Source<'s, f
     Ok((x.shape().with_last(n), Gemm::new(rows, n, k)))
 }
 
+#[track_caller]
 fn queue<'s>(
     step: &Step<'s>,
     form: &Gemm,

@@ -12,6 +12,7 @@ use kernels::norm as kernel;
 ///
 /// # Errors
 /// [`Error::Misuse`] when the gain has another length; [`Error::ArenaFull`].
+#[track_caller]
 pub fn rms_norm<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -37,6 +38,7 @@ pub fn rms_norm<'s>(
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+#[track_caller]
 pub fn rms_norm_backward<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -65,6 +67,7 @@ pub fn rms_norm_backward<'s>(
 ///
 /// # Errors
 /// As for [`rms_norm_backward`].
+#[track_caller]
 pub fn rms_norm_gain_backward_into<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,

@@ -14,6 +14,7 @@ use kernels::reduce;
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn sum_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [rows, cols] = x.shape().as_rows();
     if cols == 0 {
@@ -28,6 +29,7 @@ pub fn sum_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn sum_rows<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [_, cols] = x.shape().as_rows();
     let mut out = step.empty([cols])?;
@@ -39,6 +41,7 @@ pub fn sum_rows<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<
 ///
 /// # Errors
 /// [`Error::Misuse`] when `out` has another number of elements; [`Error::ArenaFull`].
+#[track_caller]
 pub fn sum_rows_into<'s>(
     step: &Step<'s>,
     x: &impl Source<'s, f32>,
@@ -65,6 +68,7 @@ pub fn sum_rows_into<'s>(
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     scaled_sum(step, x, 1.0)
 }
@@ -73,6 +77,7 @@ pub fn sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> 
 ///
 /// # Errors
 /// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
+#[track_caller]
 pub fn mean<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     scaled_sum(step, x, 1.0 / not_empty("mean", x)? as f32)
 }
@@ -81,6 +86,7 @@ pub fn mean<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn scaled_sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
     let elements = x.shape().elements();
     if elements == 0 {
@@ -97,6 +103,7 @@ pub fn scaled_sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) ->
 ///
 /// # Errors
 /// [`Error::ArenaFull`].
+#[track_caller]
 pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let elements = x.shape().elements();
     if elements == 0 {
@@ -111,6 +118,7 @@ pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Ten
 ///
 /// # Errors
 /// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
+#[track_caller]
 pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let mut out = step.empty([not_empty("max", x)?.div_ceil(CHUNK)])?;
     step.launch(reduce::max_all { x: x.slice(), out: out.out() })?;
@@ -121,6 +129,7 @@ pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> 
 ///
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
+#[track_caller]
 pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [rows, cols] = with_columns("max_columns", x)?;
     let mut out = step.empty([rows])?;
@@ -133,6 +142,7 @@ pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 ///
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
+#[track_caller]
 pub fn argmax_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = with_columns("argmax_columns", x)?;
     let mut out = step.empty([rows])?;

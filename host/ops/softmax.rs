@@ -11,6 +11,7 @@ use kernels::softmax as kernel;
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn softmax<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [_, cols] = x.shape().as_rows();
     let mut y = step.empty(x.shape())?;
@@ -22,6 +23,7 @@ pub fn softmax<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
 pub fn softmax_backward<'s>(
     step: &Step<'s>,
     y: &impl Source<'s, f32>,

@@ -11,6 +11,7 @@ use kernels::tokens as kernel;
 ///
 /// # Errors
 /// [`Error::Misuse`] for another number of extents or no tokens; [`Error::ArenaFull`].
+#[track_caller]
 pub fn mean_tokens<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [batch, tokens, cols] = form("mean_tokens", x.shape())?;
     let mut y = step.empty([batch, cols])?;
@@ -23,6 +24,7 @@ pub fn mean_tokens<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 ///
 /// # Errors
 /// As for [`mean_tokens`].
+#[track_caller]
 pub fn mean_tokens_backward<'s>(
     step: &Step<'s>,
     dy: &impl Source<'s, f32>,

@@ -1,0 +1,479 @@
+//! Admission: may a request for device memory be made at all?
+//!
+//! Asking the driver for memory that is not there is what stalls a machine whose CPU and GPU share one memory: the
+//! request goes into the kernel, which reclaims and swaps until it can be met. So the question is answered before, from
+//! figures alone. Invariant: no request above [`Situation::available_bytes`] is admitted, whatever the figures are.
+#![forbid(unsafe_code)]
+
+use serde::Serialize;
+use std::fmt;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// What the host says about its memory: the two lines of `/proc/meminfo` that admission needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MemInfo {
+    /// `MemFree`: bytes that nothing uses at all.
+    pub free_bytes: u64,
+    /// `MemAvailable`: the kernel's estimate of what can be had without swapping, by giving up page cache.
+    pub available_bytes: u64,
+}
+
+impl MemInfo {
+    /// Reads the text of `/proc/meminfo`.
+    ///
+    /// # Errors
+    /// The line that is missing, stands twice or is not `Name: <digits> kB`; the text is quoted.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        Ok(Self { free_bytes: field(text, "MemFree")?, available_bytes: field(text, "MemAvailable")? })
+    }
+
+    /// What the kernel would have to take from the page cache before a process could have it. MemAvailable keeps the
+    /// kernel's own low-water marks back, so on an idle host it can be below MemFree: then this is zero.
+    pub fn reclaimable_bytes(&self) -> u64 {
+        self.available_bytes.saturating_sub(self.free_bytes)
+    }
+}
+
+/// The bytes that the line `name: <digits> kB` states. The kernel's `kB` is 1024 bytes.
+fn field(text: &str, name: &str) -> Result<u64, String> {
+    let mut lines =
+        text.lines().filter_map(|line| Some((line, line.split_once(':').filter(|(key, _)| *key == name)?.1)));
+    let (line, value) = lines.next().ok_or_else(|| format!("/proc/meminfo: no line `{name}:`"))?;
+    if let Some((again, _)) = lines.next() {
+        return Err(format!("/proc/meminfo: a second line `{again}` after `{line}`"));
+    }
+    let malformed = || format!("/proc/meminfo: expected `{name}: <digits> kB`, got `{line}`");
+    let digits = value.trim_start().strip_suffix(" kB").ok_or_else(malformed)?;
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(malformed());
+    }
+    let too_large = || format!("/proc/meminfo: more than 2^64 bytes in `{line}`");
+    digits.parse::<u64>().ok().and_then(|kib| kib.checked_mul(KIB)).ok_or_else(too_large)
+}
+
+/// Everything that decides whether device memory may be asked for. Plain figures: nothing here reads a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Situation {
+    /// Whether CPU and GPU share one memory, as on GB10.
+    pub integrated: bool,
+    /// What the driver calls free (`cuMemGetInfo`).
+    pub driver_free_bytes: u64,
+    /// All memory that the driver knows (`cuMemGetInfo`).
+    pub driver_total_bytes: u64,
+    /// The host's own figures, see [`Situation::read_host`].
+    pub host: Option<MemInfo>,
+    /// What is left to everybody else, see [`default_reserve_bytes`].
+    pub reserve_bytes: u64,
+}
+
+impl Situation {
+    /// The host's figures, from `/proc/meminfo`. None where there is no such file (off Linux), and where it cannot be
+    /// read, after a warning; admission then has the driver's figure alone, which on GB10 is the smaller one.
+    pub fn read_host() -> Option<MemInfo> {
+        if !cfg!(target_os = "linux") {
+            return None;
+        }
+        let read = std::fs::read_to_string("/proc/meminfo").map_err(|error| format!("/proc/meminfo: {error}"));
+        match read.and_then(|text| MemInfo::parse(&text)) {
+            Ok(host) => Some(host),
+            Err(reason) => {
+                tracing::warn!(reason, "the host's memory is unknown: only what the driver calls free is admitted");
+                None
+            }
+        }
+    }
+
+    /// Bytes that may be asked for.
+    ///
+    /// On an integrated GPU this is min(driver free + reclaimable, MemAvailable) - reserve. The driver's "free" is
+    /// MemFree there: on a GB10 both read 103.25 GiB before and 41.52 GiB after a file of 60 GiB was written, while
+    /// MemAvailable stayed at 115.8 GiB (measured in unslothai/unsloth pull request 10704; NVIDIA's known issues of DGX
+    /// Spark say the same of `cudaMemGetInfo`). Page cache is memory that the kernel gives up on demand, hence
+    /// reclaimable = MemAvailable - MemFree is added. MemAvailable bounds the sum, because the two sources are read one
+    /// after the other and may disagree. Swap is never counted: getting memory by swapping is the stall to be avoided.
+    ///
+    /// On a discrete GPU, and on an integrated one whose host figures are unknown, it is driver free - reserve.
+    pub fn available_bytes(&self) -> u64 {
+        let usable = match self.host {
+            Some(host) if self.integrated => {
+                self.driver_free_bytes.saturating_add(host.reclaimable_bytes()).min(host.available_bytes)
+            }
+            _ => self.driver_free_bytes,
+        };
+        usable.saturating_sub(self.reserve_bytes)
+    }
+
+    /// Whether `requested_bytes` may be asked for.
+    ///
+    /// # Errors
+    /// [`Refusal`] when they are more than [`Situation::available_bytes`].
+    pub fn admit(&self, requested_bytes: u64) -> Result<(), Refusal> {
+        let available_bytes = self.available_bytes();
+        if requested_bytes <= available_bytes {
+            return Ok(());
+        }
+        Err(Refusal { requested_bytes, available_bytes, situation: *self })
+    }
+}
+
+/// What stays with everybody else unless the caller says otherwise: a sixteenth of the memory, and at most 2 GiB on an
+/// integrated GPU (from 32 GiB on it is those 2 GiB: there the operating system, its page cache and every other process
+/// live in the same memory), at most 256 MiB on a discrete one (contexts and modules of the driver).
+pub fn default_reserve_bytes(integrated: bool, driver_total_bytes: u64) -> u64 {
+    (driver_total_bytes / 16).min(if integrated { 2 * GIB } else { 256 * MIB })
+}
+
+/// Device memory that was not asked for, and every figure that decided it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Refusal {
+    /// Bytes that were wanted.
+    pub requested_bytes: u64,
+    /// Bytes that might have been asked for.
+    pub available_bytes: u64,
+    /// What decided it.
+    pub situation: Situation,
+}
+
+impl Refusal {
+    /// What to do about it, in the situation at hand.
+    fn advice(&self) -> &'static str {
+        let Situation { integrated, driver_total_bytes, host, reserve_bytes, .. } = self.situation;
+        if self.requested_bytes > driver_total_bytes.saturating_sub(reserve_bytes) {
+            return "this device can never hold it: use a smaller arena or a smaller micro-batch, or lower the reserve";
+        }
+        match (integrated, host) {
+            (true, Some(_)) => {
+                "use a smaller arena or a smaller micro-batch, end other processes (CPU and GPU share this memory), or \
+                 lower the reserve"
+            }
+            (true, None) => {
+                "make /proc/meminfo readable, so that reclaimable page cache is counted, or drop the page cache \
+                 (`sync; echo 1 > /proc/sys/vm/drop_caches` as root); else use a smaller arena or a smaller micro-batch"
+            }
+            (false, _) => {
+                "use a smaller arena or a smaller micro-batch, end other processes on the GPU (`nvidia-smi` lists them), \
+                 or lower the reserve"
+            }
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, reserve_bytes } = self.situation;
+        write!(
+            f,
+            "{} of device memory refused, {} may be asked for: the driver says {} free of {}",
+            Size(self.requested_bytes),
+            Size(self.available_bytes),
+            Size(driver_free_bytes),
+            Size(driver_total_bytes)
+        )?;
+        match (integrated, host) {
+            (true, Some(host)) => write!(
+                f,
+                ", the host says MemFree {}, MemAvailable {}, hence reclaimable {}",
+                Size(host.free_bytes),
+                Size(host.available_bytes),
+                Size(host.reclaimable_bytes())
+            )?,
+            (true, None) => f.write_str(", the host's figures are unknown")?,
+            (false, _) => {}
+        }
+        write!(f, ", the reserve is {}; {}", Size(reserve_bytes), self.advice())
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// Bytes, for people and exactly.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.1} MiB ({} bytes)", self.0 as f64 / MIB as f64, self.0)
+    }
+}
+
+/// The environment variable that sets the capacity of an arena, see [`arena_bytes_from_env`].
+pub const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
+
+/// The bytes that `STEPSCOPE_ARENA_GB` asks for. The value is a plain decimal number of GiB (2^30 bytes), such as `4` or
+/// `0.5`; parts of a byte are dropped. An unset variable (`None`) asks for nothing.
+///
+/// # Errors
+/// A value that is anything else, below one byte, or above what this machine can address; it is quoted.
+pub fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>, String> {
+    let Some(value) = value else { return Ok(None) };
+    let refuse = |why: &str| {
+        format!(
+            "{ARENA_VARIABLE}: {why}: `{}`; give a decimal number of GiB such as `4` or `0.5`, or unset it",
+            value.escape_debug()
+        )
+    };
+    // Only what a person would write: no sign, no exponent, no `inf`, no `nan`, no blanks.
+    let (whole, fraction) = value.split_once('.').unwrap_or((value, "0"));
+    let decimal = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    if !decimal(whole) || !decimal(fraction) {
+        return Err(refuse("not a positive decimal number"));
+    }
+    let gib: f64 = value.parse().map_err(|_| refuse("not a positive decimal number"))?;
+    let bytes = gib * GIB as f64;
+    if bytes >= isize::MAX as f64 {
+        return Err(refuse("more than this machine can address"));
+    }
+    if bytes < 1.0 {
+        return Err(refuse("less than one byte"));
+    }
+    Ok(Some(bytes as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    // Written by hand in the form that /proc/meminfo has on a GB10 with 128 GB of memory, of which Linux sees 121.69 GiB.
+    const FRESH_BOOT: &str = include_str!("testdata/gb10_fresh_boot.meminfo");
+    const PAGE_CACHE: &str = include_str!("testdata/gb10_page_cache.meminfo");
+    const SWAPPING: &str = include_str!("testdata/gb10_swapping.meminfo");
+    const GB10_TOTAL: u64 = 127_601_452 * KIB;
+
+    /// A GB10 whose driver reports what it does there: MemFree.
+    fn gb10(host: MemInfo) -> Situation {
+        Situation {
+            integrated: true,
+            driver_free_bytes: host.free_bytes,
+            driver_total_bytes: GB10_TOTAL,
+            host: Some(host),
+            reserve_bytes: default_reserve_bytes(true, GB10_TOTAL),
+        }
+    }
+
+    fn gib(bytes: u64) -> f64 {
+        bytes as f64 / GIB as f64
+    }
+
+    #[test]
+    fn reads_both_figures_of_a_gb10_host() {
+        for (text, free_kib, available_kib) in [
+            (FRESH_BOOT, 121_034_668, 123_310_720),
+            (PAGE_CACHE, 22_764_896, 118_466_532),
+            (SWAPPING, 612_340, 1_486_204),
+        ] {
+            let expected = MemInfo { free_bytes: free_kib * KIB, available_bytes: available_kib * KIB };
+            assert_eq!(MemInfo::parse(text), Ok(expected));
+        }
+    }
+
+    #[test]
+    fn page_cache_is_admitted_and_a_swapping_host_refuses() {
+        let fresh = gb10(MemInfo::parse(FRESH_BOOT).unwrap());
+        let cached = gb10(MemInfo::parse(PAGE_CACHE).unwrap());
+        let swapping = gb10(MemInfo::parse(SWAPPING).unwrap());
+        assert_eq!(fresh.available_bytes(), 123_310_720 * KIB - 2 * GIB);
+        assert_eq!(cached.available_bytes(), 118_466_532 * KIB - 2 * GIB);
+        assert_eq!(swapping.available_bytes(), 0, "1.4 GiB are left, less than the reserve");
+        assert_eq!(cached.admit(64 * GIB), Ok(()), "64 GiB are there, though only 21.7 GiB are free");
+        assert!(swapping.admit(48 << 10).is_err(), "48 KiB are refused rather than got by swapping");
+    }
+
+    /// The figures measured on a GB10 around the writing of a 60 GiB file, see [`Situation::available_bytes`].
+    #[test]
+    fn writing_a_file_does_not_change_what_is_available() {
+        for (free, available) in [(103.25, 115.85), (41.52, 115.65), (103.30, 115.87)] {
+            let bytes = |gib: f64| (gib * GIB as f64) as u64;
+            let host = MemInfo { free_bytes: bytes(free), available_bytes: bytes(available) };
+            let admitted = gib(gb10(host).available_bytes());
+            assert!((admitted - (available - 2.0)).abs() < 0.01, "{admitted} GiB of {available}");
+        }
+    }
+
+    #[test]
+    fn a_driver_that_sees_less_than_the_host_is_believed() {
+        let host = MemInfo { free_bytes: 20 * GIB, available_bytes: 50 * GIB };
+        let situation = Situation { driver_free_bytes: 5 * GIB, reserve_bytes: GIB, ..gb10(host) };
+        assert_eq!(situation.available_bytes(), (5 + 30 - 1) * GIB);
+    }
+
+    #[test]
+    fn without_the_host_and_on_a_discrete_gpu_the_driver_alone_decides() {
+        let host = MemInfo { free_bytes: 4 * GIB, available_bytes: 100 * GIB };
+        let blind = Situation { host: None, ..gb10(host) };
+        assert_eq!(blind.available_bytes(), 2 * GIB);
+        let discrete = Situation { integrated: false, driver_free_bytes: 30 * GIB, ..gb10(host) };
+        assert_eq!(discrete.available_bytes(), 28 * GIB, "the host's memory is not the card's");
+    }
+
+    #[test]
+    fn malformed_lines_are_quoted() {
+        let good = "MemFree:  100 kB\nMemAvailable:  200 kB\n";
+        assert!(MemInfo::parse(good).is_ok());
+        for (from, to, quoted) in [
+            ("MemFree:  100 kB\n", "", "no line `MemFree:`"),
+            ("MemAvailable:  200 kB\n", "", "no line `MemAvailable:`"),
+            ("100 kB", "100 MB", "`MemFree:  100 MB`"),
+            ("100 kB", "100", "`MemFree:  100`"),
+            ("100 kB", "-100 kB", "`MemFree:  -100 kB`"),
+            ("100 kB", "1.5 kB", "`MemFree:  1.5 kB`"),
+            ("100 kB", "+100 kB", "`MemFree:  +100 kB`"),
+            ("100 kB", " kB", "`MemFree:   kB`"),
+            ("100 kB", "18014398509481984 kB", "`MemFree:  18014398509481984 kB`"),
+            ("100 kB", "99999999999999999999 kB", "`MemFree:  99999999999999999999 kB`"),
+            ("100 kB\n", "100 kB\nMemFree: 7 kB\n", "a second line `MemFree: 7 kB`"),
+        ] {
+            let text = good.replace(from, to);
+            let error = MemInfo::parse(&text).expect_err(&text);
+            assert!(error.contains(quoted), "{error:?} does not quote {quoted:?}");
+        }
+    }
+
+    #[test]
+    fn reads_this_host() {
+        let host = Situation::read_host();
+        assert_eq!(host.is_some(), cfg!(target_os = "linux"));
+        assert!(host.is_none_or(|host| host.available_bytes > 0 && host.free_bytes > 0), "{host:?}");
+    }
+
+    #[test]
+    fn the_default_reserve_leaves_the_host_alive() {
+        for (integrated, total, reserve) in [
+            (true, 128 * GIB, 2 * GIB),
+            (true, 32 * GIB, 2 * GIB),
+            (true, 16 * GIB, GIB),
+            (true, 0, 0),
+            (false, 139 * GIB, 256 * MIB),
+            (false, 2 * GIB, 128 * MIB),
+        ] {
+            assert_eq!(default_reserve_bytes(integrated, total), reserve, "{integrated} {total}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_shows_every_figure_and_says_what_to_do() {
+        let situation = gb10(MemInfo::parse(SWAPPING).unwrap());
+        let refusal = situation.admit(48 << 10).unwrap_err();
+        assert_eq!(
+            refusal.to_string(),
+            "0.0 MiB (49152 bytes) of device memory refused, 0.0 MiB (0 bytes) may be asked for: the driver says 598.0 \
+             MiB (627036160 bytes) free of 124610.8 MiB (130663886848 bytes), the host says MemFree 598.0 MiB (627036160 \
+             bytes), MemAvailable 1451.4 MiB (1521872896 bytes), hence reclaimable 853.4 MiB (894836736 bytes), the \
+             reserve is 2048.0 MiB (2147483648 bytes); use a smaller arena or a smaller micro-batch, end other processes \
+             (CPU and GPU share this memory), or lower the reserve"
+        );
+        let never = situation.admit(200 * GIB).unwrap_err().to_string();
+        assert!(never.contains("can never hold it"), "{never}");
+        let blind = Situation { host: None, ..situation }.admit(GIB).unwrap_err().to_string();
+        assert!(blind.contains("the host's figures are unknown") && blind.contains("make /proc/meminfo"), "{blind}");
+        let discrete = Situation { integrated: false, ..situation }.admit(GIB).unwrap_err().to_string();
+        assert!(discrete.contains("nvidia-smi") && !discrete.contains("MemAvailable"), "{discrete}");
+    }
+
+    #[test]
+    fn a_refusal_serializes_with_its_figures() {
+        let refusal = gb10(MemInfo { free_bytes: 1, available_bytes: 2 }).admit(3).unwrap_err();
+        let json = serde_json::to_value(&refusal).unwrap();
+        assert_eq!(json["requested_bytes"], 3);
+        assert_eq!(json["situation"]["host"]["available_bytes"], 2);
+    }
+
+    #[test]
+    fn the_environment_gives_decimal_gib() {
+        for (value, bytes) in [("4", 4 << 30), ("0.5", 1 << 29), ("007.25", 29 << 28), ("64", 64 << 30)] {
+            assert_eq!(arena_bytes_from_env(Some(value)), Ok(Some(bytes)), "{value}");
+        }
+        assert_eq!(arena_bytes_from_env(None), Ok(None));
+    }
+
+    #[test]
+    fn a_malformed_environment_is_quoted() {
+        let words = "4GB four -1 +1 1e3 nan NaN inf .5 5. . 1.2.3 1,5 0x10 0 0.0 0.0000000001 8589934592";
+        for value in words.split(' ').chain(["", " ", "4 ", " 4", "4\n"]) {
+            let error = arena_bytes_from_env(Some(value)).expect_err(value);
+            assert!(error.contains(&format!("`{}`", value.escape_debug())), "{error:?} does not quote {value:?}");
+        }
+        let long = "9".repeat(400);
+        assert!(arena_bytes_from_env(Some(&long)).is_err(), "a number that f64 rounds to infinity");
+    }
+
+    /// Small and extreme figures alike.
+    fn figure() -> impl Strategy<Value = u64> {
+        prop_oneof![any::<u64>(), 0..64u64, (0..64u64).prop_map(|below| u64::MAX - below), (0..200 * GIB)]
+    }
+
+    prop_compose! {
+        fn situation()(
+            integrated: bool,
+            driver_free_bytes in figure(),
+            driver_total_bytes in figure(),
+            host in prop::option::of((figure(), figure())),
+            reserve_bytes in figure(),
+        ) -> Situation {
+            let host = host.map(|(free_bytes, available_bytes)| MemInfo { free_bytes, available_bytes });
+            Situation { integrated, driver_free_bytes, driver_total_bytes, host, reserve_bytes }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn never_admits_more_than_is_available(situation in situation(), requested in figure()) {
+            // The formula of the documentation in wider numbers, where nothing can overflow.
+            let wide = |bytes: u64| i128::from(bytes);
+            let usable = match situation.host.filter(|_| situation.integrated) {
+                None => wide(situation.driver_free_bytes),
+                Some(host) => {
+                    let reclaimable = (wide(host.available_bytes) - wide(host.free_bytes)).max(0);
+                    (wide(situation.driver_free_bytes) + reclaimable).min(wide(host.available_bytes))
+                }
+            };
+            let available = (usable - wide(situation.reserve_bytes)).max(0);
+            prop_assert_eq!(wide(situation.available_bytes()), available);
+            prop_assert_eq!(situation.admit(requested).is_ok(), wide(requested) <= available);
+            prop_assert_eq!(situation.admit(situation.available_bytes()), Ok(()));
+            prop_assert!(situation.available_bytes().checked_add(1).is_none_or(|more| situation.admit(more).is_err()));
+        }
+
+        #[test]
+        fn more_memory_never_admits_less(situation in situation(), more in figure()) {
+            let available = situation.available_bytes();
+            let roomier = Situation { driver_free_bytes: situation.driver_free_bytes.saturating_add(more), ..situation };
+            prop_assert!(roomier.available_bytes() >= available);
+            let tighter = Situation { reserve_bytes: situation.reserve_bytes.saturating_add(more), ..situation };
+            prop_assert!(tighter.available_bytes() <= available);
+            if let Some(host) = situation.host {
+                let host = MemInfo { available_bytes: host.available_bytes.saturating_add(more), ..host };
+                let roomier = Situation { host: Some(host), ..situation };
+                prop_assert!(roomier.available_bytes() >= available);
+            }
+        }
+
+        #[test]
+        fn every_refusal_can_be_shown(situation in situation(), requested in figure()) {
+            if let Err(refusal) = situation.admit(requested) {
+                let text = refusal.to_string();
+                for bytes in [requested, situation.driver_free_bytes, situation.driver_total_bytes, situation.reserve_bytes] {
+                    let shown = text.contains(&format!("({bytes} bytes)"));
+                    prop_assert!(shown, "{}: {}", bytes, text);
+                }
+            }
+        }
+
+        #[test]
+        fn a_parsed_meminfo_says_what_was_written(free in 0..1u64 << 53, available in 0..1u64 << 53) {
+            let text = format!("MemTotal: 1 kB\nMemFree:{free:>16} kB\nMemAvailable: {available} kB\nSwapFree: 9 kB\n");
+            let expected = MemInfo { free_bytes: free * KIB, available_bytes: available * KIB };
+            prop_assert_eq!(MemInfo::parse(&text), Ok(expected));
+        }
+
+        #[test]
+        fn any_text_parses_or_is_refused(text: String) {
+            let _ = MemInfo::parse(&text);
+            if let Ok(Some(bytes)) = arena_bytes_from_env(Some(&text)) {
+                prop_assert!(bytes > 0);
+            }
+        }
+    }
+}
