@@ -20,8 +20,8 @@ pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKin
 pub use error::{Error, Result};
 pub use launch::{Lent, LentMut, Source, Target};
 pub use memory::{
-    Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Growth, Largest, Measured, MemInfo, Overflow,
-    OverflowReport, Phase, Refusal, Site, Situation, SystemMemory,
+    Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Event, Growth, Kind, Largest, Measured, MemInfo,
+    Origin, Overflow, OverflowReport, Phase, Recording, Refusal, Site, Situation, SystemMemory,
 };
 pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};

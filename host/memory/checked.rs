@@ -6,8 +6,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::arena::Request;
 use super::buffer::Buffer;
+use super::region::Request;
 use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::launch::{Memory, launch_on};

@@ -7,11 +7,16 @@ mod checked;
 mod diagnostics;
 mod layout;
 mod overflow;
+mod region;
+mod settings;
+mod snapshot;
 
 pub use admission::{MemInfo, Refusal, Situation};
-pub use arena::{Arena, ArenaBuilder, Capacity, Growth, Measured};
-pub(crate) use arena::{Region, Request};
+pub use arena::{Arena, Measured};
 pub use buffer::Buffer;
 pub use diagnostics::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub(crate) use layout::ALIGN_BYTES;
 pub use overflow::Overflow;
+pub(crate) use region::{Region, Request};
+pub use settings::{ArenaBuilder, Capacity, Growth};
+pub use snapshot::{Event, Kind, Origin, Recording};

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use std::time::Duration;
 
 use super::admission::Refusal;
-use super::arena::situation;
+use super::settings::situation;
 
 /// What an arena does when it is full.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,6 +43,7 @@ impl Overflow {
 pub(crate) struct OverflowPool {
     pub(crate) pool: Pool,
     pub(crate) cap_bytes: usize,
+    prime_bytes: usize,
     pub(crate) deadline: Duration,
     reserve_bytes: Option<u64>,
     /// Bytes that the pool holds, in use or kept.
@@ -76,8 +77,16 @@ impl OverflowPool {
             return Err(Error::misuse("overflow", "to prime the pool with at most its cap", got));
         }
         let pool = device.create_pool()?;
-        let mut opened =
-            Self { pool, cap_bytes, deadline, reserve_bytes, held_bytes: 0, blocks: Vec::new(), used_bytes: 0 };
+        let mut opened = Self {
+            pool,
+            cap_bytes,
+            prime_bytes,
+            deadline,
+            reserve_bytes,
+            held_bytes: 0,
+            blocks: Vec::new(),
+            used_bytes: 0,
+        };
         if prime_bytes > 0 {
             // Priming may take as long as opening the device: the system is asked for all of it.
             match opened.take(device, prime_bytes, device.deadline()) {
@@ -110,6 +119,11 @@ impl OverflowPool {
         self.blocks.len()
     }
 
+    /// Address and bytes of each block since `mark`.
+    pub(crate) fn blocks_since(&self, mark: usize) -> &[(u64, usize)] {
+        &self.blocks[mark..]
+    }
+
     /// Bytes that the step has.
     pub(crate) fn used_bytes(&self) -> usize {
         self.used_bytes
@@ -120,6 +134,11 @@ impl OverflowPool {
         let blocks = self.blocks.split_off(mark);
         self.used_bytes -= blocks.iter().map(|(_, bytes)| bytes).sum::<usize>();
         if blocks.is_empty() { Ok(()) } else { device.pool_give_back(self.pool, blocks, self.deadline) }
+    }
+
+    /// Gives the system what the pool keeps beyond its prime.
+    pub(crate) fn shrink_to_prime(&mut self, device: &Device) -> Result<()> {
+        self.trim(device, self.prime_bytes)
     }
 
     /// Gives the system what the pool keeps beyond `keep_bytes`.

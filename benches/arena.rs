@@ -1,0 +1,190 @@
+//! What an allocation costs: in a step, at a reset, from the overflow pool; beside `torch.empty` and
+//! `cuMemAllocFromPoolAsync` where they are.
+//!
+//! `cargo bench --bench arena` (the emulator), `cargo bench --features cuda --bench arena -- --device cuda`. Prints a table
+//! of medians and spreads and writes every sample to `benches/runs/DATE-DEVICE-arena.json`.
+
+#![forbid(unsafe_op_in_unsafe_fn)]
+
+use serde_json::{Value, json};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Overflow, Result};
+
+/// A tanh output of 12 tokens x 1024: the allocation that broke ztensor on GB10.
+const ELEMENTS: usize = 12 * 1024;
+const SAMPLES: usize = 50;
+const PER_SAMPLE: usize = 2000;
+
+/// Samples of one line of the table, in nanoseconds each.
+struct Line {
+    name: &'static str,
+    nanoseconds: Vec<f64>,
+}
+
+impl Line {
+    fn quantile(&self, share: f64) -> f64 {
+        let mut sorted = self.nanoseconds.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+    }
+}
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
+    let kind = match (words.next().as_deref(), words.next()) {
+        (None, _) => DeviceKind::Emulated,
+        (Some("--device"), Some(kind)) => kind.parse()?,
+        (Some(other), _) => return Err(format!("usage: arena [--device auto|emulated|cuda], not `{other}`").into()),
+    };
+    let device = Device::open(kind)?;
+    let mut lines = vec![
+        Line { name: "48 KiB in a step", nanoseconds: in_a_step(&device)? },
+        Line { name: "reset after 10 tensors", nanoseconds: reset(&device, 10)? },
+        Line { name: "reset after 100,000 tensors", nanoseconds: reset(&device, 100_000)? },
+        Line { name: "48 KiB from the primed overflow pool", nanoseconds: overflow(&device)? },
+    ];
+    #[cfg(feature = "cuda")]
+    if device.description().kind == DeviceKind::Cuda {
+        lines.push(Line { name: "cuMemAllocFromPoolAsync + free, 48 KiB", nanoseconds: pool::samples()? });
+    }
+    match torch() {
+        Ok(nanoseconds) => lines.push(Line { name: "torch.empty, 48 KiB", nanoseconds }),
+        Err(reason) => println!("torch.empty: not measured here ({reason})"),
+    }
+    println!("{:<42} {:>12} {:>12} {:>12}", device.description().name, "median ns", "p10", "p99");
+    for line in &lines {
+        let [median, low, high] = [0.5, 0.1, 0.99].map(|share| line.quantile(share));
+        println!("{:<42} {median:>12.1} {low:>12.1} {high:>12.1}", line.name);
+    }
+    write(&device, &lines)?;
+    Ok(())
+}
+
+/// Nanoseconds an allocation, a sample being a step of many.
+fn in_a_step(device: &Device) -> Result<Vec<f64>> {
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(PER_SAMPLE * ELEMENTS * 4)).build()?;
+    let mut sample = || {
+        arena.step(|step| {
+            let start = Instant::now();
+            for _ in 0..PER_SAMPLE {
+                std::hint::black_box(step.empty::<f32>([ELEMENTS])?);
+            }
+            Ok(start.elapsed().as_nanos() as f64 / PER_SAMPLE as f64)
+        })
+    };
+    sample()?;
+    (0..SAMPLES).map(|_| sample()).collect()
+}
+
+/// Nanoseconds from the end of a step's closure to the return of the step.
+fn reset(device: &Device, tensors: usize) -> Result<Vec<f64>> {
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(tensors * 256)).build()?;
+    let fill = |step: &mut Eager<'_>| {
+        for _ in 0..tensors {
+            std::hint::black_box(step.empty::<f32>([1])?);
+        }
+        Ok(Instant::now())
+    };
+    (0..SAMPLES).map(|_| Ok(arena.step(fill)?.elapsed().as_nanos() as f64)).collect()
+}
+
+/// Nanoseconds an allocation beyond a full arena, the hop to the worker thread included.
+fn overflow(device: &Device) -> Result<Vec<f64>> {
+    const BLOCKS: usize = 64;
+    let cap_bytes = 4 * BLOCKS * ELEMENTS * 4;
+    let overflow = Overflow::Pool { cap_bytes, prime_bytes: cap_bytes / 2, deadline: Duration::from_secs(1) };
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(256)).overflow(overflow).build()?;
+    let mut nanoseconds = Vec::new();
+    for round in 0..40 {
+        arena.step(|step| {
+            for _ in 0..BLOCKS {
+                let start = Instant::now();
+                std::hint::black_box(step.empty::<f32>([ELEMENTS])?);
+                // The first rounds bring the blocks of this size into the pool.
+                if round >= 10 {
+                    nanoseconds.push(start.elapsed().as_nanos() as f64);
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(nanoseconds)
+}
+
+/// PyTorch's allocator in this run, where there is PyTorch.
+fn torch() -> std::result::Result<Vec<f64>, String> {
+    let output = Command::new("python3").arg("benches/peers/arena.py").output().map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        let told = String::from_utf8_lossy(&output.stderr);
+        return Err(told.lines().last().unwrap_or("no message").to_owned());
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
+}
+
+fn write(device: &Device, lines: &[Line]) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let told = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let driver = told("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]);
+    let date = told("date", &["-u", "+%Y-%m-%d"]).unwrap_or_else(|| "undated".into());
+    let samples: Vec<Value> =
+        lines.iter().map(|line| json!({ "name": line.name, "nanoseconds": line.nanoseconds })).collect();
+    let run = json!({
+        "date": date,
+        "device": device.description().name,
+        "driver": driver,
+        "commit": told("git", &["rev-parse", "HEAD"]),
+        "command": std::env::args().collect::<Vec<_>>(),
+        "lines": samples,
+    });
+    let folder = std::env::var("STEPSCOPE_RUNS").unwrap_or_else(|_| "benches/runs".into());
+    std::fs::create_dir_all(&folder)?;
+    let short = device.description().kind.to_string();
+    let path = format!("{folder}/{date}-{short}-arena.json");
+    stepscope::replace_file(&path, serde_json::to_string(&run)?.as_bytes())?;
+    println!("samples in {path}");
+    Ok(())
+}
+
+/// The driver's own stream-ordered pool, called directly.
+#[cfg(feature = "cuda")]
+mod pool {
+    use cust::sys::{self, CUresult};
+    use std::time::Instant;
+
+    fn check(result: CUresult) -> Result<(), String> {
+        if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{result:?}")) }
+    }
+
+    pub(super) fn samples() -> Result<Vec<f64>, String> {
+        let _context = cust::quick_init().map_err(|error| error.to_string())?;
+        let stream =
+            cust::stream::Stream::new(cust::stream::StreamFlags::NON_BLOCKING, None).map_err(|e| e.to_string())?;
+        // SAFETY: a plain C struct, for which zero is valid; the pool and its blocks live within this function.
+        unsafe {
+            let mut properties: sys::CUmemPoolProps = std::mem::zeroed();
+            properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+            properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+            let mut pool = std::ptr::null_mut();
+            check(sys::cuMemPoolCreate(&mut pool, &properties))?;
+            let mut threshold = u64::MAX;
+            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            check(sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()))?;
+            let mut nanoseconds = Vec::new();
+            for round in 0..2100 {
+                let start = Instant::now();
+                let mut address = 0;
+                check(sys::cuMemAllocFromPoolAsync(&mut address, super::ELEMENTS * 4, pool, stream.as_inner()))?;
+                check(sys::cuMemFreeAsync(address, stream.as_inner()))?;
+                if round >= 100 {
+                    nanoseconds.push(start.elapsed().as_nanos() as f64);
+                }
+            }
+            check(sys::cuStreamSynchronize(stream.as_inner()))?;
+            check(sys::cuMemPoolDestroy(pool))?;
+            Ok(nanoseconds)
+        }
+    }
+}

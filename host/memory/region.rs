@@ -1,0 +1,418 @@
+//! The memory of an arena and where it stands; steps borrow it.
+//!
+//! Invariant: what is taken between two marks is disjoint, and goes back when the scope that took it ends, whether it
+//! returned, failed or panicked.
+
+use super::admission::Situation;
+use super::checked::{Checks, GUARD_BYTES, poison};
+use super::diagnostics::{ArenaReport, Cause, Counters, Phase, SystemMemory, mib};
+use super::layout::{Bump, padded};
+use super::overflow::{NotGiven, OverflowPool};
+use super::settings::situation;
+use super::snapshot::{Event, Kind, Origin, Recording};
+use crate::driver::Device;
+use crate::error::{Error, Result};
+use crate::launch::Memory;
+use crate::tensor::{Element, Shape};
+use std::borrow::Cow;
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// A grown arena's capacity is a multiple of this: what large pages come in.
+const GROWTH_BYTES: usize = 2 << 20;
+
+/// A tensor to be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Its bytes, before padding.
+    pub(crate) bytes: usize,
+    pub(crate) shape: Shape,
+    /// Its element type's name.
+    pub(crate) element: &'static str,
+    /// What checked mode fills it with.
+    pub(crate) poison: u32,
+}
+
+/// The memory of an arena and where it stands. Steps borrow it.
+#[derive(Debug)]
+pub(crate) struct Region {
+    device: Device,
+    address: u64,
+    capacity: usize,
+    bump: Cell<Bump>,
+    high_water: Cell<usize>,
+    counters: RefCell<Counters>,
+    pub(super) overflow: Option<RefCell<OverflowPool>>,
+    pub(super) checks: Option<RefCell<Checks>>,
+    pub(super) reserve_bytes: Option<u64>,
+    recording: Option<RefCell<Recording>>,
+    resets: u64,
+    growths: u64,
+}
+
+impl Region {
+    /// Takes the memory from the device.
+    pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
+        let address = device.allocate(capacity)?;
+        Ok(Self {
+            device,
+            address,
+            capacity,
+            bump: Cell::new(Bump::new(capacity)),
+            high_water: Cell::new(0),
+            counters: RefCell::default(),
+            overflow: None,
+            checks: None,
+            reserve_bytes: None,
+            recording: None,
+            resets: 0,
+            growths: 0,
+        })
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The most bytes that a scope has had in use.
+    pub(super) fn high_water_bytes(&self) -> usize {
+        self.high_water.get()
+    }
+
+    /// Starts to record events, or stops.
+    pub(super) fn record(&mut self, limit: usize) {
+        let name = &self.device.description().name;
+        self.recording = (limit > 0).then(|| RefCell::new(Recording::new(name, limit)));
+        self.note(Kind::Reserve, Origin::Arena, self.address, self.capacity, Location::caller(), "arena".into());
+    }
+
+    /// What has been recorded.
+    pub(super) fn recording(&self) -> Option<Recording> {
+        self.recording.as_ref().map(|recording| recording.borrow().clone())
+    }
+
+    /// Records what happened, if somebody listens.
+    fn note(
+        &self,
+        kind: Kind,
+        origin: Origin,
+        address: u64,
+        bytes: usize,
+        site: &'static Location<'static>,
+        label: Cow<'static, str>,
+    ) {
+        let Some(recording) = &self.recording else { return };
+        let time_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
+        let phase = self.counters.borrow().phase.name();
+        let (file, line) = (site.file(), site.line());
+        recording.borrow_mut().push(Event { time_us, kind, address, bytes, origin, phase, file, line, label });
+    }
+
+    /// What the step is doing from now on; returns what it did before.
+    pub(crate) fn enter(&self, phase: Phase) -> Phase {
+        std::mem::replace(&mut self.counters.borrow_mut().phase, phase)
+    }
+
+    /// A backward pass is complete.
+    pub(crate) fn pass_completed(&self) {
+        self.counters.borrow_mut().passes += 1;
+    }
+
+    /// The address of memory that nothing else uses until the rewind past it.
+    #[inline]
+    pub(crate) fn take(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
+        let plain = self.checks.is_none() && self.recording.is_none();
+        if plain { self.take_bytes(request.bytes, site) } else { self.take_watched(request, site) }
+    }
+
+    #[inline]
+    fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        let before = self.bump.get();
+        let Some((offset, next)) = before.take(bytes) else { return self.take_beyond(bytes, site) };
+        self.bump.set(next);
+        // The overflow's share only ever adds to a full arena, whose own part was counted when it was taken.
+        self.high_water.set(self.high_water.get().max(next.offset()));
+        self.counters.borrow_mut().allocated(site, next.offset() - offset);
+        Ok(self.address + offset as u64)
+    }
+
+    /// With a guard behind and poisoned in checked mode, and noted where events are recorded.
+    #[cold]
+    fn take_watched(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
+        let guard = if self.checks.is_some() { GUARD_BYTES } else { 0 };
+        let bytes = padded(request.bytes).and_then(|bytes| bytes.checked_add(guard)).unwrap_or(usize::MAX);
+        let label = || Cow::from(format!("{}{}", request.element, request.shape));
+        let address = self.take_bytes(bytes, site).inspect_err(|_| {
+            let free_bytes = self.device.free_bytes().unwrap_or(0);
+            self.note(Kind::Refuse { free_bytes }, Origin::Arena, 0, request.bytes, site, label());
+        })?;
+        let inside = (self.address..self.address + self.capacity as u64).contains(&address);
+        let origin = if inside { Origin::Arena } else { Origin::Overflow };
+        self.note(Kind::Allocate, origin, address, bytes, site, label());
+        if let Some(checks) = &self.checks {
+            // SAFETY: these bytes were just taken, and nothing else uses them.
+            let block = unsafe { Memory::<u32>::new(address, bytes / size_of::<u32>()) };
+            checks.borrow_mut().made(&self.device, block, request, site)?;
+        }
+        Ok(address)
+    }
+
+    /// The arena is full: from the pool, or an error that says why.
+    #[cold]
+    fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        // An empty tensor names no byte: any address does.
+        let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
+        let cause = self.counters.borrow().cause(padded, self.capacity);
+        let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
+        let mut overflow = overflow.borrow_mut();
+        if overflow.mark() == 0 {
+            tracing::warn!(
+                %cause,
+                requested_bytes = padded,
+                %site,
+                capacity_bytes = self.capacity,
+                advice = advice(cause, self.capacity, padded),
+                "the arena is full: this step overflows into its pool"
+            );
+        }
+        let start = Instant::now();
+        let deadline = overflow.deadline;
+        let given = overflow.take(&self.device, padded, deadline);
+        let used = overflow.used_bytes();
+        let cap_bytes = overflow.cap_bytes;
+        drop(overflow);
+        let mut counters = self.counters.borrow_mut();
+        counters.waited += start.elapsed();
+        match given {
+            Ok(address) => {
+                counters.allocated(site, padded);
+                counters.overflow.allocations += 1;
+                counters.overflow.bytes += padded as u64;
+                counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
+                counters.overflow.live_blocks += 1;
+                self.high_water.set(self.high_water.get().max(self.bump.get().offset() + used));
+                Ok(address)
+            }
+            Err(NotGiven::Cap) => {
+                counters.overflow.refusals += 1;
+                drop(counters);
+                Err(self.full(
+                    padded,
+                    cause,
+                    site,
+                    Some(format!("the overflow pool's cap is {cap_bytes} bytes, {used} of them in use")),
+                ))
+            }
+            Err(NotGiven::Refused(refusal)) => {
+                counters.overflow.refusals += 1;
+                drop(counters);
+                Err(self.full(padded, cause, site, Some(refusal.to_string())))
+            }
+            Err(NotGiven::Driver(error)) => {
+                counters.overflow.timeouts += u64::from(matches!(error, Error::Timeout { .. }));
+                drop(counters);
+                Err(self.with_report(error))
+            }
+        }
+    }
+
+    fn full(
+        &self,
+        requested_bytes: usize,
+        cause: Cause,
+        site: &'static Location<'static>,
+        overflow: Option<String>,
+    ) -> Error {
+        let report = self.report();
+        Error::ArenaFull {
+            requested_bytes,
+            used_bytes: report.offset_bytes,
+            capacity_bytes: self.capacity,
+            allocations: self.counters.borrow().step_allocations,
+            site: site.to_string(),
+            cause,
+            advice: overflow.map_or_else(
+                || advice(cause, self.capacity, requested_bytes),
+                |overflow| format!("{overflow}; {}", advice(cause, self.capacity, requested_bytes)),
+            ),
+            report: Box::new(report),
+        }
+    }
+
+    /// A timeout with what the arena knows.
+    pub(crate) fn with_report(&self, error: Error) -> Error {
+        match error {
+            Error::Timeout { call, waited, report: None } => {
+                Error::Timeout { call, waited, report: Some(Box::new(self.report())) }
+            }
+            other => other,
+        }
+    }
+
+    /// Where the step stands: what is taken from here on can be given back.
+    pub(crate) fn mark(&self) -> Mark {
+        let blocks = self.overflow.as_ref().map_or(0, |overflow| overflow.borrow().mark());
+        let guards = self.checks.as_ref().map_or(0, |checks| checks.borrow().mark());
+        Mark { offset: self.bump.get().offset(), blocks, guards }
+    }
+
+    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked.
+    pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        let mark = self.mark();
+        let outcome = catch_unwind(AssertUnwindSafe(run));
+        let sound = if matches!(outcome, Ok(Ok(_))) { self.verify(mark) } else { Ok(()) };
+        let given_back = self.rewind(mark);
+        match outcome {
+            Ok(Ok(result)) => sound.and(given_back).map(|()| result),
+            // The scope's own error came first and says more.
+            Ok(Err(error)) => Err(error),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+
+    /// In checked mode: looks at the guards of a scope that ends, and poisons its memory.
+    fn verify(&self, mark: Mark) -> Result<()> {
+        let Some(checks) = &self.checks else { return Ok(()) };
+        checks.borrow().verify(&self.device, mark.guards)?;
+        let used = self.bump.get().offset() - mark.offset;
+        // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
+        let memory = unsafe { Memory::<u32>::new(self.address + mark.offset as u64, used / size_of::<u32>()) };
+        poison(&self.device, memory, f32::POISON)
+    }
+
+    fn rewind(&self, mark: Mark) -> Result<()> {
+        self.note_rewind(mark);
+        if let Some(checks) = &self.checks {
+            checks.borrow_mut().forget(mark.guards);
+        }
+        self.bump.set(self.bump.get().rewind(mark.offset));
+        let Some(overflow) = &self.overflow else { return Ok(()) };
+        let mut overflow = overflow.borrow_mut();
+        let blocks = overflow.mark() - mark.blocks;
+        let start = Instant::now();
+        overflow.give_back(&self.device, mark.blocks)?;
+        let mut counters = self.counters.borrow_mut();
+        counters.waited += if blocks > 0 { start.elapsed() } else { Duration::ZERO };
+        counters.overflow.live_blocks -= blocks as u64;
+        Ok(())
+    }
+
+    /// Records the end of a scope.
+    fn note_rewind(&self, mark: Mark) {
+        if self.recording.is_none() {
+            return;
+        }
+        let here = Location::caller();
+        if let Some(overflow) = &self.overflow {
+            for &(address, bytes) in overflow.borrow().blocks_since(mark.blocks) {
+                self.note(Kind::Free, Origin::Overflow, address, bytes, here, "".into());
+            }
+        }
+        let whole_step = mark.offset == 0 && mark.blocks == 0;
+        let kind = if whole_step { Kind::Reset } else { Kind::Rewind };
+        let bytes = self.capacity - mark.offset;
+        self.note(kind, Origin::Arena, self.address + mark.offset as u64, bytes, here, "".into());
+    }
+
+    /// A step is over: the counts of the step begin anew.
+    pub(super) fn step_ended(&mut self) {
+        self.counters.get_mut().reset();
+        self.resets += 1;
+    }
+
+    /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
+    pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
+        let wanted = self.high_water.get().next_multiple_of(GROWTH_BYTES).min(max_bytes);
+        if wanted <= self.capacity || self.device.lost().is_some() {
+            return Ok(());
+        }
+        if let Err(refusal) = situation(&self.device, self.reserve_bytes)?.admit(wanted as u64) {
+            tracing::warn!(%refusal, "the arena stays as it is");
+            return Ok(());
+        }
+        let address = self.device.allocate(wanted)?;
+        tracing::info!(from_bytes = self.capacity, to_bytes = wanted, "the arena grows");
+        let here = Location::caller();
+        self.note(Kind::Release, Origin::Arena, self.address, self.capacity, here, "arena".into());
+        self.note(Kind::Reserve, Origin::Arena, address, wanted, here, "arena".into());
+        // SAFETY: the region owns its old memory, and no step is alive: `&mut self`.
+        unsafe { self.device.free(self.address, self.capacity) };
+        (self.address, self.capacity) = (address, wanted);
+        self.bump.set(Bump::new(wanted));
+        self.growths += 1;
+        match &self.overflow {
+            // What the arena holds now, the pool need not keep.
+            Some(overflow) => overflow.borrow_mut().shrink_to_prime(&self.device),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives the system all memory that the overflow pool keeps.
+    pub(super) fn trim(&mut self) -> Result<()> {
+        self.overflow.as_ref().map_or(Ok(()), |overflow| overflow.borrow_mut().trim(&self.device, 0))
+    }
+
+    /// What the arena knows about itself.
+    pub(super) fn report(&self) -> ArenaReport {
+        let host = Situation::read_host();
+        let description = self.device.description();
+        let memory = SystemMemory {
+            device_total_bytes: description.memory_bytes,
+            // A lost device is not asked again.
+            device_free_bytes: self.device.free_bytes().ok(),
+            host_free_bytes: host.map(|host| host.free_bytes),
+            host_available_bytes: host.map(|host| host.available_bytes),
+        };
+        ArenaReport {
+            capacity_bytes: self.capacity,
+            offset_bytes: self.bump.get().offset(),
+            high_water_bytes: self.high_water.get(),
+            resets: self.resets,
+            growths: self.growths,
+            memory,
+            ..self.counters.borrow().report()
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Some(overflow) = self.overflow.take() {
+            let pool = overflow.into_inner().pool;
+            // SAFETY: no step is alive, each borrows the region, and its blocks went back at its end.
+            if let Err(error) = unsafe { self.device.destroy_pool(pool) } {
+                tracing::debug!(%error, "the overflow pool stays until the process ends");
+            }
+        }
+        // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive.
+        unsafe { self.device.free(self.address, self.capacity) };
+    }
+}
+
+/// Where a scope began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    offset: usize,
+    blocks: usize,
+    guards: usize,
+}
+
+/// What to do about a full arena of this capacity.
+fn advice(cause: Cause, capacity: usize, requested: usize) -> String {
+    match cause {
+        Cause::RequestLargerThanArena => format!(
+            "raise the capacity above {:.1} MiB (now {:.1} MiB), or split the tensor",
+            mib(requested as u64),
+            mib(capacity as u64)
+        ),
+        Cause::NeverReset { .. } => {
+            "end the step after each backward pass (one `arena.step` for each micro-batch): its end takes the memory back".into()
+        }
+        Cause::WorkingSetLargerThanArena => format!(
+            "size the arena from `Arena::measure` or let it grow (`Growth::AtBoundary`), shorten the step (a smaller \
+             micro-batch), or free temporaries early with `step.scratch`; the capacity is {:.1} MiB",
+            mib(capacity as u64)
+        ),
+    }
+}

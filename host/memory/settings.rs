@@ -1,0 +1,192 @@
+//! How an arena is set up: its capacity, its overflow, its growth, and what the environment overrides.
+//!
+//! Invariant: a setting that makes no sense is an error that quotes it, before any memory is taken.
+
+use super::admission::{ARENA_VARIABLE, Situation, arena_bytes_from_env, default_reserve_bytes};
+use super::arena::{Arena, Measured};
+use super::checked::Checks;
+use super::overflow::{Overflow, OverflowPool};
+use super::region::Region;
+use crate::driver::{Description, Device};
+use crate::error::{Error, Result};
+use std::cell::RefCell;
+use std::time::Duration;
+
+/// The environment variable that turns checked mode on (`1`) or off (`0`).
+const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
+
+/// How large an arena is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Capacity {
+    /// So many bytes.
+    Bytes(usize),
+    /// A share, above 0 and up to 1, of the memory that can be had when the arena is built.
+    FractionOfAvailable(f64),
+    /// Exactly what a step was measured to need.
+    Measured(Measured),
+}
+
+impl Capacity {
+    /// So many times 2^20 bytes.
+    pub const fn mib(mebibytes: usize) -> Self {
+        Self::Bytes(mebibytes << 20)
+    }
+
+    /// So many times 2^30 bytes.
+    pub const fn gib(gibibytes: usize) -> Self {
+        Self::Bytes(gibibytes << 30)
+    }
+}
+
+/// Whether an arena's capacity changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Growth {
+    /// Never.
+    #[default]
+    Fixed,
+    /// At the end of a step that needed more, to what it needed, up to `max_bytes`.
+    AtBoundary {
+        /// The largest capacity.
+        max_bytes: usize,
+    },
+}
+
+/// Settings of an arena; see [`Arena::builder`].
+#[derive(Debug)]
+pub struct ArenaBuilder {
+    device: Device,
+    capacity: Capacity,
+    overflow: Overflow,
+    growth: Growth,
+    step_deadline: Option<Duration>,
+    reserve_bytes: Option<u64>,
+    checked: bool,
+}
+
+impl ArenaBuilder {
+    pub(super) fn new(device: &Device) -> Self {
+        Self {
+            device: device.clone(),
+            capacity: Capacity::gib(1),
+            overflow: Overflow::Refuse,
+            growth: Growth::Fixed,
+            step_deadline: None,
+            reserve_bytes: None,
+            checked: false,
+        }
+    }
+
+    /// How large the arena is (default 1 GiB). The environment variable `STEPSCOPE_ARENA_GB` overrides it.
+    #[must_use]
+    pub fn capacity(mut self, capacity: Capacity) -> Self {
+        self.capacity = capacity;
+        self
+    }
+
+    /// What happens when the arena is full (default: an error).
+    #[must_use]
+    pub fn overflow(mut self, overflow: Overflow) -> Self {
+        self.overflow = overflow;
+        self
+    }
+
+    /// Whether the capacity follows the steps' needs (default: fixed).
+    #[must_use]
+    pub fn growth(mut self, growth: Growth) -> Self {
+        self.growth = growth;
+        self
+    }
+
+    /// How long a step may take from its start to the end of its work on the device (default: no bound but those of its
+    /// single calls). A step with a deadline waits for the device at its end.
+    #[must_use]
+    pub fn step_deadline(mut self, deadline: Duration) -> Self {
+        self.step_deadline = Some(deadline);
+        self
+    }
+
+    /// Bytes that must stay available to others on the device (default: see the admission rules of the guide).
+    #[must_use]
+    pub fn reserve_bytes(mut self, reserve_bytes: u64) -> Self {
+        self.reserve_bytes = Some(reserve_bytes);
+        self
+    }
+
+    /// Whether tensors are guarded and poisoned (default: no). The environment variable `STEPSCOPE_CHECKED` (`1` or `0`)
+    /// overrides it. A write behind a tensor is then [`Error::Overrun`] at the end of its scope.
+    #[must_use]
+    pub fn checked(mut self, checked: bool) -> Self {
+        self.checked = checked;
+        self
+    }
+
+    /// Takes the memory from the device.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] when the memory is not available, with every number; [`Error::DeviceMemory`] when the driver
+    /// has none; [`Error::Misuse`] for a capacity of zero, a malformed `STEPSCOPE_ARENA_GB` or a prime above the cap.
+    pub fn build(self) -> Result<Arena> {
+        let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, checked } = self;
+        let situation = situation(&device, reserve_bytes)?;
+        let capacity = match (variable()?, capacity) {
+            (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
+            (None, Capacity::Measured(measured)) => measured.high_water_bytes,
+            (None, Capacity::FractionOfAvailable(share)) if share > 0.0 && share <= 1.0 => {
+                (situation.available_bytes() as f64 * share) as usize
+            }
+            (None, Capacity::FractionOfAvailable(share)) => {
+                return Err(Error::misuse("arena", "a share above 0 and up to 1", share.to_string()));
+            }
+        };
+        if capacity == 0 {
+            return Err(Error::misuse("arena", "a capacity above zero", "0 bytes"));
+        }
+        situation.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
+        let mut region = Region::allocate(device, capacity)?;
+        region.reserve_bytes = reserve_bytes;
+        if checked_variable()?.unwrap_or(checked) {
+            region.checks = Some(RefCell::new(Checks::new(region.device())?));
+        }
+        if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
+            let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;
+            region.overflow = Some(RefCell::new(pool));
+        }
+        tracing::info!(
+            capacity_bytes = capacity,
+            ?overflow,
+            ?growth,
+            device = region.device().description().name,
+            available_bytes = situation.available_bytes(),
+            "arena ready"
+        );
+        Ok(Arena { region, growth, step_deadline })
+    }
+}
+
+/// Memory that can be had on the device now.
+pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>) -> Result<Situation> {
+    let Description { integrated, memory_bytes, .. } = *device.description();
+    let driver_free_bytes = device.free_bytes()?;
+    let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
+    let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
+    Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host: Situation::read_host(), reserve_bytes })
+}
+
+/// What the environment asks for.
+fn variable() -> Result<Option<usize>> {
+    let value = std::env::var_os(ARENA_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+    arena_bytes_from_env(value.as_deref())
+        .map_err(|reason| Error::misuse("arena", "a number of GiB in STEPSCOPE_ARENA_GB", reason))
+}
+
+/// Whether the environment asks for checked mode.
+fn checked_variable() -> Result<Option<bool>> {
+    match std::env::var(CHECKED_VARIABLE).as_deref() {
+        Err(_) => Ok(None),
+        Ok("0") => Ok(Some(false)),
+        Ok("1") => Ok(Some(true)),
+        Ok(other) => Err(Error::misuse("arena", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
+    }
+}
