@@ -27,3 +27,13 @@ pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
+
+// What must and must not cross threads. A step's things are one thread's: their order is the stream's.
+static_assertions::assert_impl_all!(Device: Send, Sync);
+static_assertions::assert_impl_all!(Arena: Send);
+static_assertions::assert_impl_all!(Parameters: Send, Sync);
+static_assertions::assert_impl_all!(Error: Send, Sync);
+static_assertions::assert_not_impl_any!(Tensor<'static>: Send, Sync, Clone);
+static_assertions::assert_not_impl_any!(Saved<'static>: Send, Sync);
+static_assertions::assert_not_impl_any!(Step<'static>: Send, Sync, Clone);
+static_assertions::assert_not_impl_any!(Eager<'static>: Send, Sync, Clone);
