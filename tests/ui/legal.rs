@@ -114,6 +114,6 @@ fn run() -> Result<()> {
     std::thread::spawn(move || values_leave_a_step(&mut other)).join().expect("no panic")
 }
 
-pub fn main() {
+pub(crate) fn main() {
     run().unwrap();
 }

@@ -1,0 +1,522 @@
+//! Gradients of every differentiable op against central finite differences of a float64 forward pass.
+//!
+//! The reference is plain Rust in float64 and knows nothing of the library. An op's inputs are parameters too (by
+//! [`leaf`]), so that every gradient can be read; its output is weighted by random coefficients and summed, so that
+//! every element of it has another gradient.
+
+#![forbid(unsafe_code)]
+
+#[path = "gradients/reference.rs"]
+mod reference;
+mod support;
+
+use std::ops::Index;
+
+use stepscope::{
+    Arena, Capacity, Device, Eager, Error, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape,
+    Var, ops,
+};
+use support::{Random, on_each_device, relative_l2};
+
+/// The largest relative L2 error of a gradient whose longest sum has `length` terms: `8 u sqrt(length)`.
+///
+/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random sign each addition
+/// rounds a partial sum that grows as the root of its terms; the errors add up as a random walk, to about
+/// `u sqrt(length / 6)` of the result. The factor 8 leaves room for the same again in the forward pass that the
+/// gradient is taken at, for up to three such sums in a row, and for the 2 units in the last place of exp and tanh.
+/// The differences themselves are good to about 1e-9. A wrong term, index or sign is an error of order 1.
+fn tolerance(length: usize) -> f64 {
+    8.0 * 2f64.powi(-24) * (length as f64).sqrt()
+}
+
+/// Seeds of each test's shapes and values.
+const SEEDS: std::ops::Range<u64> = 0..6;
+
+/// Parameters of one shape (more than one for a stack), and what stands in them, one after another.
+#[derive(Clone)]
+struct Operand {
+    count: usize,
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+/// A parameter of standard normal numbers.
+fn normal(random: &mut Random, shape: &[usize]) -> Operand {
+    stack(random, 1, shape)
+}
+
+/// `count` of them.
+fn stack(random: &mut Random, count: usize, shape: &[usize]) -> Operand {
+    Operand { count, shape: shape.to_vec(), values: random.normals(count * shape.iter().product::<usize>()) }
+}
+
+/// The handles of the operands, in order.
+struct Handles {
+    stacks: Vec<Stack>,
+}
+
+impl Index<usize> for Handles {
+    type Output = Parameter;
+
+    fn index(&self, number: usize) -> &Parameter {
+        &self.stacks[number].members()[0]
+    }
+}
+
+/// A parameter as a variable: a copy of its weights, whose gradient becomes the parameter's.
+fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
+    let value = ops::copy(tape.step(), &tape.weights(parameter)?)?;
+    Ok(tape.record(value.save(), move |back, dy| {
+        let step = back.step();
+        ops::add_assign(step, &mut back.gradients().lend_mut(step, parameter)?, &dy)
+    }))
+}
+
+/// `sum of coefficients * y`, `[1, 1]`, for coefficients `[n, 1]`.
+fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Result<Var<'s>> {
+    let elements = y.shape().elements();
+    let row = y.value().reshape([1, elements])?;
+    let sum = ops::matmul(tape.step(), &row, &tape.weights(coefficients)?)?;
+    let y = *y;
+    Ok(tape.record(sum.save(), move |back, upstream| {
+        let dy = ops::matmul(back.step(), &back.weights(coefficients)?, &upstream)?;
+        back.add(&y, dy.reshape(y.shape())?)
+    }))
+}
+
+fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
+    let mut layout = Layout::builder();
+    let mut add = |(number, operand): (usize, &Operand)| {
+        let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
+        match *operand.shape.as_slice() {
+            [a] => layout.add_stack(operand.count, name, [a], start),
+            [a, b] => layout.add_stack(operand.count, name, [a, b], start),
+            [a, b, c] => layout.add_stack(operand.count, name, [a, b, c], start),
+            _ => panic!("a parameter of shape {:?}", operand.shape),
+        }
+    };
+    let stacks = operands.iter().enumerate().map(&mut add).collect();
+    (layout.build().unwrap(), Handles { stacks })
+}
+
+fn parameters_of(device: &Device, operands: &[Operand]) -> (Parameters, Handles) {
+    let (layout, handles) = layout_of(operands);
+    let mut parameters = Parameters::new(device, &layout, 0).unwrap();
+    for (stack, operand) in handles.stacks.iter().zip(operands) {
+        let each = operand.values.len() / operand.count;
+        for (member, values) in stack.members().iter().zip(operand.values.chunks_exact(each)) {
+            parameters.flat_mut().write(layout.entry(*member).start(), values).unwrap();
+        }
+    }
+    (parameters, handles)
+}
+
+fn read(gradients: &Gradients, stack: &Stack) -> Vec<f32> {
+    stack.members().iter().flat_map(|member| gradients.read(*member).unwrap()).collect()
+}
+
+/// One check: an op, its operands, the length of its longest sum.
+struct Case {
+    name: &'static str,
+    seed: u64,
+    length: usize,
+    operands: Vec<Operand>,
+    /// The most elements of an operand whose gradient is checked; every one when there are fewer.
+    sample: usize,
+}
+
+impl Case {
+    fn new(name: &'static str, seed: u64, length: usize, operands: Vec<Operand>) -> Self {
+        Self { name, seed, length, operands, sample: usize::MAX }
+    }
+
+    /// Fails unless `on_tape` and `reference` compute the same output, and the gradients are those of the reference.
+    fn check(
+        self,
+        device: &Device,
+        on_tape: impl for<'t, 's> Fn(&Eager<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s>>,
+        reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
+    ) {
+        let Self { name, seed, length, mut operands, sample } = self;
+        let mut random = Random::new(!seed);
+        let mut exact: Vec<Vec<f64>> =
+            operands.iter().map(|operand| operand.values.iter().map(|&value| f64::from(value)).collect()).collect();
+        let expected = reference(&exact);
+        let coefficients = random.normals(expected.len());
+        let loss = |values: &[Vec<f64>]| -> f64 {
+            reference(values).iter().zip(&coefficients).map(|(y, &c)| y * f64::from(c)).sum()
+        };
+        operands.push(Operand { count: 1, shape: vec![expected.len(), 1], values: coefficients.clone() });
+        let (parameters, handles) = parameters_of(device, &operands);
+        let mut once = Gradients::zeros(&parameters).unwrap();
+        let mut twice = Gradients::zeros(&parameters).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(32)).build().unwrap();
+        let got = arena
+            .step(|step| {
+                let mut output = Vec::new();
+                for pass in 0..3 {
+                    let gradients = if pass == 0 { &mut once } else { &mut twice };
+                    let tape = Tape::new(step, &parameters);
+                    let y = on_tape(step, &tape, &handles)?;
+                    output = step.read(y.value())?;
+                    let loss = project(&tape, &y, handles[exact.len()])?;
+                    tape.backward(&loss, gradients)?;
+                }
+                Ok(output)
+            })
+            .unwrap();
+        let limit = tolerance(length);
+        let error = relative_l2(&got, &expected);
+        assert!(error <= limit, "{name}, seed {seed}: forward {error:.2e} > {limit:.2e}");
+        for number in 0..exact.len() {
+            let len = exact[number].len();
+            let places: Vec<usize> = if len <= sample {
+                (0..len).collect()
+            } else {
+                (0..sample).map(|_| random.extent(0, len - 1)).collect()
+            };
+            let wanted: Vec<f64> = places.iter().map(|&place| difference(&mut exact, number, place, &loss)).collect();
+            // Backward adds to what is there.
+            for (gradients, times) in [(&once, 1.0), (&twice, 2.0)] {
+                let all = read(gradients, &handles.stacks[number]);
+                let got: Vec<f32> = places.iter().map(|&place| all[place]).collect();
+                let wanted: Vec<f64> = wanted.iter().map(|wanted| times * wanted).collect();
+                let error = relative_l2(&got, &wanted);
+                let shape = &operands[number].shape;
+                println!("{name}, parameter {number} {shape:?}, {times} times: {error:.2e} of {limit:.2e}");
+                assert!(error <= limit, "{name}, seed {seed}, parameter {number} {shape:?}: {error:.2e} > {limit:.2e}");
+            }
+        }
+    }
+}
+
+/// The central difference of `loss` by one element of one operand.
+fn difference(values: &mut [Vec<f64>], number: usize, place: usize, loss: &impl Fn(&[Vec<f64>]) -> f64) -> f64 {
+    const H: f64 = 1e-5;
+    let value = values[number][place];
+    let mut at = |moved| {
+        values[number][place] = moved;
+        loss(values)
+    };
+    let difference = at(value + H) - at(value - H);
+    values[number][place] = value;
+    difference / (2.0 * H)
+}
+
+/// Shapes: all ones for seed 0, the largest for seed 1, else anything between.
+fn extents<const N: usize>(random: &mut Random, seed: u64, most: [usize; N]) -> [usize; N] {
+    most.map(|most| match seed {
+        0 => 1,
+        1 => most,
+        _ => random.extent(1, most),
+    })
+}
+
+/// Rows, inner and outer extents of a linear layer: more than a tile of rows, or a long sum.
+fn linear_extents(random: &mut Random, seed: u64) -> [usize; 3] {
+    extents(random, seed, if seed % 2 == 1 { [131, 19, 9] } else { [9, 307, 7] })
+}
+
+/// The longest sum in a linear layer and its gradients.
+fn longest(extents: &[usize]) -> usize {
+    extents.iter().copied().max().unwrap_or(1)
+}
+
+/// `[rows, k]`, `[k, n]` and `[n]`, the products of variance 1.
+fn linear_values(random: &mut Random, [rows, k, n]: [usize; 3]) -> Vec<Operand> {
+    let mut w = normal(random, &[k, n]);
+    w.values.iter_mut().for_each(|w| *w /= (k as f32).sqrt());
+    vec![normal(random, &[rows, k]), w, normal(random, &[n])]
+}
+
+on_each_device! {
+    fn tanh(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("tanh", seed, 1, values).check(device, |_, tape, p| tape.tanh(&leaf(tape, p[0])?), |p| {
+                p[0].iter().map(|x| x.tanh()).collect()
+            });
+        }
+    }
+
+    fn gelu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("gelu", seed, 1, values).check(device, |_, tape, p| tape.gelu(&leaf(tape, p[0])?), |p| {
+                reference::gelu(&p[0])
+            });
+        }
+    }
+
+    fn reshape(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, b, c] = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &[a, b, c])];
+            Case::new("reshape", seed, 1, values).check(device, |_, tape, p| {
+                let x = tape.reshape(&leaf(tape, p[0])?, [a * b, c])?;
+                tape.tanh(&tape.reshape(&x, [c, b * a])?)
+            }, |p| p[0].iter().map(|x| x.tanh()).collect());
+        }
+    }
+
+    fn linear(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, n] = linear_extents(&mut random, seed);
+            let length = longest(&[rows, k, n]);
+            let values = linear_values(&mut random, [rows, k, n]);
+            Case::new("linear", seed, length, values.clone()).check(device, |_, tape, p| {
+                tape.linear(&leaf(tape, p[0])?, p[1], Some(p[2]))
+            }, |p| reference::linear(&p[0], &p[1], &p[2], k, n));
+            Case::new("linear without bias", seed, length, values[..2].to_vec()).check(device, |_, tape, p| {
+                tape.linear(&leaf(tape, p[0])?, p[1], None)
+            }, |p| reference::linear(&p[0], &p[1], &[], k, n));
+        }
+    }
+
+    fn linear_gelu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, n] = linear_extents(&mut random, seed);
+            let length = longest(&[rows, k, n]);
+            let values = linear_values(&mut random, [rows, k, n]);
+            Case::new("linear_gelu", seed, length, values.clone()).check(device, |_, tape, p| {
+                tape.linear_gelu(&leaf(tape, p[0])?, p[1], Some(p[2]))
+            }, |p| reference::gelu(&reference::linear(&p[0], &p[1], &p[2], k, n)));
+            Case::new("linear_gelu without bias", seed, length, values[..2].to_vec()).check(device, |_, tape, p| {
+                tape.linear_gelu(&leaf(tape, p[0])?, p[1], None)
+            }, |p| reference::gelu(&reference::linear(&p[0], &p[1], &[], k, n)));
+        }
+    }
+
+    fn linear_residual(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, n] = linear_extents(&mut random, seed);
+            let length = longest(&[rows, k, n]);
+            let mut values = linear_values(&mut random, [rows, k, n]);
+            values.insert(2, normal(&mut random, &[rows, n]));
+            Case::new("linear_residual", seed, length, values.clone()).check(device, |_, tape, p| {
+                tape.linear_residual(&leaf(tape, p[0])?, p[1], Some(p[3]), &leaf(tape, p[2])?)
+            }, |p| reference::add(&p[2], &reference::linear(&p[0], &p[1], &p[3], k, n)));
+            Case::new("linear_residual without bias", seed, length, values[..3].to_vec()).check(device, |_, tape, p| {
+                tape.linear_residual(&leaf(tape, p[0])?, p[1], None, &leaf(tape, p[2])?)
+            }, |p| reference::add(&p[2], &reference::linear(&p[0], &p[1], &[], k, n)));
+        }
+    }
+
+    fn rms_norm(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
+            // The norm of one number is its sign, whose gradient is what epsilon leaves: let that be something.
+            let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
+            let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[cols])];
+            Case::new("rms_norm", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
+                tape.rms_norm(&leaf(tape, p[0])?, p[1], epsilon)
+            }, |p| reference::rms_norm(&p[0], &p[1], f64::from(epsilon)));
+        }
+    }
+
+    fn rms_norm_heads(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, heads, cols] = extents(&mut random, seed, [29, 3, 17]);
+            let values = vec![normal(&mut random, &[rows, heads * cols]), normal(&mut random, &[cols])];
+            Case::new("rms_norm_heads", seed, rows * heads, values).check(device, |_, tape, p| {
+                tape.rms_norm_heads(&leaf(tape, p[0])?, p[1], 1e-3)
+            }, |p| reference::rms_norm(&p[0], &p[1], f64::from(1e-3f32)));
+        }
+    }
+
+    fn attention(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, heads] = extents(&mut random, seed, [2, 5, 2]);
+            let shape = [batch, tokens, heads * 64];
+            let values = (0..3).map(|_| normal(&mut random, &shape)).collect();
+            Case::new("attention", seed, 64, values).check(device, |_, tape, p| {
+                tape.attention(&leaf(tape, p[0])?, &leaf(tape, p[1])?, &leaf(tape, p[2])?, 0.125)
+            }, |p| reference::attention(&p[0], &p[1], &p[2], tokens, heads, 0.125));
+        }
+    }
+
+    fn mean_tokens(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, cols] = extents(&mut random, seed, [7, 13, 5]);
+            let values = vec![normal(&mut random, &[batch, tokens, cols])];
+            Case::new("mean_tokens", seed, tokens, values).check(device, |_, tape, p| {
+                tape.mean_tokens(&leaf(tape, p[0])?)
+            }, |p| reference::mean_tokens(&p[0], tokens, cols));
+        }
+    }
+
+    fn cross_entropy(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, classes] = extents(&mut random, seed, [71, 11]);
+            // One class alone has no gradient at all.
+            let classes = classes + 1;
+            let labels = random.belows(rows, classes as u32);
+            let weight = 1.0 / rows as f32;
+            let values = vec![normal(&mut random, &[rows, classes])];
+            Case::new("cross_entropy", seed, longest(&[rows, classes]), values).check(device, |step, tape, p| {
+                let labels = step.upload(&labels, [rows])?.save();
+                tape.cross_entropy(&leaf(tape, p[0])?, labels, weight)
+            }, |p| reference::cross_entropy(&p[0], &labels, classes, f64::from(weight)));
+        }
+    }
+
+    fn linear_per_token(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, k] = extents(&mut random, seed, if seed % 2 == 1 { [67, 3, 5] } else { [3, 4, 71] });
+            // More than one token needs a multiple of 64 outputs.
+            let n = if tokens == 1 { 7 } else { 64 };
+            let x = random.normals(batch * tokens * k);
+            let operands = vec![stack(&mut random, tokens, &[k, n]), stack(&mut random, tokens, &[n])];
+            let case = Case::new("linear_per_token", seed, longest(&[batch, k]), operands);
+            Case { sample: 300, ..case }.check(device, |step, tape, p| {
+                let x = tape.input(step.upload(&x, [batch, tokens, k])?);
+                tape.linear_per_token(&x, &p.stacks[0], &p.stacks[1])
+            }, |p| {
+                let mut y = Vec::new();
+                for (row, x) in x.chunks_exact(k).enumerate() {
+                    let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+                    let token = row % tokens;
+                    let (w, b) = (&p[0][token * k * n..][..k * n], &p[1][token * n..][..n]);
+                    y.extend(reference::linear(&x, w, b, k, n));
+                }
+                y
+            });
+        }
+    }
+
+    /// A gradient that comes from three sides, one of them added in place by a multiply.
+    fn a_variable_used_three_times(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k] = extents(&mut random, seed, [37, 11]);
+            let mut operands = vec![normal(&mut random, &[rows, k])];
+            operands.extend((0..2).map(|_| linear_values(&mut random, [rows, k, k]).swap_remove(1)));
+            Case::new("used three times", seed, longest(&[rows, k]), operands).check(device, |_, tape, p| {
+                let x = leaf(tape, p[0])?;
+                let y = tape.linear_residual(&x, p[1], None, &x)?;
+                tape.linear_residual(&tape.gelu(&x)?, p[2], None, &y)
+            }, |p| {
+                let y = reference::add(&p[0], &reference::linear(&p[0], &p[1], &[], k, k));
+                reference::add(&y, &reference::linear(&reference::gelu(&p[0]), &p[2], &[], k, k))
+            });
+        }
+    }
+
+    /// A weight in two layers; and an output that the loss does not depend on, which gives nothing.
+    fn a_parameter_used_twice_and_a_dead_end(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k] = extents(&mut random, seed, [37, 11]);
+            let operands = linear_values(&mut random, [rows, k, k]);
+            Case::new("parameter used twice", seed, longest(&[rows, k]), operands).check(device, |_, tape, p| {
+                let x = leaf(tape, p[0])?;
+                let h = tape.tanh(&tape.linear(&x, p[1], Some(p[2]))?)?;
+                let y = tape.linear(&h, p[1], Some(p[2]))?;
+                let _dead_end = tape.linear_gelu(&y, p[1], Some(p[2]))?;
+                Ok(y)
+            }, |p| {
+                let h: Vec<f64> = reference::linear(&p[0], &p[1], &p[2], k, k).iter().map(|h| h.tanh()).collect();
+                reference::linear(&h, &p[1], &p[2], k, k)
+            });
+        }
+    }
+
+    /// Everything together: a transformer layer over tokens, the mean over them, a head and the loss.
+    fn a_transformer_layer(device: &Device) {
+        const EPSILON: f32 = 1e-6;
+        let (batch, tokens, width, hidden, classes) = (3, 4, 64, 20, 3);
+        for seed in 0..2 {
+            let mut random = Random::new(seed);
+            let mut matrix = |k: usize, n: usize| linear_values(&mut random, [1, k, n]).swap_remove(1);
+            let [wq, wk, wv, wo] = [(); 4].map(|()| matrix(width, width));
+            let [w1, w2, head] = [matrix(width, hidden), matrix(hidden, width), matrix(width, classes)];
+            let labels = random.belows(batch, classes as u32);
+            let mut vector = |len: usize| normal(&mut random, &[len]);
+            let [norm1, q_norm, k_norm, norm2] = [(); 4].map(|()| vector(width));
+            let [b1, b2, head_bias] = [vector(hidden), vector(width), vector(classes)];
+            let x = normal(&mut random, &[batch, tokens, width]);
+            let operands = vec![x, norm1, wq, q_norm, wk, k_norm, wv, wo, norm2, w1, b1, w2, b2, head, head_bias];
+            let weight = 1.0 / batch as f32;
+            let case = Case::new("transformer layer", seed, 2 * width, operands);
+            Case { sample: 24, ..case }.check(device, |step, tape, p| {
+                let h = leaf(tape, p[0])?;
+                let z = tape.rms_norm(&h, p[1], EPSILON)?;
+                let q = tape.rms_norm_heads(&tape.linear(&z, p[2], None)?, p[3], EPSILON)?;
+                let k = tape.rms_norm_heads(&tape.linear(&z, p[4], None)?, p[5], EPSILON)?;
+                let v = tape.linear(&z, p[6], None)?;
+                let h = tape.linear_residual(&tape.attention(&q, &k, &v, 0.125)?, p[7], None, &h)?;
+                let z = tape.rms_norm(&h, p[8], EPSILON)?;
+                let h = tape.linear_residual(&tape.linear_gelu(&z, p[9], Some(p[10]))?, p[11], Some(p[12]), &h)?;
+                let logits = tape.linear(&tape.mean_tokens(&h)?, p[13], Some(p[14]))?;
+                tape.cross_entropy(&logits, step.upload(&labels, [batch])?.save(), weight)
+            }, |p| {
+                use reference::{add, attention, gelu, linear, rms_norm};
+                let norm = |x: &[f64], gain: &[f64]| rms_norm(x, gain, f64::from(EPSILON));
+                let z = norm(&p[0], &p[1]);
+                let q = norm(&linear(&z, &p[2], &[], width, width), &p[3]);
+                let k = norm(&linear(&z, &p[4], &[], width, width), &p[5]);
+                let v = linear(&z, &p[6], &[], width, width);
+                let mixed = attention(&q, &k, &v, tokens, 1, 0.125);
+                let h = add(&p[0], &linear(&mixed, &p[7], &[], width, width));
+                let z = norm(&h, &p[8]);
+                let inner = gelu(&linear(&z, &p[9], &p[10], width, hidden));
+                let h = add(&h, &linear(&inner, &p[11], &p[12], hidden, width));
+                let mean = reference::mean_tokens(&h, tokens, width);
+                let logits = linear(&mean, &p[13], &p[14], width, classes);
+                reference::cross_entropy(&logits, &labels, classes, f64::from(weight))
+            });
+        }
+    }
+
+    fn misuse_of_a_tape_is_refused(device: &Device) {
+        let mut random = Random::new(0);
+        let operands = [normal(&mut random, &[2, 3]), stack(&mut random, 2, &[3, 5]), stack(&mut random, 2, &[5])];
+        let (parameters, p) = parameters_of(device, &operands);
+        let (others, _) = parameters_of(device, &operands);
+        let mut gradients = Gradients::zeros(&parameters).unwrap();
+        let mut others_gradients = Gradients::zeros(&others).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let op_of = |error: Error| match error {
+            Error::Misuse { op, .. } => op,
+            other => panic!("{other}"),
+        };
+        arena.step(|step| {
+            let (tape, other) = (Tape::new(step, &parameters), Tape::new(step, &parameters));
+            let x = leaf(&tape, p[0])?;
+            let y = tape.linear(&x, p[1], None)?;
+            assert_eq!(op_of(other.tanh(&x).unwrap_err()), "tape");
+            let own = other.input(step.empty([2, 3])?);
+            assert_eq!(op_of(other.linear_residual(&own, p[1], None, &y).unwrap_err()), "tape");
+            assert_eq!(op_of(tape.linear(&y, p[1], None).unwrap_err()), "linear");
+            assert_eq!(op_of(tape.rms_norm(&x, p[2], 1e-6).unwrap_err()), "rms_norm");
+            assert_eq!(op_of(tape.reshape(&x, [7]).unwrap_err()), "reshape");
+            let cube = tape.reshape(&x, [1, 2, 3])?;
+            let not_an_input = tape.linear_per_token(&cube, &p.stacks[1], &p.stacks[2]);
+            assert_eq!(op_of(not_an_input.unwrap_err()), "linear_per_token");
+            let input = tape.input(step.empty([1, 2, 3])?);
+            let odd = tape.linear_per_token(&input, &p.stacks[1], &p.stacks[2]);
+            assert_eq!(op_of(odd.unwrap_err()), "linear_per_token");
+            assert_eq!(op_of(tape.backward(&y, &mut gradients).unwrap_err()), "backward");
+            let tape = Tape::new(step, &parameters);
+            let loss = tape.input(step.upload(&[1.0], [1])?);
+            assert_eq!(op_of(other.backward(&loss, &mut gradients).unwrap_err()), "tape");
+            assert_eq!(op_of(tape.backward(&loss, &mut others_gradients).unwrap_err()), "backward");
+            Ok(())
+        }).unwrap();
+        assert!(gradients.flat().read().unwrap().iter().all(|&gradient| gradient == 0.0));
+    }
+}
