@@ -7,17 +7,20 @@
 
 use crate::error::{Error, Result};
 use crate::optim::AdamW;
-use crate::params::{Entry, Layout, Parameters};
+use crate::params::{Entry, Layout, Parameters, hex};
 use crate::tensor::Shape;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
-use std::collections::HashMap;
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "stepscope.format";
 const UPDATES: &str = "stepscope.updates";
+/// The note that tells a damaged file.
+const DIGEST: &str = "stepscope.sha256";
 /// Names of the moments' tensors, before the parameter's own name.
 const MOMENTS: [&str; 2] = ["adamw.first.", "adamw.second."];
 
@@ -47,19 +50,23 @@ impl Checkpoint {
         notes.insert(FORMAT.into(), "1".into());
         let mut regions = vec![("", parameters.flat().read()?)];
         if let Some(optimizer) = optimizer {
+            optimizer.check_layout(layout)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             for (prefix, moment) in MOMENTS.into_iter().zip(optimizer.moments()) {
                 regions.push((prefix, moment.read()?));
             }
         }
         let path = path.as_ref();
-        let named: Vec<(String, Shape, Vec<u8>)> = regions
+        let mut named: Vec<(String, Shape, Vec<u8>)> = regions
             .iter()
             .flat_map(|(prefix, values)| layout.entries().iter().map(move |entry| (prefix, values, entry)))
             .map(|(prefix, values, entry)| {
                 (format!("{prefix}{}", entry.name()), entry.shape(), bytes(&values[entry.range()]))
             })
             .collect();
+        named.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+        let contents = named.iter().map(|(name, shape, bytes)| (name.as_str(), shape.extents(), bytes.as_slice()));
+        notes.insert(DIGEST.into(), digest(&notes, contents));
         let views = named
             .iter()
             .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.extents().to_vec(), bytes)?)))
@@ -78,10 +85,20 @@ impl Checkpoint {
         let bytes = fs::read(&path).map_err(|reason| Error::file(&path, reason))?;
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|reason| Error::file(&path, reason))?;
         let notes = header.metadata().clone().unwrap_or_default();
-        match notes.get(FORMAT).map(String::as_str) {
-            Some("1") => Ok(Self { path, bytes, notes }),
-            other => Err(Error::file(path, format!("`{FORMAT}` is {other:?}, this version reads \"1\""))),
+        if notes.get(FORMAT).map(String::as_str) != Some("1") {
+            let found = notes.get(FORMAT);
+            return Err(Error::file(path, format!("`{FORMAT}` is {found:?}, this version reads \"1\"")));
         }
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|reason| Error::file(&path, reason))?;
+        let mut tensors = tensors.tensors();
+        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let contents = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.shape(), tensor.data()));
+        let (found, computed) = (notes.get(DIGEST), digest(&notes, contents));
+        if found != Some(&computed) {
+            let reason = format!("damaged: `{DIGEST}` is {found:?}, and its contents have {computed}");
+            return Err(Error::file(path, reason));
+        }
+        Ok(Self { path, bytes, notes })
     }
 
     /// A note of the writer.
@@ -101,6 +118,7 @@ impl Checkpoint {
         let layout = parameters.layout().clone();
         let weights = self.region(&tensors, &layout, "")?;
         if let Some(optimizer) = optimizer {
+            optimizer.check_layout(&layout)?;
             let updates = self.note(UPDATES)?;
             let updates =
                 updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
@@ -133,6 +151,22 @@ impl Checkpoint {
         }
         Err(Error::file(&self.path, format!("`{name}`: expected F32 {}, got {dtype:?} {shape:?}", entry.shape())))
     }
+}
+
+/// The SHA-256 over all notes but its own and all tensors, in the order of their names, in hexadecimal.
+fn digest<'t>(
+    notes: &HashMap<String, String>,
+    tensors: impl Iterator<Item = (&'t str, &'t [usize], &'t [u8])>,
+) -> String {
+    let mut hash = Sha256::new();
+    let notes: BTreeMap<_, _> = notes.iter().filter(|(key, _)| *key != DIGEST).collect();
+    // Debug forms are quoted, so that no two lists of notes look the same.
+    hash.update(format!("{notes:?}\n"));
+    for (name, shape, bytes) in tensors {
+        hash.update(format!("{name:?}{shape:?}\n"));
+        hash.update(bytes);
+    }
+    hex(&hash.finalize())
 }
 
 fn bytes(values: &[f32]) -> Vec<u8> {

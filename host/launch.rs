@@ -16,6 +16,7 @@ use std::time::Duration;
 
 /// Device memory by address and length: valid for as long as the value that holds it.
 pub struct Memory<T> {
+    device: u64,
     address: u64,
     len: usize,
     element: PhantomData<T>,
@@ -39,9 +40,9 @@ impl<T: Element> Memory<T> {
     /// Memory that the caller owns.
     ///
     /// # Safety
-    /// `len` elements at `address` are device memory, aligned for `T`, for as long as any holder of this value lives.
-    pub(crate) unsafe fn new(address: u64, len: usize) -> Self {
-        Self { address, len, element: PhantomData }
+    /// `len` elements at `address` are memory of `device`, aligned for `T`, for as long as any holder of this value lives.
+    pub(crate) unsafe fn new(device: &Device, address: u64, len: usize) -> Self {
+        Self { device: device.identity(), address, len, element: PhantomData }
     }
 
     pub(crate) fn len(self) -> usize {
@@ -51,19 +52,19 @@ impl<T: Element> Memory<T> {
     /// A kernel's `&[T]`, for callers that hold what keeps the memory alive.
     pub(crate) fn as_slice(&self) -> Slice<'_, T> {
         // SAFETY: valid by this type's invariant.
-        unsafe { Slice::new(self.address, self.len) }
+        unsafe { Slice::new(self.device, self.address, self.len) }
     }
 
     /// A kernel's `*mut T`, for callers that hold the memory alone.
     pub(crate) fn as_out(&self) -> PointerMut<'_, T> {
         // SAFETY: valid by this type's invariant.
-        unsafe { PointerMut::new(self.address, self.len) }
+        unsafe { PointerMut::new(self.device, self.address, self.len) }
     }
 
     /// The same memory as elements of another type of the same size.
     pub(crate) fn cast<U: Element>(self) -> Memory<U> {
         const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
-        Memory { address: self.address, len: self.len, element: PhantomData }
+        Memory { device: self.device, address: self.address, len: self.len, element: PhantomData }
     }
 
     /// The part of `len` elements from `start` on.
@@ -72,7 +73,7 @@ impl<T: Element> Memory<T> {
     /// When it is not inside.
     pub(crate) fn part(self, start: usize, len: usize) -> Self {
         assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{len} elements at {start} of {}", self.len);
-        Self { address: self.address + (start * size_of::<T>()) as u64, len, element: PhantomData }
+        Self { device: self.device, address: self.address + (start * size_of::<T>()) as u64, len, element: PhantomData }
     }
 
     /// Queues a copy of `values` to the start of the memory.
@@ -108,16 +109,16 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
 
     /// A kernel's `&[T]`.
     fn slice(&self) -> Slice<'_, T> {
-        let Memory { address, len, .. } = self.memory();
+        let Memory { device, address, len, .. } = self.memory();
         // SAFETY: valid by `Memory`'s invariant; the borrow keeps others from writing it meanwhile.
-        unsafe { Slice::new(address, len) }
+        unsafe { Slice::new(device, address, len) }
     }
 
     /// A kernel's `*const T`.
     fn pointer(&self) -> Pointer<'_, T> {
-        let Memory { address, len, .. } = self.memory();
+        let Memory { device, address, len, .. } = self.memory();
         // SAFETY: as above.
-        unsafe { Pointer::new(address, len) }
+        unsafe { Pointer::new(device, address, len) }
     }
 }
 
@@ -125,17 +126,17 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
 pub trait Target<'s, T: Element>: Source<'s, T> {
     /// A kernel's `*mut T`.
     fn out(&mut self) -> PointerMut<'_, T> {
-        let Memory { address, len, .. } = self.memory();
+        let Memory { device, address, len, .. } = self.memory();
         // SAFETY: valid by `Memory`'s invariant; the borrow is unique.
-        unsafe { PointerMut::new(address, len) }
+        unsafe { PointerMut::new(device, address, len) }
     }
 
     /// The same memory as a kernel's `*const T` and its `*mut T`, for a kernel that reads an element before it writes
     /// the same one.
     fn in_place(&mut self) -> (Pointer<'_, T>, PointerMut<'_, T>) {
-        let Memory { address, len, .. } = self.memory();
+        let Memory { device, address, len, .. } = self.memory();
         // SAFETY: valid by `Memory`'s invariant; the borrow is unique, and `Pointer` may name what is written.
-        unsafe { (Pointer::new(address, len), PointerMut::new(address, len)) }
+        unsafe { (Pointer::new(device, address, len), PointerMut::new(device, address, len)) }
     }
 }
 
@@ -231,7 +232,7 @@ impl<'s> Step<'s> {
         let request = Request { bytes, shape, element: T::NAME, poison: T::POISON };
         let address = self.region().take(request, Location::caller())?;
         // SAFETY: the region gives these bytes to nobody else until the step is over, and the brand ends with it.
-        Ok(Tensor::new(unsafe { Memory::new(address, shape.elements()) }, shape))
+        Ok(Tensor::new(unsafe { Memory::new(self.device(), address, shape.elements()) }, shape))
     }
 
     /// Queues a kernel, after everything queued before. Does not wait. A grid of no blocks queues nothing.
@@ -248,6 +249,10 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
+    if !words.on_device(device.identity()) {
+        let expected = format!("memory of this device, {}", device.description().name);
+        return Err(refused(cuda_std::launch::Violation::new("arguments", expected, "another device's")));
+    }
     if !words.aligned_to(K::ALIGN) {
         let expected = format!("addresses that are multiples of {} bytes", K::ALIGN);
         return Err(refused(cuda_std::launch::Violation::new("arguments", expected, format!("{kernel:?}"))));
@@ -265,6 +270,6 @@ impl<T: Element> Buffer<T> {
     /// The whole buffer as memory; whoever holds it must hold a borrow of the buffer too.
     pub(crate) fn memory(&self) -> Memory<T> {
         // SAFETY: the buffer owns `len` elements at its address until it is dropped.
-        unsafe { Memory::new(self.address(), self.len()) }
+        unsafe { Memory::new(self.device(), self.address(), self.len()) }
     }
 }

@@ -8,7 +8,7 @@
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Phase};
 use crate::ops;
-use crate::params::{Gradients, Parameters};
+use crate::params::{Gradients, Layout, Parameters};
 use crate::step::Step;
 use crate::tensor::Tensor;
 use kernels::adamw::slot;
@@ -102,6 +102,7 @@ impl AdamWConfig {
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
+    layout: Layout,
     updates: u64,
     first: Buffer<f32>,
     second: Buffer<f32>,
@@ -117,7 +118,14 @@ impl AdamW {
         config.check()?;
         let (device, elements) = (parameters.flat().device(), parameters.layout().elements());
         let zeros = || Buffer::zeros(device, elements);
-        Ok(Self { config, updates: 0, first: zeros()?, second: zeros()?, hyper: Buffer::zeros(device, slot::LEN)? })
+        Ok(Self {
+            config,
+            layout: parameters.layout().clone(),
+            updates: 0,
+            first: zeros()?,
+            second: zeros()?,
+            hyper: Buffer::zeros(device, slot::LEN)?,
+        })
     }
 
     /// Updates made so far.
@@ -157,9 +165,8 @@ impl AdamW {
         gradients: &Gradients,
     ) -> Result<Tensor<'s>> {
         let elements = parameters.layout().elements();
-        if !parameters.layout().same(gradients.layout()) || self.first.len() != elements {
-            return Err(Error::misuse("adamw", "parameters, gradients and moments of one layout", "different ones"));
-        }
+        self.check_layout(parameters.layout())?;
+        self.check_layout(gradients.layout())?;
         let _phase = step.enter(Phase::Optimizer);
         let gradients = step.lend(gradients.flat(), [elements])?;
         let squared_norm = ops::squared_norm(step, &gradients)?;
@@ -178,6 +185,14 @@ impl AdamW {
     /// The first and second moments, flat, in the parameters' layout.
     pub fn moments(&self) -> [&Buffer<f32>; 2] {
         [&self.first, &self.second]
+    }
+
+    /// An error unless the moments are those of parameters of `layout`.
+    pub(crate) fn check_layout(&self, layout: &Layout) -> Result<()> {
+        if self.layout.same(layout) {
+            return Ok(());
+        }
+        Err(Error::misuse("adamw", "parameters, gradients and moments of one layout", "another layout's"))
     }
 
     /// Continues where a checkpoint stopped.

@@ -302,8 +302,13 @@ impl Parameters {
                 hash.update(value.to_le_bytes());
             }
         }
-        Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+        Ok(hex(&hash.finalize()))
     }
+}
+
+/// Bytes in hexadecimal.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A model's gradients on a device: backward adds to them, the optimiser reads them.

@@ -49,10 +49,10 @@ impl Cuda {
     /// Opens the first GPU and loads the kernels.
     pub(super) fn open() -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
-        let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error}"));
+        let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error:?}"));
         cust::init(cust::CudaFlags::empty()).map_err(|error| {
             absent(format!(
-                "`cuInit` failed: {error}; is the NVIDIA driver installed, and its libcuda.so.1 found first?"
+                "`cuInit` failed: {error:?}; is the NVIDIA driver installed, and its libcuda.so.1 found first?"
             ))
         })?;
         let device = Device::get_device(0).map_err(failed("cuDeviceGet"))?;
@@ -123,7 +123,7 @@ impl Cuda {
         }
         let function = self.module.get_function(entry.name).map_err(|error| Error::Driver {
             call: "cuModuleGetFunction",
-            reason: format!("{error}: the PTX has no kernel `{}`; was it built from other sources?", entry.name),
+            reason: format!("{error:?}: the PTX has no kernel `{}`; was it built from other sources?", entry.name),
             fatal: false,
         })?;
         let function = function.to_raw();

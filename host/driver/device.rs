@@ -176,9 +176,14 @@ impl Device {
         Ok(Self { shared: Arc::new(shared) })
     }
 
+    /// What tells this device's memory from another's.
+    pub(crate) fn identity(&self) -> u64 {
+        self.shared.identity
+    }
+
     /// Whether both stand for the same open device.
     pub(crate) fn same(&self, other: &Self) -> bool {
-        self.shared.identity == other.shared.identity
+        self.identity() == other.identity()
     }
 
     pub(crate) fn free_bytes(&self) -> Result<u64> {

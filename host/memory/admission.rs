@@ -154,8 +154,8 @@ impl Refusal {
                  (`sync; echo 1 > /proc/sys/vm/drop_caches` as root); else use a smaller arena or a smaller micro-batch"
             }
             (false, _) => {
-                "use a smaller arena or a smaller micro-batch, end other processes on the GPU (`nvidia-smi` lists them), \
-                 or lower the reserve"
+                "use a smaller arena or a smaller micro-batch, end other processes on the GPU (`nvidia-smi` lists \
+                 them), or lower the reserve"
             }
         }
     }
@@ -201,8 +201,8 @@ impl fmt::Display for Size {
 /// The environment variable that sets the capacity of an arena, see [`arena_bytes_from_env`].
 pub(super) const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
 
-/// The bytes that `STEPSCOPE_ARENA_GB` asks for. The value is a plain decimal number of GiB (2^30 bytes), such as `4` or
-/// `0.5`; parts of a byte are dropped. An unset variable (`None`) asks for nothing.
+/// The bytes that `STEPSCOPE_ARENA_GB` asks for. The value is a plain decimal number of GiB (2^30 bytes), such as `4`
+/// or `0.5`; parts of a byte are dropped. An unset variable (`None`) asks for nothing.
 ///
 /// # Errors
 /// A value that is anything else, below one byte, or above what this machine can address; it is quoted.
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    // Written by hand in the form that /proc/meminfo has on a GB10 with 128 GB of memory, of which Linux sees 121.69 GiB.
+    // Written by hand in the form that /proc/meminfo has on a GB10 with 128 GB, of which Linux sees 121.69 GiB.
     const FRESH_BOOT: &str = include_str!("testdata/gb10_fresh_boot.meminfo");
     const PAGE_CACHE: &str = include_str!("testdata/gb10_page_cache.meminfo");
     const SWAPPING: &str = include_str!("testdata/gb10_swapping.meminfo");
@@ -358,11 +358,11 @@ mod tests {
         let refusal = situation.admit(48 << 10).unwrap_err();
         assert_eq!(
             refusal.to_string(),
-            "0.0 MiB (49152 bytes) of device memory refused, 0.0 MiB (0 bytes) may be asked for: the driver says 598.0 \
-             MiB (627036160 bytes) free of 124610.8 MiB (130663886848 bytes), the host says MemFree 598.0 MiB (627036160 \
-             bytes), MemAvailable 1451.4 MiB (1521872896 bytes), hence reclaimable 853.4 MiB (894836736 bytes), the \
-             reserve is 2048.0 MiB (2147483648 bytes); use a smaller arena or a smaller micro-batch, end other processes \
-             (CPU and GPU share this memory), or lower the reserve"
+            "0.0 MiB (49152 bytes) of device memory refused, 0.0 MiB (0 bytes) may be asked for: the driver says \
+             598.0 MiB (627036160 bytes) free of 124610.8 MiB (130663886848 bytes), the host says MemFree 598.0 MiB \
+             (627036160 bytes), MemAvailable 1451.4 MiB (1521872896 bytes), hence reclaimable 853.4 MiB (894836736 \
+             bytes), the reserve is 2048.0 MiB (2147483648 bytes); use a smaller arena or a smaller micro-batch, end \
+             other processes (CPU and GPU share this memory), or lower the reserve"
         );
         let never = situation.admit(200 * GIB).unwrap_err().to_string();
         assert!(never.contains("can never hold it"), "{never}");
@@ -439,7 +439,8 @@ mod tests {
         #[test]
         fn more_memory_never_admits_less(situation in situation(), more in figure()) {
             let available = situation.available_bytes();
-            let roomier = Situation { driver_free_bytes: situation.driver_free_bytes.saturating_add(more), ..situation };
+            let driver_free_bytes = situation.driver_free_bytes.saturating_add(more);
+            let roomier = Situation { driver_free_bytes, ..situation };
             prop_assert!(roomier.available_bytes() >= available);
             let tighter = Situation { reserve_bytes: situation.reserve_bytes.saturating_add(more), ..situation };
             prop_assert!(tighter.available_bytes() <= available);
@@ -454,7 +455,8 @@ mod tests {
         fn every_refusal_can_be_shown(situation in situation(), requested in figure()) {
             if let Err(refusal) = situation.admit(requested) {
                 let text = refusal.to_string();
-                for bytes in [requested, situation.driver_free_bytes, situation.driver_total_bytes, situation.reserve_bytes] {
+                let Situation { driver_free_bytes, driver_total_bytes, reserve_bytes, .. } = situation;
+                for bytes in [requested, driver_free_bytes, driver_total_bytes, reserve_bytes] {
                     let shown = text.contains(&format!("({bytes} bytes)"));
                     prop_assert!(shown, "{}: {}", bytes, text);
                 }

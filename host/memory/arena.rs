@@ -55,6 +55,7 @@ impl Arena {
         let start = Instant::now();
         let region = &self.region;
         let deadline = self.step_deadline;
+        let step = region.step_begins();
         let outcome = region.scope(|| {
             let result = run(&mut Eager::new(region))?;
             if let Some(deadline) = deadline {
@@ -63,7 +64,7 @@ impl Arena {
             Ok(result)
         });
         let outcome = outcome.map_err(|error| region.with_report(error));
-        self.region.step_ended();
+        drop(step);
         if let Growth::AtBoundary { max_bytes } = self.growth {
             self.region.grow(max_bytes)?;
         }

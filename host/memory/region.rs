@@ -47,7 +47,7 @@ pub(crate) struct Region {
     pub(super) checks: Option<RefCell<Checks>>,
     pub(super) reserve_bytes: Option<u64>,
     recording: Option<RefCell<Recording>>,
-    resets: u64,
+    resets: Cell<u64>,
     growths: u64,
 }
 
@@ -66,7 +66,7 @@ impl Region {
             checks: None,
             reserve_bytes: None,
             recording: None,
-            resets: 0,
+            resets: Cell::new(0),
             growths: 0,
         })
     }
@@ -149,10 +149,10 @@ impl Region {
         })?;
         let inside = (self.address..self.address + self.capacity as u64).contains(&address);
         let origin = if inside { Origin::Arena } else { Origin::Overflow };
-        self.note(Kind::Allocate, origin, address, bytes, site, label());
+        self.note(Kind::Allocate, origin, address, request.bytes, site, label());
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
-            let block = unsafe { Memory::<u32>::new(address, bytes / size_of::<u32>()) };
+            let block = unsafe { Memory::<u32>::new(&self.device, address, bytes / size_of::<u32>()) };
             checks.borrow_mut().made(&self.device, block, request, site)?;
         }
         Ok(address)
@@ -254,7 +254,8 @@ impl Region {
     pub(crate) fn mark(&self) -> Mark {
         let blocks = self.overflow.as_ref().map_or(0, |overflow| overflow.borrow().mark());
         let guards = self.checks.as_ref().map_or(0, |checks| checks.borrow().mark());
-        Mark { offset: self.bump.get().offset(), blocks, guards }
+        let allocations = self.counters.borrow().step_allocations;
+        Mark { offset: self.bump.get().offset(), blocks, guards, allocations }
     }
 
     /// Runs a scope and then gives back what it took, whether it returned, failed or panicked.
@@ -277,7 +278,8 @@ impl Region {
         checks.borrow().verify(&self.device, mark.guards)?;
         let used = self.bump.get().offset() - mark.offset;
         // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
-        let memory = unsafe { Memory::<u32>::new(self.address + mark.offset as u64, used / size_of::<u32>()) };
+        let memory =
+            unsafe { Memory::<u32>::new(&self.device, self.address + mark.offset as u64, used / size_of::<u32>()) };
         poison(&self.device, memory, f32::POISON)
     }
 
@@ -287,6 +289,7 @@ impl Region {
             checks.borrow_mut().forget(mark.guards);
         }
         self.bump.set(self.bump.get().rewind(mark.offset));
+        self.counters.borrow_mut().step_allocations = mark.allocations;
         let Some(overflow) = &self.overflow else { return Ok(()) };
         let mut overflow = overflow.borrow_mut();
         let blocks = overflow.mark() - mark.blocks;
@@ -311,14 +314,13 @@ impl Region {
         }
         let whole_step = mark.offset == 0 && mark.blocks == 0;
         let kind = if whole_step { Kind::Reset } else { Kind::Rewind };
-        let bytes = self.capacity - mark.offset;
+        let bytes = self.bump.get().offset() - mark.offset;
         self.note(kind, Origin::Arena, self.address + mark.offset as u64, bytes, here, "".into());
     }
 
-    /// A step is over: the counts of the step begin anew.
-    pub(super) fn step_ended(&mut self) {
-        self.counters.get_mut().reset();
-        self.resets += 1;
+    /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
+    pub(super) fn step_begins(&self) -> StepGuard<'_> {
+        StepGuard { region: self }
     }
 
     /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
@@ -368,7 +370,7 @@ impl Region {
             capacity_bytes: self.capacity,
             offset_bytes: self.bump.get().offset(),
             high_water_bytes: self.high_water.get(),
-            resets: self.resets,
+            resets: self.resets.get(),
             growths: self.growths,
             memory,
             ..self.counters.borrow().report()
@@ -390,12 +392,25 @@ impl Drop for Region {
     }
 }
 
+/// Ends a step's counts.
+pub(super) struct StepGuard<'r> {
+    region: &'r Region,
+}
+
+impl Drop for StepGuard<'_> {
+    fn drop(&mut self) {
+        self.region.counters.borrow_mut().reset();
+        self.region.resets.set(self.region.resets.get() + 1);
+    }
+}
+
 /// Where a scope began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
     offset: usize,
     blocks: usize,
     guards: usize,
+    allocations: u64,
 }
 
 /// What to do about a full arena of this capacity.

@@ -26,7 +26,7 @@ pub enum Kind {
     Allocate,
     /// A tensor outside the arena was freed.
     Free,
-    /// A scratch ended: all tensors of the arena in `bytes` from `address` on are gone.
+    /// A scratch ended: all tensors in those `bytes` of the arena are gone.
     Rewind,
     /// A step ended: as [`Kind::Rewind`].
     Reset,
@@ -125,10 +125,9 @@ impl Recording {
         self.forgotten_events
     }
 
-    /// The recording as `torch.cuda.memory._snapshot()` of PyTorch would be pickled: for `torch/cuda/_memory_viz.py` and
-    /// for the viewer at <https://pytorch.org/memory_viz>, which shows the phases as categories. Device 0, stream 0.
-    /// What the arena reserved is one segment; every other tensor is a segment of its own. Written by `serde-pickle`,
-    /// in the opcodes and integers that the viewer's own reader knows.
+    /// The recording as a pickle of PyTorch's `torch.cuda.memory._snapshot()`: for `torch/cuda/_memory_viz.py` and for
+    /// the viewer at <https://pytorch.org/memory_viz>, which shows the phases as categories. Device 0, stream 0. What
+    /// the arena reserved is one segment; every other tensor is a segment of its own. About 400 bytes an event.
     pub fn pickle(&self) -> Vec<u8> {
         pickle::write(self)
     }
@@ -165,8 +164,7 @@ impl Held {
             Kind::Rewind | Kind::Reset => {
                 self.resets += u64::from(event.kind == Kind::Reset);
                 let range = event.address..event.address.saturating_add(event.bytes as u64);
-                let of_arena = |(&address, live): (&u64, &Event)| (live.origin == Origin::Arena).then_some(address);
-                let gone: Vec<u64> = self.live.range(range).filter_map(of_arena).collect();
+                let gone: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
                 return gone.iter().filter_map(|address| self.live.remove(address)).collect();
             }
             Kind::Refuse { .. } => {}

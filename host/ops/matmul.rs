@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use cuda_std::launch::Slice;
+use cuda_std::launch::{PointerMut, Slice};
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
 
 /// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
@@ -192,7 +192,7 @@ fn queue<'s>(
     }
     let (own, out) = out.in_place();
     let pre = match epilogue {
-        Epilogue::Store => out,
+        Epilogue::Store => PointerMut::empty(),
         Epilogue::Gelu { pre } => {
             flags |= GELU | KEEP;
             pre.out()

@@ -19,7 +19,7 @@ pub struct Thread {
 ///
 /// # Safety
 /// `pack` must write the words that `THREAD` reads, in order.
-pub unsafe trait Kernel: Copy + fmt::Debug {
+pub unsafe trait Kernel: fmt::Debug {
     /// The function's name and PTX entry.
     const NAME: &'static str;
     /// The function on the CPU.
@@ -134,20 +134,27 @@ macro_rules! device_memory {
     ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal;)*) => {$(
         $(#[$doc])*
         pub struct $name<'a, T> {
+            device: u64,
             address: u64,
             length: usize,
             borrow: PhantomData<$borrow>,
         }
 
         impl<T> $name<'_, T> {
-            /// Memory of the device, by address and length in elements.
+            /// Memory of a device, by the number that its host gives the device, address and length in elements.
             ///
             /// # Safety
             /// The memory must be valid on the device, for as long as a launch may use it, and aligned for `T`.
             /// If the pointer may be written, nothing else may use the memory within the launch.
             #[inline]
-            pub unsafe fn new(address: u64, length: usize) -> Self {
-                Self { address, length, borrow: PhantomData }
+            pub unsafe fn new(device: u64, address: u64, length: usize) -> Self {
+                Self { device, address, length, borrow: PhantomData }
+            }
+
+            /// No elements, on any device: what stands for an argument that is not there.
+            pub fn empty() -> Self {
+                // Aligned for any element, and never read.
+                Self { device: ANY_DEVICE, address: 256, length: 0, borrow: PhantomData }
             }
 
             /// Elements.
@@ -169,14 +176,6 @@ macro_rules! device_memory {
             }
         }
 
-        impl<T> Clone for $name<'_, T> {
-            fn clone(&self) -> Self {
-                *self
-            }
-        }
-
-        impl<T> Copy for $name<'_, T> {}
-
         impl<T> fmt::Debug for $name<'_, T> {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 write!(f, "{:#x}[{}]", self.address, self.length)
@@ -186,7 +185,7 @@ macro_rules! device_memory {
         impl<T> Argument for $name<'_, T> {
             #[inline]
             fn pack(&self, words: &mut Words) {
-                words.push_pointer(self.address);
+                words.push_pointer(self.device, self.address);
                 if $words == 2 {
                     words.push(self.length as u64);
                 }
@@ -204,13 +203,23 @@ device_memory! {
     PointerMut, &'a mut [T], 1;
 }
 
-impl<T> Slice<'_, T> {
-    /// No elements: what stands for an argument that is not there.
-    pub fn empty() -> Self {
-        // Aligned for any element, and never read.
-        Self { address: 256, length: 0, borrow: PhantomData }
-    }
+macro_rules! shared {
+    ($($name:ident)*) => {$(
+        impl<T> Clone for $name<'_, T> {
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+
+        impl<T> Copy for $name<'_, T> {}
+    )*};
 }
+
+// A `PointerMut` is its launch's alone: no copy can name the same output twice.
+shared! { Slice Pointer }
+
+/// The device of memory that is not there.
+const ANY_DEVICE: u64 = u64::MAX;
 
 /// Something that a launch passes to a kernel.
 pub trait Argument {
@@ -254,6 +263,9 @@ scalar! {
 #[derive(Clone, Debug, Default)]
 pub struct Words {
     words: Vec<u64>,
+    /// The device of the first address that names one, and whether all agree.
+    device: Option<u64>,
+    mixed: bool,
     /// The or of all addresses: its low bits tell the common alignment.
     addresses: u64,
 }
@@ -261,7 +273,7 @@ pub struct Words {
 impl Words {
     /// The arguments of `kernel`.
     pub fn of(kernel: &impl Kernel) -> Self {
-        let mut words = Self { words: Vec::with_capacity(16), addresses: 0 };
+        let mut words = Self { words: Vec::with_capacity(16), ..Self::default() };
         kernel.pack(&mut words);
         words
     }
@@ -272,9 +284,12 @@ impl Words {
         self.words.push(word);
     }
 
-    /// Adds an address.
+    /// Adds an address on a device.
     #[inline]
-    pub fn push_pointer(&mut self, address: u64) {
+    pub fn push_pointer(&mut self, device: u64, address: u64) {
+        if device != ANY_DEVICE {
+            self.mixed |= *self.device.get_or_insert(device) != device;
+        }
         self.addresses |= address;
         self.words.push(address);
     }
@@ -282,6 +297,11 @@ impl Words {
     /// The words in order.
     pub fn as_slice(&self) -> &[u64] {
         &self.words
+    }
+
+    /// Whether every address is one of `device`.
+    pub fn on_device(&self, device: u64) -> bool {
+        !self.mixed && self.device.is_none_or(|of_arguments| of_arguments == device)
     }
 
     /// Whether every address is a multiple of `align`, a power of two.

@@ -175,12 +175,12 @@ const ONE: Grid = Grid { x: 1, y: 1, z: 1 };
 
 fn output<T>(values: &mut [T]) -> PointerMut<'_, T> {
     // SAFETY: host memory is the emulator's device memory, borrowed for the launch.
-    unsafe { PointerMut::new(values.as_mut_ptr() as u64, values.len()) }
+    unsafe { PointerMut::new(0, values.as_mut_ptr() as u64, values.len()) }
 }
 
 fn input<T>(values: &[T]) -> Slice<'_, T> {
     // SAFETY: as above.
-    unsafe { Slice::new(values.as_ptr() as u64, values.len()) }
+    unsafe { Slice::new(0, values.as_ptr() as u64, values.len()) }
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_barrier_orders_shared_memory() {
     let x: Vec<u32> = (0..64).collect();
     let mut y = vec![0; 64];
     // SAFETY: `x` outlives the launch.
-    let source = unsafe { Pointer::new(x.as_ptr() as u64, 64) };
+    let source = unsafe { Pointer::new(0, x.as_ptr() as u64, 64) };
     run(reverse { x: source, y: output(&mut y) }, ONE).unwrap();
     assert!(y.iter().copied().eq((0..64).rev()));
 }

@@ -8,13 +8,13 @@
 
 use super::{Event, Held, Kind, Origin, Recording};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Serialize)]
 pub(super) struct Snapshot<'r> {
-    segments: Vec<Segment<'r>>,
+    segments: Vec<Segment>,
     /// One trace for each device.
-    device_traces: [Vec<Entry<'r>>; 1],
+    device_traces: Vec<Vec<Entry>>,
     allocator_settings: Settings<'r>,
 }
 
@@ -29,7 +29,7 @@ struct Settings<'r> {
 }
 
 #[derive(Serialize)]
-struct Segment<'r> {
+struct Segment {
     device: i64,
     address: i64,
     total_size: i64,
@@ -41,21 +41,21 @@ struct Segment<'r> {
     /// (0, 0) is PyTorch's common pool; the viewer draws the reserve of all others too.
     segment_pool_id: (i64, i64),
     is_expandable: bool,
-    frames: [Frame<'r>; 1],
-    blocks: Vec<Block<'r>>,
+    frames: Vec<Frame>,
+    blocks: Vec<Block>,
 }
 
 #[derive(Serialize)]
-struct Block<'r> {
+struct Block {
     address: i64,
     size: i64,
     requested_size: i64,
     state: &'static str,
-    frames: Vec<Frame<'r>>,
+    frames: Vec<Frame>,
 }
 
 #[derive(Serialize)]
-struct Entry<'r> {
+struct Entry {
     action: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     addr: Option<i64>,
@@ -64,26 +64,20 @@ struct Entry<'r> {
     size: i64,
     stream: i64,
     time_us: i64,
-    category: &'r str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    user_metadata: Option<Metadata<'r>>,
-    frames: Vec<Frame<'r>>,
+    category: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    frames: Option<Vec<Frame>>,
 }
 
 #[derive(Serialize)]
-struct Metadata<'r> {
-    phase: &'r str,
-    origin: &'static str,
-}
-
-#[derive(Serialize)]
-struct Frame<'r> {
+struct Frame {
     filename: &'static str,
     line: i64,
-    name: &'r str,
+    name: String,
 }
 
-/// The viewer adds this category by itself only in versions that fail at it; so the trace always has it.
+/// The viewer needs this category beside the others, and fails where it tries to add it itself.
 const NO_PHASE: &str = "unknown";
 
 pub(super) fn write(recording: &Recording) -> Vec<u8> {
@@ -93,7 +87,7 @@ pub(super) fn write(recording: &Recording) -> Vec<u8> {
     serde_pickle::to_vec(&snapshot, serde_pickle::SerOptions::new()).expect("plain data can always be pickled")
 }
 
-fn snapshot<'r>(recording: &'r Recording, end: &'r Held, trace: Vec<Entry<'r>>) -> Snapshot<'r> {
+fn snapshot<'r>(recording: &'r Recording, end: &Held, trace: Vec<Entry>) -> Snapshot<'r> {
     let settings = Settings {
         allocator: "stepscope",
         device: &recording.device,
@@ -101,38 +95,52 @@ fn snapshot<'r>(recording: &'r Recording, end: &'r Held, trace: Vec<Entry<'r>>) 
         trace_alloc_max_entries: int(recording.limit as u64),
         trace_alloc_overflowed: recording.forgotten_events > 0,
     };
-    Snapshot { segments: segments(end), device_traces: [trace], allocator_settings: settings }
+    Snapshot { segments: segments(end), device_traces: vec![trace], allocator_settings: settings }
 }
 
 /// The trace; `held` goes from the state before it to the state after it.
-fn trace<'r>(recording: &'r Recording, held: &mut Held) -> Vec<Entry<'r>> {
-    let mut trace = Vec::with_capacity(2 * recording.events.len() + 1);
+fn trace(recording: &Recording, held: &mut Held) -> Vec<Entry> {
+    let mut trace = Vec::with_capacity(3 * recording.events.len() + 1);
+    let mut before: BTreeSet<u64> = held.live.keys().copied().collect();
     for event in &recording.events {
-        let ended = held.apply(event);
-        let mut add = |action, address, bytes| trace.push(entry(event, action, address, bytes));
-        for ended in &ended {
-            add("free_requested", ended.address, ended.bytes as u64);
-            add("free_completed", ended.address, ended.bytes as u64);
+        let entry = |action, address, bytes| Entry {
+            action,
+            addr: Some(int(address)),
+            device_free: None,
+            size: int(bytes),
+            stream: 0,
+            time_us: int(event.time_us),
+            category: None,
+            frames: None,
+        };
+        for ended in held.apply(event) {
+            let (address, bytes) = (ended.address, ended.bytes as u64);
+            // Readers know an allocation by its `alloc`. Where that is not in the trace, they look here.
+            let unknown = before.remove(&address);
+            for action in ["free_requested", "free_completed"] {
+                let entry = entry(action, address, bytes);
+                trace.push(if unknown { described(entry, &ended) } else { entry });
+            }
             if ended.origin != Origin::Arena {
-                add("segment_free", ended.address, ended.occupied_bytes());
+                trace.push(entry("segment_free", address, ended.occupied_bytes()));
             }
         }
+        let bytes = event.bytes as u64;
         match event.kind {
-            Kind::Reserve => add("segment_alloc", event.address, event.bytes as u64),
-            Kind::Release => add("segment_free", event.address, event.bytes as u64),
-            Kind::Allocate if event.bytes == 0 => {}
+            Kind::Reserve => trace.push(described(entry("segment_alloc", event.address, bytes), event)),
+            Kind::Release => trace.push(entry("segment_free", event.address, bytes)),
+            Kind::Allocate if bytes == 0 => {}
             Kind::Allocate => {
                 if event.origin != Origin::Arena {
-                    add("segment_alloc", event.address, event.occupied_bytes());
+                    trace.push(described(entry("segment_alloc", event.address, event.occupied_bytes()), event));
                 }
-                add("alloc", event.address, event.bytes as u64);
+                trace.push(described(entry("alloc", event.address, bytes), event));
+            }
+            Kind::Refuse { free_bytes } => {
+                let oom = Entry { addr: None, device_free: Some(int(free_bytes)), ..entry("oom", 0, bytes) };
+                trace.push(described(oom, event));
             }
             Kind::Free | Kind::Rewind | Kind::Reset => {}
-            Kind::Refuse { free_bytes } => trace.push(Entry {
-                addr: None,
-                device_free: Some(int(free_bytes)),
-                ..entry(event, "oom", 0, event.bytes as u64)
-            }),
         }
     }
     trace.push(Entry {
@@ -142,40 +150,35 @@ fn trace<'r>(recording: &'r Recording, held: &mut Held) -> Vec<Entry<'r>> {
         size: 0,
         stream: 0,
         time_us: recording.events.back().map_or(0, |last| int(last.time_us)),
-        category: NO_PHASE,
-        user_metadata: None,
-        frames: Vec::new(),
+        category: Some(NO_PHASE),
+        frames: None,
     });
     trace
 }
 
-fn entry<'r>(event: &'r Event, action: &'static str, address: u64, bytes: u64) -> Entry<'r> {
-    let phase = if event.phase.is_empty() { NO_PHASE } else { event.phase };
-    Entry {
-        action,
-        addr: Some(int(address)),
-        device_free: None,
-        size: int(bytes),
-        stream: 0,
-        time_us: int(event.time_us),
-        category: phase,
-        user_metadata: Some(Metadata { phase, origin: event.origin.name() }),
-        frames: vec![frame(event)],
-    }
+/// The entry with what the memory is for.
+fn described(entry: Entry, event: &Event) -> Entry {
+    let category = if event.phase.is_empty() { NO_PHASE } else { event.phase };
+    Entry { category: Some(category), frames: Some(vec![frame(event)]), ..entry }
 }
 
-fn frame(event: &Event) -> Frame<'_> {
-    Frame { filename: event.file, line: i64::from(event.line), name: &event.label }
+fn frame(event: &Event) -> Frame {
+    let name = match (event.phase, event.origin) {
+        ("", _) => event.label.to_string(),
+        (phase, Origin::Overflow) => format!("{} ({phase}, overflow)", event.label),
+        (phase, _) => format!("{} ({phase})", event.label),
+    };
+    Frame { filename: event.file, line: i64::from(event.line), name }
 }
 
 /// What the arena reserved, and each tensor outside it, in the order of their addresses.
-fn segments(held: &Held) -> Vec<Segment<'_>> {
+fn segments(held: &Held) -> Vec<Segment> {
     let own = held.live.values().filter(|live| live.origin != Origin::Arena);
     let all: BTreeMap<u64, &Event> = held.reserved.values().chain(own).map(|event| (event.address, event)).collect();
     all.into_values().map(|event| segment(held, event)).collect()
 }
 
-fn segment<'r>(held: &'r Held, event: &'r Event) -> Segment<'r> {
+fn segment(held: &Held, event: &Event) -> Segment {
     let total_size = if event.kind == Kind::Reserve { event.bytes as u64 } else { event.occupied_bytes() };
     let blocks = blocks(held, event.address, event.address.saturating_add(total_size));
     let active = || blocks.iter().filter(|block| block.state == ACTIVE);
@@ -195,7 +198,7 @@ fn segment<'r>(held: &'r Held, event: &'r Event) -> Segment<'r> {
             Origin::Overflow => (0, 2),
         },
         is_expandable: false,
-        frames: [frame(event)],
+        frames: vec![frame(event)],
         blocks,
     }
 }
@@ -203,7 +206,7 @@ fn segment<'r>(held: &'r Held, event: &'r Event) -> Segment<'r> {
 const ACTIVE: &str = "active_allocated";
 
 /// The live tensors of `start..end` and the gaps between them: together exactly that range.
-fn blocks(held: &Held, start: u64, end: u64) -> Vec<Block<'_>> {
+fn blocks(held: &Held, start: u64, end: u64) -> Vec<Block> {
     let gap = |from: u64, to: u64| {
         let (address, size) = (int(from), int(to - from));
         (size > 0).then(|| Block { address, size, requested_size: 0, state: "inactive", frames: Vec::new() })
@@ -244,10 +247,17 @@ mod tests {
     /// Reads the pickle by Python's own module and prints it as JSON, with what a narrower reader has to know.
     const READ: &str = r#"
 import json, pickle, pickletools, sys
+def marked(value):  # JSON has no tuples
+    if isinstance(value, dict):
+        return {key: marked(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {"tuple": [marked(item) for item in value]}
+    return [marked(item) for item in value] if isinstance(value, list) else value
+
 data = open(sys.argv[1], "rb").read()
 opcodes = [(op.name, at) for op, _, at in pickletools.genops(data)]
 print(json.dumps({
-    "snapshot": pickle.loads(data),
+    "snapshot": marked(pickle.loads(data)),
     "opcodes": sorted({name for name, _ in opcodes}),
     "longest_long": max([data[at + 1] for name, at in opcodes if name == "LONG1"], default=0),
 }))
@@ -287,7 +297,10 @@ print(json.dumps({
         let read = read_by_python(&sample());
         let snapshot = &read["snapshot"];
         let frame = |name: &str| json!([{"filename": "host/ops/activation.rs", "line": 21, "name": name}]);
-        let gap = |address: u64, size: u64| json!({"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []});
+        let gap = |address: u64, size: u64| {
+            json!({"address": address, "size": size, "requested_size": 0,
+            "state": "inactive", "frames": []})
+        };
         let tensor = |address: u64, size: u64, requested: u64, name: &str| {
             json!({"address": address, "size": size, "requested_size": requested, "state": "active_allocated",
                 "frames": frame(name)})
@@ -296,15 +309,15 @@ print(json.dumps({
             snapshot["segments"],
             json!([
                 {"device": 0, "address": ARENA, "total_size": 4096, "allocated_size": 512, "active_size": 512,
-                    "requested_size": 177, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 1],
-                    "is_expandable": false, "frames": frame("gelu"), "blocks": [
-                        tensor(ARENA, 256, 100, "gelu"),
+                    "requested_size": 177, "stream": 0, "segment_type": "large", "segment_pool_id": {"tuple": [0, 1]},
+                    "is_expandable": false, "frames": frame("gelu (forward)"), "blocks": [
+                        tensor(ARENA, 256, 100, "gelu (forward)"),
                         gap(ARENA + 256, 768),
-                        tensor(ARENA + 1024, 256, 77, "gelu"),
+                        tensor(ARENA + 1024, 256, 77, "gelu (forward)"),
                         gap(ARENA + 1280, 2816),
                     ]},
                 {"device": 0, "address": WEIGHTS, "total_size": 1024, "allocated_size": 1024, "active_size": 1024,
-                    "requested_size": 1000, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 0],
+                    "requested_size": 1000, "stream": 0, "segment_type": "large", "segment_pool_id": {"tuple": [0, 0]},
                     "is_expandable": false, "frames": frame("W\u{f6}rter \"1\""), "blocks": [
                         tensor(WEIGHTS, 1024, 1000, "W\u{f6}rter \"1\""),
                     ]},
@@ -332,23 +345,23 @@ print(json.dumps({
                 [8, "segment_alloc", OVERFLOW, 5120, "forward"],
                 [8, "alloc", OVERFLOW, 5000, "forward"],
                 [9, "oom", null, 1u64 << 40, "forward"],
-                [10, "free_requested", OVERFLOW, 5000, "forward"],
-                [10, "free_completed", OVERFLOW, 5000, "forward"],
-                [10, "segment_free", OVERFLOW, 5120, "forward"],
-                [11, "free_requested", ARENA + 256, 512, "forward"],
-                [11, "free_completed", ARENA + 256, 512, "forward"],
+                [10, "free_requested", OVERFLOW, 5000, null],
+                [10, "free_completed", OVERFLOW, 5000, null],
+                [10, "segment_free", OVERFLOW, 5120, null],
+                [11, "free_requested", ARENA + 256, 512, null],
+                [11, "free_completed", ARENA + 256, 512, null],
                 [12, "alloc", ARENA + 1024, 77, "forward"],
                 [12, "snapshot", 0, 0, "unknown"],
             ])
         );
         assert_eq!(trace[7]["device_free"], 7);
         assert!(trace.iter().all(|entry| entry["stream"] == 0));
-        assert_eq!(trace[4]["frames"], frame("gelu"));
-        assert_eq!(trace[4]["user_metadata"], json!({"phase": "backward", "origin": "arena"}));
+        assert_eq!(trace[4]["frames"], frame("gelu (backward)"));
+        assert_eq!(trace[6]["frames"], frame("gelu (forward, overflow)"));
         assert_eq!(
             snapshot["allocator_settings"],
-            json!({"allocator": "stepscope", "device": "emulated", "forgotten_events": 0, "trace_alloc_max_entries": 100,
-                "trace_alloc_overflowed": false})
+            json!({"allocator": "stepscope", "device": "emulated", "forgotten_events": 0,
+                "trace_alloc_max_entries": 100, "trace_alloc_overflowed": false})
         );
     }
 
@@ -424,7 +437,7 @@ print(json.dumps({
 
             let mut end = recording.start.clone();
             // Addresses before the trace, with what the trace does to them.
-            let mut live: std::collections::BTreeSet<i64> =
+            let mut live: BTreeSet<i64> =
                 segments(&end).iter().flat_map(|segment| active(segment).map(|block| block.address)).collect();
             let trace = trace(&recording, &mut end);
             for entry in &trace {
@@ -435,7 +448,7 @@ print(json.dumps({
                 }
             }
             let snapshot = snapshot(&recording, &end, trace);
-            let mut at_end = std::collections::BTreeSet::new();
+            let mut at_end = BTreeSet::new();
             for segment in &snapshot.segments {
                 let mut at = segment.address;
                 for block in &segment.blocks {
@@ -452,7 +465,7 @@ print(json.dumps({
         }
     }
 
-    fn active<'s, 'r>(segment: &'s Segment<'r>) -> impl Iterator<Item = &'s Block<'r>> {
+    fn active(segment: &Segment) -> impl Iterator<Item = &Block> {
         segment.blocks.iter().filter(|block| block.state == ACTIVE)
     }
 }

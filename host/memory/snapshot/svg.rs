@@ -1,4 +1,4 @@
-//! A timeline as an SVG picture: bands by phase, the end of the arena as a dashed line, the ends of steps, refusals.
+//! A timeline as an SVG picture: bands by phase, a dashed line where the arena ends, the ends of steps, refusals.
 //!
 //! Text is written as SVG text, so drawing needs no font; every band names itself when pointed at.
 
@@ -42,8 +42,6 @@ pub(super) fn draw(recording: &Recording) -> String {
 struct Picture<'r> {
     recording: &'r Recording,
     line: Timeline<'r>,
-    /// The highest end of the arena.
-    arena_end: u64,
     /// Whether the end of the arena fits into the plot.
     in_sight: bool,
     /// Bytes at the top of the plot.
@@ -57,7 +55,7 @@ impl<'r> Picture<'r> {
         let arena_end = line.columns.iter().map(|column| column.arena_end).max().unwrap_or(0);
         let in_sight = arena_end > 0 && arena_end <= PEAKS_IN_SIGHT.saturating_mul(line.peak_bytes);
         let highest = if in_sight { arena_end.max(line.peak_bytes) } else { line.peak_bytes };
-        Self { recording, line, arena_end, in_sight, top_bytes: highest.max(1) as f64 * 1.06, svg: String::new() }
+        Self { recording, line, in_sight, top_bytes: highest.max(1) as f64 * 1.06, svg: String::new() }
     }
 
     fn x(&self, time_us: u64) -> f64 {
@@ -150,7 +148,8 @@ impl<'r> Picture<'r> {
             let (fill, name, most) = (self.fill(at), escaped(layer.name()), amount(layer.peak_bytes));
             writeln!(
                 self.svg,
-                "<path class='band' d='{top}V{BOTTOM}H{LEFT}Z' fill='{fill}'><title>{name}: at most {most}</title></path>"
+                "<path class='band' d='{top}V{BOTTOM}H{LEFT}Z' fill='{fill}'>\
+                 <title>{name}: at most {most}</title></path>"
             )?;
         }
         writeln!(self.svg, "<path d='M{LEFT} {TOP}V{BOTTOM}H{RIGHT}' fill='none' stroke='{QUIET}'/>")
@@ -218,10 +217,16 @@ impl<'r> Picture<'r> {
             let mark = format!("<rect y='-7' width='16' height='14' fill='{}'/>", self.fill(at));
             rows.push((mark, escaped(layer.name()), format!("at most {}", amount(layer.peak_bytes))));
         }
-        if self.arena_end > 0 {
+        if self.line.arena_bytes > 0 {
             let mark = format!("<path d='M-1 0h18' stroke='{INK}' {DASHED}/>");
-            let place = if self.in_sight { "" } else { ", out of sight" };
-            rows.push((mark, "end of the arena".to_owned(), format!("{}{place}", amount(self.arena_end))));
+            let persistent = self.line.layers.iter().any(|layer| layer.origin == Origin::Persistent);
+            let capacity = amount(self.line.arena_bytes);
+            let detail = match (self.in_sight, persistent) {
+                (false, _) => format!("{capacity}, out of sight"),
+                (true, true) => format!("persistent + {capacity}"),
+                (true, false) => capacity,
+            };
+            rows.push((mark, "arena capacity".to_owned(), detail));
         }
         if !self.line.refusals.is_empty() {
             let mark = format!("<path d='M8 5l-5 -9h10z' fill='{REFUSED}'/>");
@@ -266,7 +271,7 @@ type Unit = (&'static str, f64);
 fn unit_of_bytes(bytes: u64) -> Unit {
     match bytes {
         0..0x20_0000 => ("KiB", 1024.0),
-        0x20_0000..0x4_0000_0000 => ("MiB", 1_048_576.0),
+        0x20_0000..0x8000_0000 => ("MiB", 1_048_576.0),
         _ => ("GiB", 1_073_741_824.0),
     }
 }
@@ -349,8 +354,8 @@ mod tests {
             ">backward<",
             ">forward<",
             ">persistent<",
-            ">end of the arena<",
-            ">73.0 MiB<",
+            ">arena capacity<",
+            ">persistent + 64.0 MiB<",
             ">1 request<",
             ">memory in use (MiB)<",
             ">time (ms)<",

@@ -51,6 +51,8 @@ pub(super) struct Timeline<'r> {
     pub(super) span_us: u64,
     pub(super) peak_us: u64,
     pub(super) peak_bytes: u64,
+    /// The most that the arena reserved.
+    pub(super) arena_bytes: u64,
     /// When steps ended.
     pub(super) resets_us: Vec<u64>,
     /// When a request was refused, and what was in use then.
@@ -69,6 +71,7 @@ impl<'r> Timeline<'r> {
             span_us: end_us.saturating_sub(start_us).max(1),
             peak_us: start_us,
             peak_bytes: 0,
+            arena_bytes: 0,
             resets_us: Vec::new(),
             refusals: Vec::new(),
         };
@@ -112,6 +115,7 @@ impl<'r> Timeline<'r> {
     fn see(&mut self, now: &mut Sample, held: &Held, time_us: u64) {
         let reserved: u64 = held.reserved.values().map(|event| event.bytes as u64).sum();
         let persistent = self.layers.iter().zip(&now.levels).filter(|(layer, _)| layer.origin == Origin::Persistent);
+        self.arena_bytes = self.arena_bytes.max(reserved);
         now.arena_end = if reserved == 0 { 0 } else { reserved + persistent.map(|(_, bytes)| bytes).sum::<u64>() };
         for (layer, &bytes) in self.layers.iter_mut().zip(&now.levels) {
             layer.peak_bytes = layer.peak_bytes.max(bytes);
@@ -174,6 +178,7 @@ mod tests {
         assert_eq!(line.columns.iter().map(levels).collect::<Vec<_>>(), expected);
         assert!(line.columns.iter().all(|column| column.arena_end == 4096 + 1024));
         assert_eq!((line.peak_us, line.peak_bytes), (130, 1024 + 256 + 512 + 5120));
+        assert_eq!(line.arena_bytes, 4096);
         assert_eq!(line.resets_us, [150]);
         assert_eq!(line.refusals, [(132, 1024 + 256 + 512)]);
         assert_eq!(line.layers.iter().map(|layer| layer.peak_bytes).collect::<Vec<_>>(), [1024, 256, 512, 5120]);

@@ -183,7 +183,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         #[cfg(not(target_arch = "nvptx64"))]
         #(#documents)*
         #[allow(non_camel_case_types)]
-        #[derive(Clone, Copy, Debug)]
+        #[derive(Debug)]
         #visibility struct #name #lifetime { #(#fields),* }
 
         #[cfg(not(target_arch = "nvptx64"))]
