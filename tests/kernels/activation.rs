@@ -1,0 +1,99 @@
+//! `ops::{tanh, gelu}` and their backward passes.
+
+use crate::math::{gelu, gelu_derivative, sample, ulps};
+use crate::shapes::LENGTHS;
+use crate::support::{Random, on_each_device};
+use crate::tolerance::Closeness;
+use crate::trial::{assert_refused, assert_same, trial};
+use kernels::math;
+use stepscope::{Device, Result, Step, Tensor, ops};
+
+type Unary = for<'s> fn(&Step<'s>, &Tensor<'s>) -> Result<Tensor<'s>>;
+type Backward = for<'s> fn(&Step<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<Tensor<'s>>;
+
+fn forward(device: &Device, op: Unary, x: &[f32]) -> Vec<f32> {
+    trial(device, |trial| {
+        let x = trial.upload(x, [x.len()])?;
+        let y = op(trial, &x)?;
+        assert_eq!(y.shape(), x.shape());
+        trial.output(&y)
+    })
+}
+
+fn backward(device: &Device, op: Backward, x: &[f32], dy: &[f32]) -> Vec<f32> {
+    trial(device, |trial| {
+        let (x, dy) = (trial.upload(x, [x.len()])?, trial.upload(dy, [dy.len()])?);
+        let dx = op(trial, &x, &dy)?;
+        assert_eq!(dx.shape(), x.shape());
+        trial.output(&dx)
+    })
+}
+
+/// `op` within `limit` ulp of `reference` and with the bits of `scalar`, over all magnitudes and over every length.
+fn check(
+    device: &Device,
+    (name, limit): (&'static str, f64),
+    op: Unary,
+    scalar: fn(f32) -> f32,
+    reference: fn(f64) -> f64,
+) {
+    let mut closeness = Closeness::new(name);
+    let mut inputs = vec![sample(31, -12.5, 10.0)];
+    inputs.extend(LENGTHS.map(|length| Random::new(length as u64).normals(length)));
+    for x in inputs {
+        let got = forward(device, op, &x);
+        let want: Vec<f64> = x.iter().map(|&x| reference(f64::from(x))).collect();
+        closeness.check_ulps(limit, x.len(), &got, &want);
+        assert_same(x.len(), &got, &x.iter().map(|&x| scalar(x)).collect::<Vec<_>>());
+    }
+    closeness.finish();
+}
+
+/// `op` within `ulps` of `reference(x, dy)` over every length.
+fn check_backward(device: &Device, name: &'static str, op: Backward, ulps: f64, reference: fn(f64, f64) -> f64) {
+    let mut closeness = Closeness::new(name);
+    for length in LENGTHS {
+        let mut random = Random::new(length as u64);
+        let (x, dy) = (random.uniforms(length, -1.0, 1.0), random.normals(length));
+        let got = backward(device, op, &x, &dy);
+        let want: Vec<f64> = x.iter().zip(&dy).map(|(&x, &dy)| reference(f64::from(x), f64::from(dy))).collect();
+        closeness.check_ulps(ulps, length, &got, &want);
+    }
+    closeness.finish();
+}
+
+on_each_device! {
+    fn tanh_forward(device: &Device) {
+        check(device, ("tanh", ulps::TANH), |step, x| ops::tanh(step, x), math::tanh, f64::tanh);
+    }
+
+    fn tanh_backward(device: &Device) {
+        let op: Backward = |step, y, dy| ops::tanh_backward(step, y, dy);
+        check_backward(device, "tanh backward", op, 2.0, |y, dy| dy * (1.0 - y * y));
+        let special =
+            backward(device, op, &[1.0, -1.0, 0.0, -0.0, f32::NAN, 0.5], &[2.0, 2.0, 2.0, 2.0, 2.0, f32::INFINITY]);
+        assert_same("special", &special, &[0.0, 0.0, 2.0, 2.0, f32::NAN, f32::INFINITY]);
+    }
+
+    fn gelu_forward(device: &Device) {
+        check(device, ("gelu", ulps::GELU), |step, x| ops::gelu(step, x), math::gelu, gelu);
+    }
+
+    fn gelu_backward(device: &Device) {
+        let op: Backward = |step, x, dy| ops::gelu_backward(step, x, dy);
+        let x = sample(32, -12.5, 6.0);
+        let got = backward(device, op, &x, &vec![1.0; x.len()]);
+        assert_same("dy = 1", &got, &x.iter().map(|&x| math::gelu_derivative(x)).collect::<Vec<_>>());
+        // A product's ulp can be half of its factor's in relation to it; and its own rounding.
+        check_backward(device, "gelu backward", op, 2.0 * ulps::GELU_DERIVATIVE + 0.5, |x, dy| dy * gelu_derivative(x));
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [6])?);
+            assert_refused(ops::tanh_backward(trial, &a, &b), &["tanh_backward", "[2, 3]", "[6]"]);
+            assert_refused(ops::gelu_backward(trial, &a, &b), &["gelu_backward", "[2, 3]", "[6]"]);
+            Ok(())
+        });
+    }
+}

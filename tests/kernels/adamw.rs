@@ -1,0 +1,113 @@
+//! `ops::adamw`: one update of one flat region.
+
+use crate::shapes::LENGTHS;
+use crate::support::{Random, on_each_device};
+use crate::tolerance::{Closeness, Exact};
+use crate::trial::{assert_refused, trial};
+use kernels::adamw::slot;
+use stepscope::{Device, ops};
+
+/// Weights, gradients, first and second moments, all of one length.
+struct State([Vec<f32>; 4]);
+
+impl State {
+    fn new(length: usize) -> Self {
+        let mut random = Random::new(length as u64);
+        let [weights, gradients, first] = [random.normals(length), random.normals(length), random.normals(length)];
+        Self([weights, gradients, first, random.uniforms(length, 0.0, 2.0)])
+    }
+
+    /// The new weights, first and second moments.
+    fn update(&self, device: &Device, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<f32>; 3] {
+        trial(device, |trial| {
+            let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
+            let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
+            let (hyper, squared_norm) = (trial.upload(&hyper, [slot::LEN])?, trial.upload(&[squared_norm], [1])?);
+            ops::adamw(trial, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            Ok([trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?])
+        })
+    }
+
+    /// The same in float64, as PyTorch's documentation states it.
+    fn exact(&self, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<Exact>; 3] {
+        let [rate, beta1, beta2, epsilon, decay, correction1, correction2, max_norm] = hyper.map(Exact::given);
+        let one = Exact::given(1.0);
+        let clip = max_norm / (Exact::given(squared_norm).sqrt() + Exact::given(1e-6f32));
+        let clip = if max_norm.value == 0.0 || clip.value > 1.0 { one } else { clip };
+        // 1 - beta is exact.
+        let [rest1, rest2] = [beta1, beta2].map(|beta| Exact::given(1.0 - beta.value));
+        let mut results = [const { Vec::new() }; 3];
+        for at in 0..self.0[0].len() {
+            let [weight, gradient, first, second] = [0, 1, 2, 3].map(|part| Exact::given(self.0[part][at]));
+            let g = gradient * clip;
+            let m = first + rest1.times(g - first);
+            let v = second * beta2 + (rest2 * g).times(g);
+            let direction = m / (v.sqrt() / correction2.sqrt() + epsilon);
+            let w = weight * (one - rate * decay) - (rate / correction1).times(direction);
+            for (results, exact) in results.iter_mut().zip([w, m, v]) {
+                results.push(exact);
+            }
+        }
+        results
+    }
+}
+
+/// Learning rate, betas, epsilon, weight decay, bias corrections, maximal norm: a late step, and the first.
+const LATE: [f32; slot::LEN] = [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.9, 0.6, 1.0];
+const FIRST: [f32; slot::LEN] = [3e-4, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.05, 0.0];
+
+on_each_device! {
+    fn update(device: &Device) {
+        let mut seen = ["weights", "first moment", "second moment"].map(Closeness::new);
+        for length in LENGTHS {
+            let state = State::new(length);
+            // Clipped to a third; inside the norm; no clipping at all.
+            for (hyper, squared_norm) in [(LATE, 9.0), (LATE, 0.25), (FIRST, 9.0)] {
+                let (got, want) = (state.update(device, hyper, squared_norm), state.exact(hyper, squared_norm));
+                for ((seen, got), want) in seen.iter_mut().zip(&got).zip(&want) {
+                    seen.check(format_args!("{length}, {hyper:?}"), got, want);
+                }
+            }
+        }
+        seen.into_iter().for_each(Closeness::finish);
+    }
+
+    /// A NaN among the gradients must not pass unseen, and one weight's gradient is no other's business.
+    fn not_a_number(device: &Device) {
+        let mut state = State::new(9);
+        for results in state.update(device, LATE, f32::NAN) {
+            assert!(results.iter().all(|value| value.is_nan()), "{results:?}");
+        }
+        state.0[1][4] = f32::NAN;
+        for results in state.update(device, FIRST, f32::NAN) {
+            assert!(results.iter().enumerate().all(|(at, value)| value.is_nan() == (at == 4)), "{results:?}");
+        }
+    }
+
+    /// No gradient, no moments, no decay: the weights stay as they are.
+    fn nothing_to_do(device: &Device) {
+        let mut state = State::new(7);
+        state.0[1..].iter_mut().for_each(|part| part.fill(0.0));
+        let [weights, first, second] = state.update(device, FIRST, 0.0);
+        assert_eq!(weights, state.0[0]);
+        assert_eq!([first, second], [[0.0; 7], [0.0; 7]]);
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
+            let (mut a, mut b, mut c, mut d) = (ones(3)?, ones(3)?, ones(4)?, ones(3)?);
+            let (g, hyper, norm) = (ones(3)?, trial.upload(&LATE, [slot::LEN])?, ones(1)?);
+            assert_refused(ops::adamw(trial, &mut a, &g, &mut b, &mut c, &hyper, &norm), &["adamw", "[3]", "[4]"]);
+            assert_refused(
+                ops::adamw(trial, &mut a, &g, &mut b, &mut d, &norm, &norm),
+                &["adamw", "`hyper`", "8 elements"],
+            );
+            assert_refused(
+                ops::adamw(trial, &mut a, &g, &mut b, &mut d, &hyper, &g),
+                &["adamw", "`squared_norm`", "1 elements"],
+            );
+            Ok(())
+        });
+    }
+}

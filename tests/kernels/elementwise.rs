@@ -1,0 +1,90 @@
+//! `ops::{add, add_assign, scale, add_bias}`.
+//!
+//! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
+
+use crate::math::SPECIAL;
+use crate::shapes::{LENGTHS, ROWS};
+use crate::support::{Random, on_each_device};
+use crate::trial::{assert_refused, assert_same, trial};
+use stepscope::ops;
+
+/// Two inputs of this length; the longer ones hold every pair of special numbers.
+fn pairs(length: usize) -> (Vec<f32>, Vec<f32>) {
+    let mut random = Random::new(length as u64);
+    let (mut a, mut b) = (random.normals(length), random.normals(length));
+    if length >= SPECIAL.len().pow(2) {
+        for (at, place) in (length - SPECIAL.len().pow(2)..length).enumerate() {
+            (a[place], b[place]) = (SPECIAL[at % SPECIAL.len()], SPECIAL[at / SPECIAL.len()]);
+        }
+    }
+    (a, b)
+}
+
+fn rounded(a: &[f32], b: &[f32], op: impl Fn(f64, f64) -> f64) -> Vec<f32> {
+    a.iter().zip(b).map(|(&a, &b)| op(f64::from(a), f64::from(b)) as f32).collect()
+}
+
+on_each_device! {
+    fn add(device: &Device) {
+        for length in LENGTHS {
+            let (a, b) = pairs(length);
+            let got = trial(device, |trial| {
+                let (a, b) = (trial.upload(&a, [length])?, trial.upload(&b, [length])?);
+                trial.output(&ops::add(trial, &a, &b)?)
+            });
+            assert_same(length, &got, &rounded(&a, &b, |a, b| a + b));
+        }
+    }
+
+    fn add_assign(device: &Device) {
+        for length in LENGTHS {
+            let (a, b) = pairs(length);
+            let got = trial(device, |trial| {
+                let (a, mut b) = (trial.upload(&a, [length])?, trial.upload(&b, [length])?);
+                ops::add_assign(trial, &mut b, &a)?;
+                trial.output(&b)
+            });
+            assert_same(length, &got, &rounded(&a, &b, |a, b| a + b));
+        }
+    }
+
+    fn scale(device: &Device) {
+        for (length, factor) in
+            LENGTHS.into_iter().zip([-1.5, 0.1, 0.0, f32::INFINITY, 1e-40, 3.0, f32::NAN].into_iter().cycle())
+        {
+            let (x, _) = pairs(length);
+            let got = trial(device, |trial| {
+                let x = trial.upload(&x, [length])?;
+                trial.output(&ops::scale(trial, &x, factor)?)
+            });
+            assert_same(
+                format_args!("{length} by {factor}"),
+                &got,
+                &rounded(&x, &vec![factor; length], |x, factor| x * factor),
+            );
+        }
+    }
+
+    fn add_bias(device: &Device) {
+        for [rows, cols] in ROWS {
+            let (x, bias) = (pairs(rows * cols).0, Random::new(cols as u64).normals(cols));
+            let got = trial(device, |trial| {
+                let (x, bias) = (trial.upload(&x, [rows, cols])?, trial.upload(&bias, [cols])?);
+                trial.output(&ops::add_bias(trial, &x, &bias)?)
+            });
+            let everywhere = bias.repeat(rows);
+            assert_same(format_args!("{rows} x {cols}"), &got, &rounded(&x, &everywhere, |x, bias| x + bias));
+        }
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (a, mut b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
+            assert_refused(ops::add(trial, &a, &b), &["add", "[2, 3]", "[3, 2]"]);
+            assert_refused(ops::add_assign(trial, &mut b, &a), &["add_assign", "[2, 3]", "[3, 2]"]);
+            let bias = trial.upload(&[1.0; 2], [2])?;
+            assert_refused(ops::add_bias(trial, &a, &bias), &["add_bias", "[3]", "[2]"]);
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,392 @@
+//! `ops::{matmul, linear, linear_residual, linear_gelu, gemm_into}` and the three tiles below them.
+//!
+//! The contract is bits: each output is one chain of fused multiply-adds over ascending k, then the bias, then beta
+//! times the old content, then gelu. The reference here is that chain as a plain loop, and it is close to float64.
+
+use crate::launches::launched;
+use crate::support::{Random, on_each_device};
+use crate::tolerance::{Closeness, Exact};
+use crate::trial::{assert_refused, assert_same, trial};
+use cuda_std::launch::Slice;
+use kernels::math;
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+use stepscope::ops::{self, Gemm};
+use stepscope::{Device, Result, Source, Target, Tensor};
+
+/// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16, the model's 193.
+const SHAPES: [[usize; 3]; 17] = [
+    [1, 1, 1],
+    [1, 1, 0],
+    [3, 4, 0],
+    [5, 7, 3],
+    [12, 256, 17],
+    [16, 64, 16],
+    [17, 65, 17],
+    [33, 66, 1],
+    [64, 64, 32],
+    [65, 63, 48],
+    [70, 130, 193],
+    [127, 129, 15],
+    [128, 128, 16],
+    [129, 257, 31],
+    [0, 5, 3],
+    [5, 0, 3],
+    [2, 1, 193],
+];
+
+/// What is done besides the product.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    /// Elements between rows beyond their width, in A, B and the output.
+    pads: [usize; 3],
+    batches: usize,
+    beta: f32,
+    bias: bool,
+    flags: u32,
+}
+
+const VARIANTS: [Variant; 7] = [
+    Variant { pads: [0, 0, 0], batches: 1, beta: 0.0, bias: false, flags: 0 },
+    Variant { pads: [0, 0, 0], batches: 3, beta: 1.0, bias: true, flags: 0 },
+    Variant { pads: [3, 1, 2], batches: 1, beta: 0.5, bias: true, flags: GELU },
+    Variant { pads: [4, 8, 4], batches: 2, beta: 0.0, bias: true, flags: GELU | KEEP },
+    Variant { pads: [1, 0, 5], batches: 2, beta: 1.0, bias: false, flags: KEEP },
+    Variant { pads: [0, 2, 0], batches: 1, beta: -0.5, bias: false, flags: GELU | KEEP },
+    Variant { pads: [0, 0, 1], batches: 0, beta: 0.0, bias: true, flags: 0 },
+];
+
+/// A multiply with its operands, each just long enough.
+#[derive(Debug)]
+struct Case {
+    form: Gemm,
+    flags: u32,
+    a: Vec<f32>,
+    b: Vec<f32>,
+    bias: Vec<f32>,
+    old: Vec<f32>,
+}
+
+/// Elements that `batches` matrices span.
+fn span(batches: usize, stride: usize, rows: usize, cols: usize, ld: usize) -> usize {
+    if batches == 0 || rows == 0 || cols == 0 { 0 } else { (batches - 1) * stride + (rows - 1) * ld + cols }
+}
+
+impl Case {
+    fn new([m, n, k]: [usize; 3], transpose: u32, variant: Variant) -> Self {
+        let Variant { pads, batches, beta, bias, flags } = variant;
+        let mut form = Gemm { batches, beta, ..Gemm::new(m, n, k) };
+        form = if transpose & TRANSPOSE_A != 0 { form.transpose_a() } else { form };
+        form = if transpose & TRANSPOSE_B != 0 { form.transpose_b() } else { form };
+        (form.lda, form.ldb, form.ldc) = (form.lda + pads[0], form.ldb + pads[1], form.ldc + pads[2]);
+        let (a_rows, a_cols) = if form.transpose_a { (k, m) } else { (m, k) };
+        let (b_rows, b_cols) = if form.transpose_b { (n, k) } else { (k, n) };
+        // A's batches overlap by a row less one element, B is one for all where its rows are padded.
+        form.stride_a = (a_rows * form.lda).saturating_sub(1);
+        form.stride_b = if pads[1] == 0 { b_rows * form.ldb } else { 0 };
+        (form.stride_c, form.stride_bias) = (m * form.ldc + pads[2], n);
+        let mut random = Random::new((m * 1_000_003 + n * 1009 + k) as u64);
+        Self {
+            a: random.uniforms(span(batches, form.stride_a, a_rows, a_cols, form.lda), -0.5, 1.0),
+            b: random.uniforms(span(batches, form.stride_b, b_rows, b_cols, form.ldb), -0.5, 1.0),
+            bias: random.normals(if bias { span(batches, n, 1, n, n) } else { 0 }),
+            old: random.normals(span(batches, form.stride_c, m, n, form.ldc)),
+            form,
+            flags: flags | transpose,
+        }
+    }
+
+    /// The outputs' places, batches, rows and columns.
+    fn places(&self) -> impl Iterator<Item = (usize, [usize; 3])> {
+        let Gemm { m, n, batches, stride_c, ldc, .. } = self.form;
+        (0..batches * m * n).map(move |at| {
+            let [z, i, j] = [at / (m * n), at / n % m, at % n];
+            (z * stride_c + i * ldc + j, [z, i, j])
+        })
+    }
+
+    /// The factors of an output, k ascending.
+    fn factors(&self, [z, i, j]: [usize; 3]) -> impl Iterator<Item = (f32, f32)> {
+        let Gemm { k, lda, ldb, stride_a, stride_b, transpose_a, transpose_b, .. } = self.form;
+        let at = |transposed: bool, outer: usize, inner: usize, ld: usize| {
+            if transposed { inner * ld + outer } else { outer * ld + inner }
+        };
+        (0..k).map(move |p| {
+            (self.a[z * stride_a + at(transpose_a, i, p, lda)], self.b[z * stride_b + at(transpose_b, p, j, ldb)])
+        })
+    }
+
+    fn bias(&self, [z, _, j]: [usize; 3]) -> Option<f32> {
+        (!self.bias.is_empty()).then(|| self.bias[z * self.form.stride_bias + j])
+    }
+
+    /// What the kernel must leave in `out` and in `pre`, which both held `old`: the plain chain.
+    fn chain(&self) -> [Vec<f32>; 2] {
+        let [mut out, mut pre] = [self.old.clone(), self.old.clone()];
+        for (place, at) in self.places() {
+            let mut sum = self.factors(at).fold(0.0, |sum: f32, (a, b)| a.mul_add(b, sum));
+            sum = self.bias(at).map_or(sum, |bias| sum + bias);
+            if self.form.beta != 0.0 {
+                sum = self.form.beta.mul_add(self.old[place], sum);
+            }
+            if self.flags & KEEP != 0 {
+                pre[place] = sum;
+            }
+            out[place] = if self.flags & GELU != 0 { math::gelu(sum) } else { sum };
+        }
+        [out, pre]
+    }
+
+    /// The sums in float64, without gelu, in the order of [`Case::places`].
+    fn exact(&self) -> Vec<Exact> {
+        let exact = |(place, at): (usize, [usize; 3])| {
+            let products = self.factors(at).map(|(a, b)| Exact::given(a).times(Exact::given(b)));
+            let mut sum = Exact::sum(self.form.k, products);
+            sum = self.bias(at).map_or(sum, |bias| sum + Exact::given(bias));
+            if self.form.beta == 0.0 {
+                return sum;
+            }
+            sum + Exact::given(self.form.beta).times(Exact::given(self.old[place]))
+        };
+        self.places().map(exact).collect()
+    }
+}
+
+/// Runs one tile's kernel on a case: `out` and `pre`.
+macro_rules! run {
+    ($kernel:ident, $device:expr, $case:expr) => {
+        trial($device, |trial| {
+            let case: &Case = $case;
+            let upload = |values: &[f32]| trial.upload(values, [values.len()]);
+            let (a, b, bias) = (upload(&case.a)?, upload(&case.b)?, upload(&case.bias)?);
+            let (mut out, mut pre) = (upload(&case.old)?, upload(&case.old)?);
+            let (c, written) = out.in_place();
+            trial.launch($kernel {
+                a: a.slice(),
+                b: b.slice(),
+                bias: if case.bias.is_empty() { Slice::empty() } else { bias.slice() },
+                c,
+                out: written,
+                pre: pre.out(),
+                m: case.form.m as u32,
+                n: case.form.n as u32,
+                k: case.form.k as u32,
+                lda: case.form.lda as u32,
+                ldb: case.form.ldb as u32,
+                ldc: case.form.ldc as u32,
+                batches: case.form.batches as u32,
+                stride_a: case.form.stride_a,
+                stride_b: case.form.stride_b,
+                stride_c: case.form.stride_c,
+                stride_bias: case.form.stride_bias,
+                beta: case.form.beta,
+                flags: case.flags,
+            })?;
+            Ok([trial.output(&out)?, trial.output(&pre)?])
+        })
+    };
+}
+
+fn gemm(device: &Device, case: &Case) -> Vec<f32> {
+    trial(device, |trial| {
+        let upload = |values: &[f32]| trial.upload(values, [values.len()]);
+        let (a, b, bias, mut out) = (upload(&case.a)?, upload(&case.b)?, upload(&case.bias)?, upload(&case.old)?);
+        let bias = (!case.bias.is_empty()).then_some(&bias);
+        ops::gemm_into(trial, &case.form, &a, &b, bias, &mut out)?;
+        trial.output(&out)
+    })
+}
+
+on_each_device! {
+    fn every_tile_is_the_plain_chain(device: &Device) {
+        let mut closeness = Closeness::new("matmul");
+        for shape in SHAPES {
+            for transpose in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+                for variant in VARIANTS {
+                    let case = Case::new(shape, transpose, variant);
+                    let name = format!("{:?}, flags {}", case.form, case.flags);
+                    let want = case.chain();
+                    let results = [
+                        run!(matmul_16x64, device, &case),
+                        run!(matmul_64x64, device, &case),
+                        run!(matmul_128x128, device, &case),
+                    ];
+                    for (tile, got) in ["16x64", "64x64", "128x128"].into_iter().zip(&results) {
+                        assert_same(format_args!("tile {tile}, {name}"), &got[0], &want[0]);
+                        assert_same(format_args!("tile {tile}, {name}, before gelu"), &got[1], &want[1]);
+                    }
+                    if case.flags & GELU == 0 {
+                        let sums: Vec<f32> = case.places().map(|(place, _)| results[0][0][place]).collect();
+                        closeness.check(&name, &sums, &case.exact());
+                    }
+                }
+            }
+        }
+        closeness.finish();
+    }
+
+    /// With beta 0 the old content is not read: a NaN there is gone.
+    fn beta_zero_overwrites(device: &Device) {
+        for shape in [[5, 7, 3], [40, 70, 17], [129, 130, 16], [3, 4, 0]] {
+            let mut case = Case::new(shape, 0, VARIANTS[0]);
+            case.old.fill(f32::NAN);
+            let [want, _] = case.chain();
+            assert!(want.iter().all(|value| value.is_finite()));
+            assert_same(format_args!("{shape:?}"), &gemm(device, &case), &want);
+        }
+    }
+
+    /// NaN and infinity go where the products put them, and nowhere else.
+    fn special_numbers_stay_in_their_rows(device: &Device) {
+        for shape in [[7, 9, 5], [70, 130, 33]] {
+            let mut case = Case::new(shape, 0, VARIANTS[0]);
+            case.a[2 * case.form.lda + 1] = f32::NAN;
+            case.a[4 * case.form.lda] = f32::INFINITY;
+            case.b[3] = 0.0;
+            let got = gemm(device, &case);
+            assert_same(format_args!("{shape:?}"), &got, &case.chain()[0]);
+            for (place, [_, i, j]) in case.places() {
+                assert_eq!(got[place].is_nan(), i == 2 || (i == 4 && j == 3), "row {i}, column {j}");
+            }
+        }
+    }
+
+    /// The op picks each tile where it should, and the result is the chain.
+    fn the_op_uses_all_three_tiles(device: &Device) {
+        let processors = device.description().processors as usize;
+        let batches = |batches| Variant { batches, ..VARIANTS[1] };
+        let mut expected = vec![
+            ([32, 100, 40], batches(1), "matmul_16x64"),
+            ([12, 256, 193], batches(processors), "matmul_16x64"),
+            ([33, 100, 40], batches(processors), "matmul_128x128"),
+            ([65, 128 * processors, 20], batches(1), "matmul_128x128"),
+        ];
+        if processors > 1 {
+            expected.push(([33, 100, 40], batches(processors - 1), "matmul_64x64"));
+            expected.push(([128, 128, 193], batches(1), "matmul_64x64"));
+        }
+        for (shape, variant, kernel) in expected {
+            let case = Case::new(shape, TRANSPOSE_B, variant);
+            let want = &case.chain()[0];
+            let names = launched(|| assert_same(format_args!("{shape:?}"), &gemm(device, &case), want));
+            assert!(names.contains(kernel), "{shape:?}, {variant:?}: {names:?}");
+            let others = names.iter().filter(|name| name.starts_with("matmul") && *name != kernel);
+            // On a GPU the emulator runs it too, with as many processors as it has.
+            assert!(others.count() == 0 || device.description().capability.is_some(), "{names:?}");
+        }
+    }
+
+    fn large(device: &Device) {
+        let mut closeness = Closeness::new("large matmul");
+        for (shape, transpose) in
+            [([1031, 259, 193], 0), ([193, 257, 1536], TRANSPOSE_A), ([1536, 193, 256], TRANSPOSE_B)]
+        {
+            let case = Case::new(shape, transpose, VARIANTS[1 - usize::from(transpose == 0)]);
+            let got = gemm(device, &case);
+            assert_same(format_args!("{shape:?}"), &got, &case.chain()[0]);
+            let sums: Vec<f32> = case.places().map(|(place, _)| got[place]).collect();
+            closeness.check(format_args!("{shape:?}"), &sums, &case.exact());
+        }
+        closeness.finish();
+    }
+
+    /// Batches that lie side by side in one row, as attention's heads do.
+    fn interleaved_batches(device: &Device) {
+        let form = Gemm { batches: 4, stride_a: 6, stride_b: 0, stride_c: 9, lda: 24, ldc: 36, ..Gemm::new(5, 9, 6) };
+        let mut random = Random::new(4);
+        let case = Case {
+            a: random.normals(5 * 24),
+            b: random.normals(6 * 9),
+            bias: vec![],
+            old: random.normals(5 * 36),
+            form: Gemm { beta: 0.5, ..form },
+            flags: 0,
+        };
+        assert_same("interleaved", &gemm(device, &case), &case.chain()[0]);
+    }
+
+    /// The shaped ops: inputs of any rank, bias, residual, gelu with what it had before.
+    fn shaped_ops(device: &Device) {
+        for [batch, tokens, k, n] in [[2, 12, 193, 256], [1, 1, 1, 1], [0, 12, 5, 7], [3, 7, 0, 5], [3, 7, 66, 5]] {
+            let rows = batch * tokens;
+            let mut case = Case::new([rows, n, k], 0, Variant { bias: true, ..VARIANTS[0] });
+            // An operand without rows has no bias of its own length.
+            case.bias = Random::new(1).normals(n);
+            let residual = case.old.clone();
+            let got = trial(device, |trial| {
+                let (x, w) = (trial.upload(&case.a, [batch, tokens, k])?, trial.upload(&case.b, [k, n])?);
+                let (bias, residual) = (trial.upload(&case.bias, [n])?, trial.upload(&residual, [batch, tokens, n])?);
+                let plain = ops::matmul(trial, &x, &w)?;
+                let biased = ops::linear(trial, &x, &w, Some(&bias))?;
+                let added = ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?;
+                let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
+                let unbiased = ops::linear_residual(trial, &x, &w, None::<&Tensor<'_>>, &residual)?;
+                let outputs = [plain, biased, added, active, pre, unbiased];
+                assert!(outputs.iter().all(|output| output.shape() == residual.shape()));
+                outputs.iter().map(|output| trial.output(output)).collect::<Result<Vec<_>>>()
+            });
+            let mut chain = |bias: bool, beta: f32, flags: u32| {
+                let held = if bias { vec![] } else { std::mem::take(&mut case.bias) };
+                (case.form.beta, case.flags) = (beta, flags);
+                let chain = case.chain();
+                if !bias {
+                    case.bias = held;
+                }
+                chain
+            };
+            let [active, pre] = chain(true, 0.0, GELU | KEEP);
+            let [[plain, _], [biased, _]] = [chain(false, 0.0, 0), chain(true, 0.0, 0)];
+            let [[added, _], [unbiased, _]] = [chain(true, 1.0, 0), chain(false, 1.0, 0)];
+            let names = ["matmul", "linear", "linear_residual", "linear_gelu", "before gelu", "residual without bias"];
+            for ((got, want), name) in got.iter().zip([plain, biased, added, active, pre, unbiased]).zip(names) {
+                assert_same(format_args!("{name} of [{batch}, {tokens}, {k}] [{k}, {n}]"), got, &want);
+            }
+        }
+    }
+
+    /// A launch that would leave its arguments, or write an element twice, names the argument and runs nothing.
+    fn violations_name_the_argument(device: &Device) {
+        let sound = Gemm { batches: 2, stride_a: 6, stride_b: 8, stride_c: 12, stride_bias: 4, ..Gemm::new(3, 4, 2) };
+        trial(device, |trial| {
+            let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
+            let (a, b, bias, mut out) = (ones(12)?, ones(16)?, ones(8)?, ones(24)?);
+            for (form, argument) in [
+                (Gemm { m: 4, ..sound }, "a"),
+                (Gemm { stride_a: 7, ..sound }, "a"),
+                (Gemm { lda: 1, ..sound }, "a"),
+                (Gemm { transpose_a: true, lda: 2, ..sound }, "a"),
+                (Gemm { stride_a: usize::MAX, ..sound }, "a"),
+                (Gemm { stride_b: 9, ..sound }, "b"),
+                (Gemm { ldb: 3, ..sound }, "b"),
+                (Gemm { ldb: 5, ..sound }, "b"),
+                (Gemm { transpose_b: true, ldb: 4, ..sound }, "b"),
+                (Gemm { stride_bias: 5, ..sound }, "bias"),
+                (Gemm { stride_c: 13, ..sound }, "out"),
+                (Gemm { ldc: 3, ..sound }, "out"),
+                (Gemm { stride_c: 11, ..sound }, "stride_c"),
+                (Gemm { stride_c: 0, ..sound }, "stride_c"),
+            ] {
+                let refused = ops::gemm_into(trial, &form, &a, &b, Some(&bias), &mut out);
+                assert_refused(refused, &["kernel `matmul_16x64`", &format!("`{argument}`: expected")]);
+            }
+            let huge = Gemm { m: 1 << 32, ..sound };
+            assert_refused(ops::gemm_into(trial, &huge, &a, &b, Some(&bias), &mut out), &["matmul", "`m` below 2^32"]);
+            Ok(())
+        });
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 8], [4, 2])?);
+            assert_refused(ops::matmul(trial, &x, &w), &["linear", "[.., 4]", "[4, 2]", "[2, 3]"]);
+            assert_refused(
+                ops::matmul(trial, &x, &w.reshape([2, 2, 2])?),
+                &["weights of shape [in, out]", "[2, 2, 2]"],
+            );
+            let (w, bias) = (trial.upload(&[1.0; 6], [3, 2])?, trial.upload(&[1.0; 1], [1])?);
+            assert_refused(ops::linear(trial, &x, &w, Some(&bias)), &["`bias`: expected", "1 elements"]);
+            let refused = ops::linear_residual(trial, &x, &w, None::<&Tensor<'_>>, &x);
+            assert_refused(refused, &["linear_residual", "[2, 2]", "[2, 3]"]);
+            Ok(())
+        });
+    }
+}

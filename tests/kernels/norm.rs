@@ -1,0 +1,177 @@
+//! `ops::rms_norm` and its backward passes, also as the model uses them, per head of 64.
+
+use crate::shapes::ROWS;
+use crate::support::{Random, on_each_device};
+use crate::tolerance::{Closeness, Exact};
+use crate::trees;
+use crate::trial::{assert_refused, assert_same, trial};
+use kernels::math;
+use stepscope::ops;
+
+const EPSILON: f32 = 1e-6;
+
+struct Inputs {
+    rows: usize,
+    cols: usize,
+    x: Vec<f32>,
+    gain: Vec<f32>,
+    dy: Vec<f32>,
+}
+
+impl Inputs {
+    fn new([rows, cols]: [usize; 2]) -> Self {
+        let mut random = Random::new(cols as u64);
+        let (x, gain, dy) = (random.normals(rows * cols), random.uniforms(cols, 0.5, 1.5), random.normals(rows * cols));
+        Self { rows, cols, x, gain, dy }
+    }
+
+    fn shape(&self) -> String {
+        format!("{} x {}", self.rows, self.cols)
+    }
+
+    /// As the forward kernel gives it: the documented tree.
+    fn inverse_rms(&self) -> Vec<f32> {
+        let row = |row: usize| {
+            let x = &self.x[row * self.cols..][..self.cols];
+            let squares = trees::row(self.cols, |sum, column| x[column].mul_add(x[column], sum));
+            math::rsqrt(squares / self.cols as f32 + EPSILON)
+        };
+        (0..self.rows).map(row).collect()
+    }
+
+    /// x, gain and dy of one element.
+    fn at(&self, index: usize) -> [Exact; 3] {
+        [self.x[index], self.gain[index % self.cols], self.dy[index]].map(Exact::given)
+    }
+
+    /// `1 / sqrt(mean x^2 + epsilon)` of each row.
+    fn exact_inverse_rms(&self) -> Vec<Exact> {
+        let row = |row: usize| {
+            let squares = (0..self.cols).map(|column| self.at(row * self.cols + column)[0]).map(|x| x.times(x));
+            let mean = Exact::sum(trees::row_depth(self.cols), squares) / Exact::given(self.cols as f32);
+            Exact::given(1.0) / (mean + Exact::given(EPSILON)).sqrt()
+        };
+        (0..self.rows).map(row).collect()
+    }
+}
+
+on_each_device! {
+    fn rms_norm_forward(device: &Device) {
+        let (mut closeness, mut scales) = (Closeness::new("rms norm"), Closeness::new("inverse rms"));
+        for shape in ROWS {
+            let inputs = Inputs::new(shape);
+            let (y, inverse_rms) = trial(device, |trial| {
+                let (x, gain) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.gain, [inputs.cols])?);
+                let (y, inverse_rms) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
+                Ok((trial.output(&y)?, trial.output(&inverse_rms)?))
+            });
+            assert_same(inputs.shape(), &inverse_rms, &inputs.inverse_rms());
+            let scale = inputs.exact_inverse_rms();
+            scales.check(inputs.shape(), &inverse_rms, &scale);
+            let want = |index: usize| {
+                let [x, gain, _] = inputs.at(index);
+                x * scale[index / inputs.cols] * gain
+            };
+            closeness.check(inputs.shape(), &y, &(0..y.len()).map(want).collect::<Vec<_>>());
+        }
+        closeness.finish();
+        scales.finish();
+    }
+
+    /// Heads are rows of 64, whatever extents stand before them.
+    fn heads_are_rows(device: &Device) {
+        let inputs = Inputs::new([2 * 12 * 4, 64]);
+        let [heads, rows] = [[2, 12, 4, 64].as_slice(), &[96, 64]].map(|extents| {
+            trial(device, |trial| {
+                let shape = match *extents {
+                    [a, b, c, d] => stepscope::Shape::from([a, b, c, d]),
+                    _ => stepscope::Shape::from([96, 64]),
+                };
+                let (x, gain) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.gain, [64])?);
+                let (y, inverse_rms) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
+                assert_eq!((y.shape(), inverse_rms.shape().extents()), (shape, &[96][..]));
+                Ok([trial.output(&y)?, trial.output(&inverse_rms)?].concat())
+            })
+        });
+        assert_same("heads", &heads, &rows);
+    }
+
+    fn a_row_of_zeros(device: &Device) {
+        let (y, inverse_rms) = trial(device, |trial| {
+            let (x, gain) = (trial.upload(&[0.0; 5], [1, 5])?, trial.upload(&[2.0; 5], [5])?);
+            let (y, inverse_rms) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
+            Ok((trial.output(&y)?, trial.output(&inverse_rms)?))
+        });
+        assert_same("zeros", &y, &[0.0; 5]);
+        assert_same("their scale", &inverse_rms, &[math::rsqrt(EPSILON)]);
+    }
+
+    fn rms_norm_backward(device: &Device) {
+        let mut closeness = Closeness::new("rms norm backward");
+        for shape in ROWS {
+            let inputs = Inputs::new(shape);
+            let (cols, inverse_rms) = (inputs.cols, inputs.inverse_rms());
+            let dx = trial(device, |trial| {
+                let (x, gain) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.gain, [cols])?);
+                let (scale, dy) = (trial.upload(&inverse_rms, [inputs.rows])?, trial.upload(&inputs.dy, shape)?);
+                trial.output(&ops::rms_norm_backward(trial, &x, &gain, &scale, &dy)?)
+            });
+            let dot = |row: usize| {
+                let term = |[x, gain, dy]: [Exact; 3]| (dy * gain).times(x);
+                Exact::sum(trees::row_depth(cols), (row * cols..(row + 1) * cols).map(|at| term(inputs.at(at))))
+            };
+            let dots: Vec<Exact> = (0..inputs.rows).map(dot).collect();
+            let want = |index: usize| {
+                let ([x, gain, dy], row) = (inputs.at(index), index / cols);
+                let scale = Exact::given(inverse_rms[row]);
+                let pull = dots[row] * scale / Exact::given(cols as f32) * scale * scale;
+                dy * gain * scale - pull.times(x)
+            };
+            closeness.check(inputs.shape(), &dx, &(0..dx.len()).map(want).collect::<Vec<_>>());
+        }
+        closeness.finish();
+    }
+
+    fn rms_norm_gain_backward(device: &Device) {
+        let mut closeness = Closeness::new("rms norm gain");
+        for shape in ROWS {
+            let inputs = Inputs::new(shape);
+            let (rows, cols, inverse_rms) = (inputs.rows, inputs.cols, inputs.inverse_rms());
+            let old = Random::new(9).normals(cols);
+            let dgain = trial(device, |trial| {
+                let (x, scale) = (trial.upload(&inputs.x, shape)?, trial.upload(&inverse_rms, [rows])?);
+                let (dy, mut dgain) = (trial.upload(&inputs.dy, shape)?, trial.upload(&old, [cols])?);
+                trial.with_scratch(|| ops::rms_norm_gain_backward_into(trial, &x, &scale, &dy, &mut dgain))?;
+                trial.output(&dgain)
+            });
+            let sums = trees::rows(rows, cols, &|sum, index| {
+                (inputs.x[index] * inverse_rms[index / cols]).mul_add(inputs.dy[index], sum)
+            });
+            assert_same(inputs.shape(), &dgain, &old.iter().zip(&sums).map(|(old, sum)| old + sum).collect::<Vec<_>>());
+            let term = |index: usize| {
+                let [x, _, dy] = inputs.at(index);
+                (x * Exact::given(inverse_rms[index / cols])).times(dy)
+            };
+            let want = |column: usize| {
+                let terms = (0..rows).map(|row| term(row * cols + column));
+                Exact::given(old[column]) + Exact::sum(trees::rows_depth(rows), terms)
+            };
+            closeness.check(inputs.shape(), &dgain, &(0..cols).map(want).collect::<Vec<_>>());
+        }
+        closeness.finish();
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (x, other) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
+            let (mut three, two) = (trial.upload(&[1.0; 3], [3])?, trial.upload(&[1.0; 2], [2])?);
+            assert_refused(ops::rms_norm(trial, &x, &two, EPSILON), &["rms_norm", "gain of shape [3]", "[2]"]);
+            assert_refused(ops::rms_norm_backward(trial, &x, &three, &two, &other), &["rms_norm_backward", "[3, 2]"]);
+            assert_refused(ops::rms_norm_backward(trial, &x, &three, &three, &x), &["rms_norm_backward", "[2]", "[3]"]);
+            assert_refused(ops::rms_norm_backward(trial, &x, &two, &two, &x), &["rms_norm_backward", "gain", "[3]"]);
+            let refused = ops::rms_norm_gain_backward_into(trial, &x, &two, &other, &mut three);
+            assert_refused(refused, &["rms_norm_gain_backward", "[3, 2]"]);
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,97 @@
+//! `ops::softmax` and its backward pass.
+
+use crate::shapes::ROWS;
+use crate::support::{Random, on_each_device};
+use crate::tolerance::{Closeness, Exact};
+use crate::trees;
+use crate::trial::{assert_refused, assert_same, trial};
+use stepscope::{Device, ops};
+
+/// The softmax of one row.
+pub(crate) fn softmax(x: &[f32]) -> Vec<Exact> {
+    let exps = exps(x);
+    let inverse = Exact::given(1.0) / Exact::sum(trees::row_depth(x.len()), exps.iter().copied());
+    exps.into_iter().map(|exp| exp * inverse).collect()
+}
+
+/// `exp(x - max)` of one row.
+pub(crate) fn exps(x: &[f32]) -> Vec<Exact> {
+    let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    x.iter().map(|&x| (Exact::given(x) - largest).exp()).collect()
+}
+
+fn forward(device: &Device, x: &[f32], shape: [usize; 2]) -> Vec<f32> {
+    trial(device, |trial| {
+        let x = trial.upload(x, shape)?;
+        trial.output(&ops::softmax(trial, &x)?)
+    })
+}
+
+on_each_device! {
+    fn softmax_forward(device: &Device) {
+        let mut closeness = Closeness::new("softmax");
+        for [rows, cols] in ROWS {
+            for spread in [1.0, 40.0] {
+                let x: Vec<f32> = Random::new(cols as u64).normals(rows * cols).iter().map(|x| x * spread).collect();
+                let got = forward(device, &x, [rows, cols]);
+                let want: Vec<Exact> = x.chunks_exact(cols).flat_map(softmax).collect();
+                closeness.check(format_args!("{rows} x {cols}, spread {spread}"), &got, &want);
+            }
+        }
+        closeness.finish();
+    }
+
+    fn special_rows(device: &Device) {
+        let (none, all) = (f32::NEG_INFINITY, f32::INFINITY);
+        let x =
+            [[none, none, none], [1.0, f32::NAN, 2.0], [all, 0.0, 1.0], [none, 5.0, none], [f32::MAX, f32::MIN, 0.0]];
+        let nan = [f32::NAN; 3];
+        let want = [nan, nan, nan, [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]].concat();
+        assert_same("special rows", &forward(device, &x.concat(), [5, 3]), &want);
+    }
+
+    /// A row has the same bits wherever it stands.
+    fn rows_do_not_see_each_other(device: &Device) {
+        for cols in [3, 64, 193, 600] {
+            let x = Random::new(5).normals(17 * cols);
+            let whole = forward(device, &x, [17, cols]);
+            for row in [0, 8, 16] {
+                let alone = forward(device, &x[row * cols..][..cols], [1, cols]);
+                assert_same(format_args!("row {row} of {cols}"), &alone, &whole[row * cols..][..cols]);
+            }
+        }
+    }
+
+    fn softmax_backward(device: &Device) {
+        let mut closeness = Closeness::new("softmax backward");
+        for [rows, cols] in ROWS {
+            let mut random = Random::new(cols as u64);
+            let dy = random.normals(rows * cols);
+            let y: Vec<f32> =
+                random.normals(rows * cols).chunks_exact(cols).flat_map(softmax).map(|y| y.value as f32).collect();
+            let got = trial(device, |trial| {
+                let (y, dy) = (trial.upload(&y, [rows, cols])?, trial.upload(&dy, [rows, cols])?);
+                trial.output(&ops::softmax_backward(trial, &y, &dy)?)
+            });
+            let want: Vec<Exact> =
+                y.chunks_exact(cols).zip(dy.chunks_exact(cols)).flat_map(|(y, dy)| backward(y, dy)).collect();
+            closeness.check(format_args!("{rows} x {cols}"), &got, &want);
+        }
+        closeness.finish();
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
+            assert_refused(ops::softmax_backward(trial, &a, &b), &["softmax_backward", "[2, 3]", "[3, 2]"]);
+            Ok(())
+        });
+    }
+}
+
+/// `y (dy - sum y dy)` for one row.
+fn backward(y: &[f32], dy: &[f32]) -> Vec<Exact> {
+    let pairs = || y.iter().zip(dy).map(|(&y, &dy)| (Exact::given(y), Exact::given(dy)));
+    let dot = Exact::sum(trees::row_depth(y.len()), pairs().map(|(y, dy)| y.times(dy)));
+    pairs().map(|(y, dy)| y * (dy - dot)).collect()
+}

@@ -1,0 +1,62 @@
+//! `ops::mean_tokens` and its backward pass: ascending sums and one division, so the bits of a plain loop.
+
+use crate::support::{Random, on_each_device};
+use crate::tolerance::{Closeness, Exact};
+use crate::trial::{assert_refused, assert_same, trial};
+use stepscope::ops;
+
+/// Batch, tokens, columns.
+const SHAPES: [[usize; 3]; 9] =
+    [[0, 12, 4], [1, 1, 1], [1, 16, 5], [2, 12, 3], [3, 5, 4], [9, 12, 256], [257, 3, 7], [300, 12, 8], [350, 12, 256]];
+
+on_each_device! {
+    fn mean_tokens_forward(device: &Device) {
+        let mut closeness = Closeness::new("mean over tokens");
+        for [batch, tokens, cols] in SHAPES {
+            let x = Random::new(cols as u64).normals(batch * tokens * cols);
+            let got = trial(device, |trial| {
+                let x = trial.upload(&x, [batch, tokens, cols])?;
+                trial.output(&ops::mean_tokens(trial, &x)?)
+            });
+            let shape = format!("{batch} x {tokens} x {cols}");
+            let terms =
+                |place: usize| (0..tokens).map(move |token| (place / cols * tokens + token) * cols + place % cols);
+            let plain = |place| terms(place).fold(0.0, |sum, at| sum + x[at]) / tokens as f32;
+            assert_same(&shape, &got, &(0..batch * cols).map(plain).collect::<Vec<_>>());
+            let exact =
+                |place| Exact::sum(tokens, terms(place).map(|at| Exact::given(x[at]))) / Exact::given(tokens as f32);
+            closeness.check(&shape, &got, &(0..batch * cols).map(exact).collect::<Vec<_>>());
+        }
+        closeness.finish();
+    }
+
+    fn mean_tokens_backward(device: &Device) {
+        for [batch, tokens, cols] in SHAPES {
+            let dy = Random::new(cols as u64).normals(batch * cols);
+            let got = trial(device, |trial| {
+                let dy = trial.upload(&dy, [batch, cols])?;
+                trial.output(&ops::mean_tokens_backward(trial, &dy, [batch, tokens, cols])?)
+            });
+            let exact = |at: usize| (f64::from(dy[at / (tokens * cols) * cols + at % cols]) / tokens as f64) as f32;
+            assert_same(
+                format_args!("{batch} x {tokens} x {cols}"),
+                &got,
+                &(0..batch * tokens * cols).map(exact).collect::<Vec<_>>(),
+            );
+        }
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let x = trial.upload(&[1.0; 6], [2, 3])?;
+            assert_refused(ops::mean_tokens(trial, &x), &["mean_tokens", "[batch, tokens, cols]", "[2, 3]"]);
+            let none = trial.upload::<f32>(&[], [2, 0, 3])?;
+            assert_refused(ops::mean_tokens(trial, &none), &["mean_tokens", "at least one token", "[2, 0, 3]"]);
+            assert_refused(
+                ops::mean_tokens_backward(trial, &x, [2, 4, 4]),
+                &["mean_tokens_backward", "[2, 4]", "[2, 3]"],
+            );
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,219 @@
+//! How far a result may be from its float64 reference.
+//!
+//! Invariant: a tolerance follows from the formula and the lengths alone, by the rules of [`Exact`], and is tight: the
+//! worst error that a test sees is at least a quarter of what is allowed, or the test fails. Results have the same bits
+//! on every device and in every run, so the worst error is always the same one.
+
+use crate::math;
+use std::fmt::Display;
+use std::ops::{Add, Div, Mul, Sub};
+
+/// The unit roundoff of f32, 2^-24: the largest relative error of one correctly rounded operation.
+const U: f64 = 1.0 / (1 << 24) as f64;
+/// Two of the smallest subnormals: what a few roundings lose below the normal range.
+const TINY: f64 = 1.0 / (1u64 << 49) as f64 / (1u64 << 49) as f64 / (1u64 << 50) as f64;
+
+/// A reference: a float64 value, and how far an f32 result may be from it, in units of 2^-24.
+///
+/// References are computed as the kernels are, in float64, and carry the error that f32 may have made by then. These
+/// rules are all there is to any tolerance:
+///
+/// | operation | its error |
+/// |---|---|
+/// | one rounded operation, result y | the operands' errors, by the operation's derivative, and \|y\| |
+/// | a function of u units in the last place | the operand's error, by its derivative, and 2 u \|y\| |
+/// | a sum of terms t in an order of depth d, products fused | sqrt(sum error(t)^2) + min(d, 1.25 sqrt(d)) sum \|t\| |
+///
+/// The depth is the number of additions in a row that a term passes through; it follows from the sum's length n: n for
+/// an ascending chain, and for trees as [`crate::trees`] says. The roundings of a sum have either sign and add up as
+/// its square root does (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), and so do
+/// the errors of its terms; 1.25 is what a few million sums stay within.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Exact {
+    pub(crate) value: f64,
+    pub(crate) error: f64,
+}
+
+impl Exact {
+    /// An input.
+    pub(crate) fn given(value: impl Into<f64>) -> Self {
+        Self { value: value.into(), error: 0.0 }
+    }
+
+    /// A product that is not rounded: the part of a fused multiply-add.
+    pub(crate) fn times(self, other: Self) -> Self {
+        let error = self.error * other.value.abs() + other.error * self.value.abs();
+        Self { value: self.value * other.value, error }
+    }
+
+    /// A sum in an order of this depth.
+    pub(crate) fn sum(depth: usize, terms: impl IntoIterator<Item = Self>) -> Self {
+        let (depth, mut value, mut size, mut squares) = (depth as f64, 0.0, 0.0, 0.0f64);
+        for term in terms {
+            value += term.value;
+            size += term.value.abs();
+            squares += term.error * term.error;
+        }
+        Self { value, error: squares.sqrt() + depth.min(1.25 * depth.sqrt()) * size }
+    }
+
+    /// The exponential, by the kernels' function.
+    pub(crate) fn exp(self) -> Self {
+        self.function(self.value.exp(), self.value.exp(), math::ulps::EXP)
+    }
+
+    /// The natural logarithm, by the kernels' function.
+    pub(crate) fn ln(self) -> Self {
+        self.function(self.value.ln(), 1.0 / self.value, math::ulps::LOG)
+    }
+
+    /// The square root, rounded.
+    pub(crate) fn sqrt(self) -> Self {
+        let root = self.value.sqrt();
+        self.function(root, 0.5 / root, 0.5)
+    }
+
+    fn function(self, value: f64, derivative: f64, ulps: f64) -> Self {
+        Self {
+            value,
+            error: 2.0 * ulps * value.abs() + if self.error == 0.0 { 0.0 } else { self.error * derivative.abs() },
+        }
+    }
+
+    fn rounded(self) -> Self {
+        Self { error: self.error + self.value.abs(), ..self }
+    }
+}
+
+impl Add for Exact {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { value: self.value + other.value, error: self.error + other.error }.rounded()
+    }
+}
+
+impl Sub for Exact {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self { value: self.value - other.value, error: self.error + other.error }.rounded()
+    }
+}
+
+impl Mul for Exact {
+    type Output = Self;
+
+    fn mul(self, other: Self) -> Self {
+        self.times(other).rounded()
+    }
+}
+
+impl Div for Exact {
+    type Output = Self;
+
+    fn div(self, other: Self) -> Self {
+        let inverse = Self { value: 1.0 / other.value, error: other.error / (other.value * other.value) };
+        self.times(inverse).rounded()
+    }
+}
+
+/// Compares results of one op with their references and keeps the worst error.
+#[derive(Debug)]
+pub(crate) struct Closeness {
+    op: &'static str,
+    worst: f64,
+    place: String,
+}
+
+impl Closeness {
+    pub(crate) fn new(op: &'static str) -> Self {
+        Self { op, worst: 0.0, place: "nowhere".into() }
+    }
+
+    /// Every element of `got` no further from its reference than that allows.
+    #[track_caller]
+    pub(crate) fn check(&mut self, shape: impl Display, got: &[f32], want: &[Exact]) {
+        let ratios = got.iter().zip(want).map(|(&got, want)| distance(got, want.value) / (U * want.error + TINY));
+        self.keep(shape, got, want, ratios);
+    }
+
+    /// Every element of `got` within `ulps` units in the last place of its reference.
+    #[track_caller]
+    pub(crate) fn check_ulps(&mut self, limit: f64, shape: impl Display, got: &[f32], want: &[f64]) {
+        let errors = got.iter().zip(want).map(|(&got, &want)| ulps(got, want) / limit);
+        self.keep(shape, got, want, errors);
+    }
+
+    #[track_caller]
+    fn keep<W: std::fmt::Debug>(
+        &mut self,
+        shape: impl Display,
+        got: &[f32],
+        want: &[W],
+        ratios: impl Iterator<Item = f64>,
+    ) {
+        assert_eq!(got.len(), want.len(), "{}, {shape}", self.op);
+        for (at, ratio) in ratios.enumerate() {
+            let (op, got, want) = (self.op, got[at], &want[at]);
+            assert!(ratio <= 1.0, "{op}, {shape}: element {at} is {got:e}, {ratio:.3} of the bound from {want:?}");
+            if ratio > self.worst {
+                (self.worst, self.place) = (ratio, format!("{shape}, element {at}"));
+            }
+        }
+    }
+
+    /// Reports the worst error and asserts that the bound is not loose.
+    #[track_caller]
+    pub(crate) fn finish(self) {
+        let Self { op, worst, place } = self;
+        println!("{op}: worst error {worst:.3} of the bound, at {place}");
+        assert!(worst >= 0.25, "{op}: the bound is more than four times the worst error, {worst:.3} of it at {place}");
+    }
+}
+
+/// The distance, infinite where one is NaN or infinite and the other is not the same.
+fn distance(got: f32, want: f64) -> f64 {
+    let got = f64::from(got);
+    if (got.is_nan() && want.is_nan()) || got == want {
+        0.0
+    } else if got.is_finite() && want.is_finite() {
+        (got - want).abs()
+    } else {
+        f64::INFINITY
+    }
+}
+
+/// The distance in units in the last place of `want` as a float.
+pub(crate) fn ulps(got: f32, want: f64) -> f64 {
+    // Beyond the largest float infinity is right, and stands for 2^128.
+    let end = 2f64.powi(128);
+    let got = if got.is_infinite() && want.abs() >= f64::from(f32::MAX) && want.is_finite() {
+        end.copysign(f64::from(got))
+    } else {
+        f64::from(got)
+    };
+    let error = match (got.is_finite(), want.is_finite()) {
+        (true, true) => (got - want.clamp(-end, end)).abs(),
+        _ if (got.is_nan() && want.is_nan()) || got == want => 0.0,
+        _ => f64::INFINITY,
+    };
+    let exponent = if want == 0.0 { -126 } else { ((want.abs().to_bits() >> 52) as i32 - 1023).clamp(-126, 127) };
+    error / 2f64.powi(exponent - 23)
+}
+
+#[test]
+fn a_unit_in_the_last_place_is_what_it_is() {
+    assert_eq!(ulps(1.0, 1.0), 0.0);
+    assert_eq!(ulps(1.0 + f32::EPSILON, 1.0), 1.0);
+    assert_eq!(ulps(f32::from_bits(1), 0.0), 1.0);
+    assert_eq!(ulps(f32::INFINITY, 1e300), 0.0);
+    assert_eq!(ulps(f32::INFINITY, f64::from(f32::MAX)), 1.0);
+    assert_eq!(ulps(f32::NEG_INFINITY, 1e300), 2f64.powi(25));
+    assert_eq!(ulps(f32::NAN, f64::NAN), 0.0);
+    assert!(
+        ulps(f32::NAN, 1.0).is_infinite()
+            && ulps(1.0, f64::NAN).is_infinite()
+            && ulps(1.0, f64::INFINITY).is_infinite()
+    );
+}

@@ -1,0 +1,89 @@
+//! The documented order of every reduction, written plainly: `device/src/warp.rs`, `block.rs` and `kernels/reduce.rs`.
+//!
+//! Invariant: an order follows from the length alone. The kernels must give these bits.
+
+/// One row, shared by the fewest lanes, a power of two up to 32, that leave at most four vectors of four to each:
+/// column c belongs to lane c / 4 mod lanes and to place c mod 4 of its vector.
+pub(crate) fn row(cols: usize, term: impl Fn(f32, usize) -> f32) -> f32 {
+    let lanes = lanes(cols);
+    let mut sums = vec![[0.0; 4]; lanes];
+    for column in 0..cols {
+        let sum = &mut sums[column / 4 % lanes][column % 4];
+        *sum = term(*sum, column);
+    }
+    across(sums.into_iter().map(four).collect())
+}
+
+/// The additions in a row of a term in [`row`]; those of zeros do not count.
+pub(crate) fn row_depth(cols: usize) -> usize {
+    let lanes = lanes(cols);
+    cols.min(cols.div_ceil(4 * lanes) + 2 + lanes.ilog2() as usize)
+}
+
+fn lanes(cols: usize) -> usize {
+    cols.div_ceil(16).next_power_of_two().min(32)
+}
+
+/// Everything, in chunks of 4096 elements, and the sums of the chunks again until one is left.
+pub(crate) fn all(values: &[f32], term: &dyn Fn(f32, f32) -> f32) -> f32 {
+    let sums: Vec<f32> = values.chunks(4096).map(|chunk| self::chunk(chunk, term)).collect();
+    match *sums {
+        [] => 0.0,
+        [sum] => sum,
+        _ => all(&sums, &|sum, value| sum + value),
+    }
+}
+
+/// The additions in a row of a term in [`all`]: up to 4 and then 2, 5 and 7 in each chunk; those of zeros do not count.
+pub(crate) fn all_depth(length: usize) -> usize {
+    let own = length.min(length.div_ceil(1024).min(4) + 14);
+    if length <= 4096 { own } else { own + all_depth(length.div_ceil(4096)) }
+}
+
+/// One chunk: 256 threads, each four vectors of four that stand 1024 elements apart; then the lanes of each warp, then
+/// the eight warps ascending.
+fn chunk(values: &[f32], term: &dyn Fn(f32, f32) -> f32) -> f32 {
+    let mut sums = vec![[0.0; 4]; 256];
+    for (index, &value) in values.iter().enumerate() {
+        let sum = &mut sums[index / 4 % 256][index % 4];
+        *sum = term(*sum, value);
+    }
+    let threads: Vec<f32> = sums.into_iter().map(four).collect();
+    threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("eight warps")
+}
+
+/// Each column over the rows, ascending, in chunks of 64, and the sums of the chunks again until one is left.
+/// `term(sum, index)` adds element `index` to a sum.
+pub(crate) fn rows(rows: usize, cols: usize, term: &dyn Fn(f32, usize) -> f32) -> Vec<f32> {
+    let chunks = rows.div_ceil(64);
+    let mut sums = vec![0.0; chunks * cols];
+    for row in 0..rows {
+        for column in 0..cols {
+            let sum = &mut sums[row / 64 * cols + column];
+            *sum = term(*sum, row * cols + column);
+        }
+    }
+    match chunks {
+        0 => vec![0.0; cols],
+        1 => sums,
+        _ => self::rows(chunks, cols, &|sum, index| sum + sums[index]),
+    }
+}
+
+/// The additions in a row of a term in [`rows`].
+pub(crate) fn rows_depth(rows: usize) -> usize {
+    if rows <= 64 { rows } else { 64 + rows_depth(rows.div_ceil(64)) }
+}
+
+fn four([a, b, c, d]: [f32; 4]) -> f32 {
+    (a + b) + (c + d)
+}
+
+/// Lanes in pairs at distances lanes / 2, ..., 2, 1.
+fn across(mut lanes: Vec<f32>) -> f32 {
+    while lanes.len() > 1 {
+        let upper = lanes.split_off(lanes.len() / 2);
+        lanes.iter_mut().zip(upper).for_each(|(lane, other)| *lane += other);
+    }
+    lanes[0]
+}

@@ -1,0 +1,223 @@
+//! One op in a poisoned arena.
+//!
+//! Invariant: a trial succeeds only if, at its end, every word of the arena is what it must be: inputs as uploaded,
+//! outputs as read and nowhere left unwritten, all else poison. So a kernel that misses an element, writes beside its
+//! output (padding included) or changes an input fails, and one that reads what it should not meets a NaN. The same
+//! holds for a second run at other addresses, and on a GPU for the emulator, each with the same bits.
+
+use crate::support;
+use std::cell::RefCell;
+use std::ops::{Deref, Range};
+use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Error, Result, Shape, Source, Step, Tensor, ops};
+
+/// A NaN that no arithmetic makes.
+const POISON: u32 = 0x7fc0_dead;
+/// Elements between the starts of tensors: 256 bytes.
+const ALIGN: usize = 64;
+
+/// Bits by which results are compared: those of the number, and one pattern for all NaNs.
+pub(crate) fn canonical(value: f32) -> u32 {
+    if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
+}
+
+/// Asserts that two results have the same bits, NaNs aside.
+#[track_caller]
+pub(crate) fn assert_same(what: impl std::fmt::Display, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let different = got.iter().zip(want).position(|(&got, &want)| canonical(got) != canonical(want));
+    if let Some(at) = different {
+        panic!("{what}: element {at} of {} is {:e}, not {:e}", got.len(), got[at], want[at]);
+    }
+}
+
+/// Asserts that an op refused, in these words.
+#[track_caller]
+pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
+    let Err(error) = outcome else { panic!("accepted, though {words:?} is wrong") };
+    assert!(matches!(error, Error::Misuse { .. } | Error::Contract { .. }), "{error:?}");
+    let message = error.to_string();
+    for word in words {
+        assert!(message.contains(word), "\"{word}\" is not in: {message}");
+    }
+}
+
+/// Runs `case` as this module says and returns what it returned first.
+#[track_caller]
+pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
+    let (result, first) = poisoned(device, 0, &case);
+    let repeat = |other: &Device, shift, place| {
+        let (_, again) = poisoned(other, shift, &case);
+        assert_eq!(first.len(), again.len());
+        for (number, (first, again)) in first.iter().zip(&again).enumerate() {
+            let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
+            assert_eq!(different, None, "output {number} has other bits {place}, first at this element");
+        }
+    };
+    repeat(device, 3, "in a second run at other addresses");
+    if device.description().kind == DeviceKind::Cuda {
+        repeat(&support::open(DeviceKind::Emulated), 0, "on the emulator");
+    }
+    result
+}
+
+fn same_word(word: u32) -> u32 {
+    canonical(f32::from_bits(word))
+}
+
+/// A step whose memory is watched.
+pub(crate) struct Trial<'t, 's> {
+    step: &'t Eager<'s>,
+    base: u64,
+    ledger: RefCell<Ledger>,
+}
+
+/// What the arena must hold, by index of the word.
+#[derive(Default)]
+struct Ledger {
+    /// Inputs and outputs in the order of their calls; a later one replaces an earlier one.
+    known: Vec<(usize, Vec<u32>)>,
+    /// What an op may have used for itself.
+    scratch: Vec<Range<usize>>,
+    outputs: Vec<Vec<u32>>,
+}
+
+impl<'s> Trial<'_, 's> {
+    /// An input.
+    pub(crate) fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let tensor = self.step.upload(values, shape)?;
+        let at = self.place(&tensor);
+        self.ledger.borrow_mut().known.push((at, bytemuck::cast_slice(values).to_vec()));
+        Ok(tensor)
+    }
+
+    /// Reads a tensor that an op has made or changed.
+    pub(crate) fn output<T: Element>(&self, tensor: &Tensor<'s, T>) -> Result<Vec<T>> {
+        let values = self.step.read(tensor)?;
+        let words: &[u32] = bytemuck::cast_slice(&values);
+        let unwritten = words.iter().position(|&word| word == POISON);
+        assert_eq!(unwritten, None, "an output of {} was never written, first at this element", tensor.shape());
+        let at = self.place(tensor);
+        let mut ledger = self.ledger.borrow_mut();
+        ledger.known.push((at, words.to_vec()));
+        ledger.outputs.push(words.to_vec());
+        Ok(values)
+    }
+
+    /// Runs an op that takes memory for itself besides its outputs.
+    pub(crate) fn with_scratch<R>(&self, op: impl FnOnce() -> Result<R>) -> Result<R> {
+        let start = self.place(&self.step.empty::<u32>([0])?);
+        let result = op()?;
+        let end = self.place(&self.step.empty::<u32>([0])?);
+        self.ledger.borrow_mut().scratch.push(start..end);
+        Ok(result)
+    }
+
+    fn place<T: Element>(&self, tensor: &Tensor<'s, T>) -> usize {
+        (tensor.slice().address() - self.base) as usize / size_of::<u32>()
+    }
+}
+
+impl<'s> Deref for Trial<'_, 's> {
+    type Target = Step<'s>;
+
+    fn deref(&self) -> &Step<'s> {
+        self.step
+    }
+}
+
+type Outputs = Vec<Vec<u32>>;
+
+/// Runs `case` in an arena as large as it needs, after `shift` other tensors.
+fn poisoned<R>(device: &Device, shift: usize, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
+    let mut capacity_bytes = 1 << 17;
+    loop {
+        match attempt(device, capacity_bytes, shift, case) {
+            Err(Error::ArenaFull { .. }) if capacity_bytes < 1 << 30 => capacity_bytes *= 4,
+            outcome => return outcome.unwrap_or_else(|error| panic!("{error}")),
+        }
+    }
+}
+
+fn attempt<R>(
+    device: &Device,
+    capacity_bytes: usize,
+    shift: usize,
+    case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
+) -> Result<(R, Outputs)> {
+    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(capacity_bytes)).build()?;
+    let words = capacity_bytes / size_of::<u32>();
+    arena.step(|step| ops::fill(step, [words], f32::from_bits(POISON)).map(drop))?;
+    let (result, ledger) = arena.step(|step| {
+        let base = step.empty::<u32>([shift * ALIGN])?.slice().address();
+        let trial = Trial { step, base, ledger: RefCell::default() };
+        let result = case(&trial)?;
+        Ok((result, trial.ledger.into_inner()))
+    })?;
+    let image = arena.step(|step| step.read(&step.empty::<u32>([words])?))?;
+    ledger.check(&image);
+    Ok((result, ledger.outputs))
+}
+
+impl Ledger {
+    fn check(&self, image: &[u32]) {
+        let mut expected = vec![Some(POISON); image.len()];
+        for scratch in &self.scratch {
+            expected[scratch.clone()].fill(None);
+        }
+        for (at, words) in &self.known {
+            let padded = words.len().next_multiple_of(ALIGN);
+            expected[*at..at + padded].fill(Some(POISON));
+            for (expected, &word) in expected[*at..].iter_mut().zip(words) {
+                *expected = Some(word);
+            }
+        }
+        let wrong = (0..image.len()).find(|&at| expected[at].is_some_and(|expected| expected != image[at]));
+        if let Some(at) = wrong {
+            let known = self.known.iter().map(|(at, words)| (at, words.len())).collect::<Vec<_>>();
+            panic!("a stray write: word {at} became {:#010x}; tensors lie at (word, length) {known:?}", image[at]);
+        }
+    }
+}
+
+/// The harness itself: what it is there to catch, it catches.
+mod catches {
+    use super::*;
+    use std::panic::catch_unwind;
+
+    fn fails(case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<()> + std::panic::RefUnwindSafe, words: &str) {
+        let device = support::open(DeviceKind::Emulated);
+        let panicked = catch_unwind(std::panic::AssertUnwindSafe(|| trial(&device, &case))).expect_err("it passed");
+        let message = panicked.downcast_ref::<String>().expect("a message");
+        assert!(message.contains(words), "{message}");
+    }
+
+    #[test]
+    fn an_output_that_is_not_written() {
+        fails(|trial| trial.output(&trial.empty::<f32>([5])?).map(drop), "never written");
+    }
+
+    #[test]
+    fn a_write_that_is_no_output() {
+        fails(|trial| ops::fill(trial, [5], 1.0).map(drop), "a stray write: word 0 became 0x3f800000");
+    }
+
+    #[test]
+    fn a_changed_input() {
+        let changes = |trial: &Trial<'_, '_>| {
+            let mut x = trial.upload(&[1.0, 2.0], [2])?;
+            ops::fill_into(trial, &mut x, 2.0)
+        };
+        fails(changes, "a stray write: word 0 became 0x40000000");
+    }
+
+    #[test]
+    fn bits_that_differ_between_runs() {
+        let runs = std::sync::atomic::AtomicU32::new(0);
+        let differs = move |trial: &Trial<'_, '_>| {
+            let run = runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let y = ops::fill(trial, [3], run as f32)?;
+            trial.output(&y).map(drop)
+        };
+        fails(differs, "output 0 has other bits in a second run at other addresses");
+    }
+}
