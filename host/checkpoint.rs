@@ -153,17 +153,19 @@ impl Checkpoint {
     }
 }
 
-/// The SHA-256 over all notes but its own and all tensors, in the order of their names, in hexadecimal.
+/// The SHA-256, in hexadecimal, over all notes but its own and then all tensors, each in the order of their names: for a
+/// note `LENGTH:KEY` and `LENGTH:VALUE`, for a tensor `LENGTH:NAME`, its shape as `[2, 3]`, and its bytes.
 fn digest<'t>(
     notes: &HashMap<String, String>,
     tensors: impl Iterator<Item = (&'t str, &'t [usize], &'t [u8])>,
 ) -> String {
     let mut hash = Sha256::new();
     let notes: BTreeMap<_, _> = notes.iter().filter(|(key, _)| *key != DIGEST).collect();
-    // Debug forms are quoted, so that no two lists of notes look the same.
-    hash.update(format!("{notes:?}\n"));
+    for (key, value) in notes {
+        hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
+    }
     for (name, shape, bytes) in tensors {
-        hash.update(format!("{name:?}{shape:?}\n"));
+        hash.update(format!("{}:{name}{shape:?}", name.len()));
         hash.update(bytes);
     }
     hex(&hash.finalize())

@@ -5,6 +5,7 @@
 mod support;
 
 use safetensors::tensor::{Dtype, TensorView};
+use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -131,15 +132,28 @@ fn described() -> Vec<Described> {
     ["", "adamw.first.", "adamw.second."].into_iter().flat_map(of).collect()
 }
 
-/// A safetensors file of these tensors, all zero.
+/// A safetensors file of these tensors, all zero, with the digest that the format asks for.
 fn write_file(path: &Path, tensors: &[Described], notes: &[(&str, &str)]) {
     let zeros = vec![0u8; 1 << 16];
-    let views = tensors.iter().map(|(name, dtype, shape)| {
-        let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
-        (name, TensorView::new(*dtype, shape.clone(), &zeros[..len]).unwrap())
-    });
-    let notes: HashMap<String, String> =
+    let bytes = |dtype: &Dtype, shape: &[usize]| &zeros[..shape.iter().product::<usize>() * dtype.bitsize() / 8];
+    let (mut sorted, mut tensors) = (notes.to_vec(), tensors.to_vec());
+    sorted.sort_unstable();
+    tensors.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+    let mut hash = Sha256::new();
+    for (key, value) in sorted {
+        hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
+    }
+    for (name, dtype, shape) in &tensors {
+        hash.update(format!("{}:{name}{shape:?}", name.len()));
+        hash.update(bytes(dtype, shape));
+    }
+    let digest = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let views = tensors
+        .iter()
+        .map(|(name, dtype, shape)| (name, TensorView::new(*dtype, shape.clone(), bytes(dtype, shape)).unwrap()));
+    let mut notes: HashMap<String, String> =
         notes.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
+    notes.insert("stepscope.sha256".into(), digest);
     fs::write(path, safetensors::serialize(views, Some(notes)).unwrap()).unwrap();
 }
 

@@ -346,7 +346,8 @@ mod tests {
     #[test]
     fn sites_are_sorted_by_bytes_and_phases_add_up() {
         let mut counters = Counters::default();
-        let (small, large) = (Location::caller(), here());
+        let small = here();
+        let large = here();
         counters.allocated(small, 256);
         counters.phase = Phase::Backward;
         for _ in 0..3 {

@@ -52,8 +52,8 @@ pub fn sum_rows_into<'s>(
     if out.shape().elements() != cols {
         return Err(Error::misuse("sum_rows", format!("an output of {cols} elements"), out.shape().to_string()));
     }
-    if rows == 0 && !accumulate {
-        return super::fill_into(step, out, 0.0);
+    if rows == 0 {
+        return if accumulate { Ok(()) } else { super::fill_into(step, out, 0.0) };
     }
     let accumulate = u32::from(accumulate);
     if rows <= ROW_CHUNK {

@@ -8,6 +8,7 @@ use crate::launches::launched;
 use crate::math::{SPECIAL, sample};
 use crate::support::{self, Random};
 use crate::trial::canonical;
+use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{matmul_16x64, matmul_64x64, matmul_128x128};
 use std::collections::BTreeSet;
 use stepscope::ops::{self, Gemm};
@@ -15,12 +16,13 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Sha
 
 /// The sources of all kernels, and the file that says which there are.
 const LIBRARY: &str = include_str!("../../device/src/lib.rs");
-const SOURCES: [(&str, &str); 11] = [
+const SOURCES: [(&str, &str); 12] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
     ("elementwise", include_str!("../../device/src/kernels/elementwise.rs")),
     ("fill", include_str!("../../device/src/kernels/fill.rs")),
+    ("guard", include_str!("../../device/src/kernels/guard.rs")),
     ("loss", include_str!("../../device/src/kernels/loss.rs")),
     ("matmul", include_str!("../../device/src/kernels/matmul.rs")),
     ("norm", include_str!("../../device/src/kernels/norm.rs")),
@@ -41,7 +43,7 @@ fn contracts(source: &str) -> Vec<String> {
 type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
 /// Every op, by the name that a failure gives.
-const CASES: [(&str, Case); 26] = [
+const CASES: [(&str, Case); 27] = [
     ("tanh", |i| i.keep(&ops::tanh(i.step, &i.dense(1)?)?)),
     ("tanh backward", |i| i.keep(&ops::tanh_backward(i.step, &i.dense(1)?, &i.dense(2)?)?)),
     ("gelu", |i| i.keep(&ops::gelu(i.step, &i.dense(1)?)?)),
@@ -54,6 +56,15 @@ const CASES: [(&str, Case); 26] = [
     }),
     ("scale", |i| i.keep(&ops::scale(i.step, &i.dense(1)?, 0.1)?)),
     ("bias", |i| i.keep(&ops::add_bias(i.step, &i.normals([65, 193])?, &i.normals([193])?)?)),
+    ("guard", |i| {
+        let (mut block, mut found) = (i.step.upload(&[7u32; 200], [200])?, i.step.upload(&[0u32; 2], [2])?);
+        i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
+        for (place, start) in [(0, 101), (1, 100)] {
+            i.step.launch(guard_check { block: block.slice(), start, place, found: found.out() })?;
+        }
+        i.keep(&block)?;
+        i.keep(&found)
+    }),
     ("fill", |i| i.keep(&ops::fill(i.step, [1025], 0.1)?)),
     ("copy", |i| i.keep(&ops::copy(i.step, &i.dense(1)?)?)),
     ("sum", |i| i.keep(&ops::sum(i.step, &i.normals([4096 * 70 + 3])?)?)),
