@@ -67,8 +67,8 @@ on_each_device! {
                 let w = step.upload(&values[..64 * 7], [64, 7])?;
                 let mut y = ops::softmax(step, &ops::gelu(step, &ops::matmul(step, &x, &w)?)?)?;
                 step.scratch(|inner| {
-                    let half = ops::scale(&inner, &inner.lend(&y), 0.5)?;
-                    ops::add_assign(&inner, &mut inner.lend_mut(&mut y), &half)
+                    let half = ops::scale(inner, &inner.lend(&y), 0.5)?;
+                    ops::add_assign(inner, &mut inner.lend_mut(&mut y), &half)
                 })?;
                 step.read(&y)
             }).unwrap()

@@ -65,7 +65,7 @@ pub struct Situation {
     pub driver_total_bytes: u64,
     /// The host's own figures, see [`Situation::read_host`].
     pub host: Option<MemInfo>,
-    /// What is left to everybody else, see [`default_reserve_bytes`].
+    /// What is left to everybody else, by default a sixteenth of the memory and at most 2 GiB (256 MiB on a discrete GPU).
     pub reserve_bytes: u64,
 }
 

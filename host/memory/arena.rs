@@ -49,7 +49,7 @@ impl Arena {
     /// taken back when the closure has returned, failed or panicked, and only then.
     ///
     /// # Errors
-    /// Those of the closure; [`Error::Timeout`] when the step has a deadline and missed it; [`Error::Driver`] when the
+    /// Those of the closure; [`Error::Timeout`](crate::Error::Timeout) when the step has a deadline and missed it; [`Error::Driver`](crate::Error::Driver) when the
     /// overflow could not be given back.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
         let start = Instant::now();
@@ -87,7 +87,7 @@ impl Arena {
     /// Gives the system all memory that the overflow pool keeps. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when the device does not answer.
+    /// [`Error::Timeout`](crate::Error::Timeout) when the device does not answer.
     pub fn trim(&mut self) -> Result<()> {
         self.region.trim()
     }

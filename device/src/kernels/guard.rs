@@ -9,7 +9,7 @@ use cuda_std::prelude::*;
 /// The word that guards hold.
 pub const PATTERN: u32 = 0xa5a5_a5a5;
 
-/// block[start..] = [`PATTERN`]; `block`: `[length]`. A word a thread.
+/// `block[start..]` = [`PATTERN`]; `block`: `[length]`. A word a thread.
 #[kernel]
 pub unsafe fn guard_write(block: *mut u32, length: usize, start: usize) {
     let index = start + thread::index_1d() as usize;
@@ -27,7 +27,7 @@ contract! {
     }
 }
 
-/// found[place] = the first word of block[start..] that does not hold [`PATTERN`], or `block.len()`; `block`: `[length]`,
+/// `found[place]` = the first word of `block[start..]` that does not hold [`PATTERN`], or `block.len()`; `block`: `[length]`,
 /// `found`: `[places]`. One thread.
 #[kernel]
 pub unsafe fn guard_check(block: &[u32], start: usize, place: usize, found: *mut u32) {
