@@ -158,6 +158,7 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Misuse`] when parameters, gradients and moments do not belong together.
+    #[track_caller]
     pub fn apply<'s>(
         &mut self,
         step: &Step<'s>,

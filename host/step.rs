@@ -92,6 +92,7 @@ pub(crate) struct PhaseGuard<'s> {
 impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         self.region.enter(self.before);
+        self.region.attribute(None);
     }
 }
 

@@ -51,6 +51,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = up_to(u32::MAX))]
     pub(crate) arena_mib: usize,
 
+    /// Memory, in MiB, of the pool that a step overflows into when the arena is full; 0: it fails and says why
+    #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = zero_up_to(u32::MAX))]
+    pub(crate) overflow_mib: usize,
+
     /// Learning rate of AdamW
     #[arg(long, value_name = "RATE", default_value_t = 3e-4, value_parser = above_zero)]
     pub(crate) learning_rate: f32,
@@ -74,6 +78,11 @@ pub(crate) struct Args {
     /// Write the first step's input, loss, weights and gradients to this safetensors file
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
+
+    /// Write the first batch's memory, event by event, to this file (PyTorch's memory snapshot) and, as a picture, to the
+    /// same name ending in .svg
+    #[arg(long, value_name = "FILE")]
+    pub(crate) memory: Option<PathBuf>,
 
     /// Go on from this checkpoint
     #[arg(long, value_name = "FILE")]
@@ -140,6 +149,11 @@ fn up_to(most: u32) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(most))
 }
 
+/// [`up_to`], or 0 for none.
+fn zero_up_to(most: u32) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(0..=u64::from(most))
+}
+
 fn above_zero(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
@@ -175,7 +189,7 @@ mod tests {
         assert!(args.bars.is_empty() && args.trace.is_none() && args.resume.is_none());
         assert_eq!(args.device, DeviceChoice::Auto);
         assert_eq!((args.epochs, args.folds, args.batch, args.micro_batch()), (1, 2, 256, 256));
-        assert_eq!((args.seed, args.arena_mib, args.horizon), (7, 1024, 15));
+        assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));
@@ -185,12 +199,13 @@ mod tests {
     fn reads_every_argument() {
         let args = parse(
             "--bars a.csv --bars b.csv --device cuda --epochs 3 --folds 4 --batch 32 --micro-batch 1 --limit 99 \
-             --seed 0 --arena-mib 64 --learning-rate 1e-3 --weight-decay 0 --clip 0.5 --horizon 5 --out o \
+             --seed 0 --arena-mib 64 --overflow-mib 4096 --learning-rate 1e-3 --weight-decay 0 --clip 0.5 --horizon 5 --out o \
              --trace t --resume r",
         )
         .unwrap();
         assert_eq!(args.bars, [PathBuf::from("a.csv"), PathBuf::from("b.csv")]);
         assert_eq!((args.device, args.micro_batch(), args.sample_limit()), (DeviceChoice::Cuda, 1, Some(99)));
+        assert_eq!((args.arena_mib, args.overflow_mib), (64, 4096));
         assert_eq!(parse("--bars a.csv").unwrap().sample_limit(), None);
     }
 
@@ -207,6 +222,8 @@ mod tests {
             ("--limit 0", "--limit"),
             ("--seed -1", "-1"),
             ("--arena-mib 0", "--arena-mib"),
+            ("--overflow-mib -1", "-1"),
+            ("--overflow-mib 4294967296", "--overflow-mib"),
             ("--learning-rate NaN", "give a finite number above zero"),
             ("--learning-rate 0", "--learning-rate"),
             ("--learning-rate inf", "--learning-rate"),

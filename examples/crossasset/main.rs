@@ -23,6 +23,7 @@ mod train;
 
 use std::error::Error;
 use std::fs;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use cli::{Args, DeviceChoice};
@@ -35,7 +36,8 @@ use train::{Position, Trainer};
 fn main() -> ExitCode {
     let args = Args::from_command_line();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let ansi = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
     let dataset = match load(&args) {
         Ok(dataset) => dataset,
         Err(error) => {
@@ -111,24 +113,17 @@ fn run(args: &Args, dataset: &Dataset) -> Result<(), Box<dyn Error>> {
         }
     }
 
-    let arena = trainer.arena();
     let report = Report {
         device: device.description().kind.to_string(),
         model,
         data,
         epochs: position.epochs,
         batches: position.batches,
-        arena: ArenaUse {
-            capacity_bytes: arena.capacity_bytes as u64,
-            high_water_bytes: arena.high_water_bytes as u64,
-            resets: arena.resets,
-            allocations: arena.allocations,
-            overflow_allocations: arena.overflow.allocations,
-        },
+        arena: ArenaUse::from(trainer.arena()),
         weights_sha256: trainer.weights_sha256()?,
     };
     report.write(&args.out)?;
-    println!("{}\n{arena}", screen::epoch_table(&report.epochs));
+    println!("{}\n{}", screen::epoch_table(&report.epochs), report.arena.summary());
     println!("weights {}\nresults in {}", report.weights_sha256, args.out.display());
     Ok(())
 }

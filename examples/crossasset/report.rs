@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use stepscope::{Result, replace_file};
+use stepscope::{ArenaReport, Result, replace_file};
 
 use crate::loss_svg;
 
@@ -80,11 +80,11 @@ pub(crate) struct BatchResult {
 }
 
 /// What the step arena did.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ArenaUse {
     /// Its size.
     pub(crate) capacity_bytes: u64,
-    /// The most that one step took.
+    /// The most that one step took, the overflow's included.
     pub(crate) high_water_bytes: u64,
     /// Steps ended.
     pub(crate) resets: u64,
@@ -92,6 +92,31 @@ pub(crate) struct ArenaUse {
     pub(crate) allocations: u64,
     /// Those among them that did not fit.
     pub(crate) overflow_allocations: u64,
+    /// The whole of what it knows: phases, call sites, overflow, memory of device and host.
+    pub(crate) report: Option<ArenaReport>,
+}
+
+impl From<ArenaReport> for ArenaUse {
+    fn from(report: ArenaReport) -> Self {
+        Self {
+            capacity_bytes: report.capacity_bytes as u64,
+            high_water_bytes: report.high_water_bytes as u64,
+            resets: report.resets,
+            allocations: report.allocations,
+            overflow_allocations: report.overflow.allocations,
+            report: Some(report),
+        }
+    }
+}
+
+impl ArenaUse {
+    /// The printed report's first line, and the overflow's where there was one.
+    pub(crate) fn summary(&self) -> String {
+        let text = self.report.as_ref().map(ToString::to_string).unwrap_or_default();
+        let overflow = |line: &str| line.trim_start().starts_with("overflow:");
+        let shown = text.lines().enumerate().filter(|(number, line)| *number == 0 || overflow(line));
+        shown.map(|(_, line)| line).collect::<Vec<_>>().join("\n")
+    }
 }
 
 impl Report {
@@ -147,6 +172,7 @@ mod tests {
             "batches": batches,
             "arena": {
                 "capacity_bytes": 0, "high_water_bytes": 0, "resets": 0, "allocations": 0, "overflow_allocations": 0,
+                "report": null,
             },
             "weights_sha256": "",
         });

@@ -6,8 +6,8 @@ use bytemuck::{bytes_of, cast_slice};
 use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, ArenaReport, Capacity, Checkpoint, Device, Error, Gradients, Layout, Parameters, Result,
-    Schedule, Shape, Tape, ops, replace_file,
+    AdamW, AdamWConfig, Arena, ArenaReport, Capacity, Checkpoint, Device, Error, Gradients, Layout, Overflow,
+    Parameters, Result, Schedule, Shape, Tape, ops, replace_file,
 };
 
 use crate::cli::Args;
@@ -23,6 +23,8 @@ const POSITION: &str = "crossasset.position";
 const SETTINGS: &str = "crossasset.settings";
 /// The learning rate at the end of a fold, as a share of `--learning-rate`.
 const FLOOR: f64 = 0.1;
+/// Events of the memory that are kept, at most: a batch of 256 steps of one sample has some 50,000.
+const EVENTS: usize = 100_000;
 /// Updates over which the learning rate rises, at most.
 const WARMUP: u64 = 16;
 
@@ -46,6 +48,8 @@ pub(crate) struct Trainer<'r> {
     optimizer: AdamW,
     /// Whether the trace is still to be written.
     trace: Option<&'r PathBuf>,
+    /// Whether the memory of a batch is still to be written.
+    memory: Option<&'r PathBuf>,
 }
 
 impl<'r> Trainer<'r> {
@@ -57,15 +61,20 @@ impl<'r> Trainer<'r> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, args.seed)?;
         let optimizer = AdamW::new(&parameters, AdamWConfig::default())?;
+        let overflow = match args.overflow_mib {
+            0 => Overflow::Refuse,
+            mebibytes => Overflow::pool(mebibytes << 20),
+        };
         Ok(Self {
             args,
             dataset,
             model,
-            arena: Arena::builder(device).capacity(Capacity::mib(args.arena_mib)).build()?,
+            arena: Arena::builder(device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?,
             gradients: Gradients::zeros(&parameters)?,
             parameters,
             optimizer,
             trace: args.trace.as_ref(),
+            memory: args.memory.as_ref(),
         })
     }
 
@@ -116,6 +125,9 @@ impl<'r> Trainer<'r> {
 
     /// One update: a step scope for each micro-batch, the last of which also updates the weights.
     fn batch(&mut self, fold: &Fold, samples: &[usize]) -> Result<BatchResult> {
+        if self.memory.is_some() {
+            self.arena.record(EVENTS);
+        }
         self.optimizer.advance()?;
         let weight = 1.0 / samples.len() as f32;
         let (mut loss, mut head_gradient_l2) = (0.0, 0.0);
@@ -148,6 +160,11 @@ impl<'r> Trainer<'r> {
             self.write_trace(path, fold, samples, loss as f32)?;
             let Self { arena, parameters, gradients, optimizer, .. } = self;
             arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))?;
+        }
+        if let (Some(path), Some(recording)) = (self.memory.take(), self.arena.recording()) {
+            replace_file(path, &recording.pickle())?;
+            replace_file(path.with_extension("svg"), recording.timeline_svg().as_bytes())?;
+            self.arena.record(0);
         }
         Ok(BatchResult { loss, head_gradient_l2 })
     }

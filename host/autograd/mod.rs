@@ -23,6 +23,7 @@ use crate::step::Step;
 use crate::tensor::{Saved, Shape, Tensor};
 use std::cell::RefCell;
 use std::fmt;
+use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A value on a tape.
@@ -47,7 +48,13 @@ impl<'s> Var<'s> {
 }
 
 /// Turns the gradient of a record's output into gradients of its inputs and parameters.
-type Record<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't>;
+type Closure<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't>;
+
+/// A closure, and the line of the forward pass that is the reason for its work.
+struct Record<'t, 's> {
+    site: &'static Location<'static>,
+    backward: Closure<'t, 's>,
+}
 
 /// The forward pass of one step, remembered for one backward pass.
 pub struct Tape<'t, 's> {
@@ -92,13 +99,14 @@ impl<'t, 's> Tape<'t, 's> {
 
     /// Puts an op's output on the tape. `backward` gets the output's gradient and gives the inputs theirs, through
     /// [`Backward::add`] and [`Backward::gradients`].
+    #[track_caller]
     pub fn record(
         &self,
         value: Saved<'s>,
         backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
     ) -> Var<'s> {
         let mut records = self.records.borrow_mut();
-        records.push(Box::new(backward));
+        records.push(Record { site: Location::caller(), backward: Box::new(backward) });
         Var { value, tape: self.identity, record: Some(records.len() - 1) }
     }
 
@@ -106,6 +114,7 @@ impl<'t, 's> Tape<'t, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the number of elements differs.
+    #[track_caller]
     pub fn reshape(&self, x: &Var<'s>, shape: impl Into<Shape>) -> Result<Var<'s>> {
         self.check(x)?;
         let (value, x) = (x.value.reshape(shape)?, *x);
@@ -119,6 +128,7 @@ impl<'t, 's> Tape<'t, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when `loss` is another tape's or not one element, or `gradients` are another model's.
+    #[track_caller]
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         self.check(loss)?;
         if loss.shape().elements() != 1 {
@@ -136,7 +146,8 @@ impl<'t, 's> Tape<'t, 's> {
         for (at, record) in records.into_iter().enumerate().rev() {
             // No gradient has come: the loss does not depend on it.
             if let Some(gradient) = back.pending[at].take() {
-                record(&mut back, gradient)?;
+                step.region().attribute(Some(record.site));
+                (record.backward)(&mut back, gradient)?;
             }
         }
         step.region().pass_completed();

@@ -77,9 +77,7 @@ impl Arena {
     /// # Errors
     /// Those of the closure.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<Measured> {
-        // Addresses alone, as many as a step may want.
-        const EVERYTHING: usize = 1 << 46;
-        let region = Region::allocate(self.device().counting()?, EVERYTHING)?;
+        let region = self.region.counting()?;
         region.scope(|| run(&mut Eager::new(&region)).map(drop))?;
         Ok(Measured { high_water_bytes: region.high_water_bytes() })
     }

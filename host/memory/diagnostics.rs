@@ -170,43 +170,46 @@ pub struct ArenaReport {
 /// Call sites that an error or a printed report names.
 const SITES_SHOWN: usize = 10;
 
-pub(crate) fn mib(bytes: impl TryInto<u64>) -> f64 {
-    bytes.try_into().unwrap_or(u64::MAX) as f64 / f64::from(1 << 20)
+/// Bytes in MiB, or in KiB where that would round them away.
+pub(crate) fn size(bytes: impl TryInto<u64>) -> String {
+    let bytes = bytes.try_into().unwrap_or(u64::MAX) as f64;
+    let (kib, mib) = (bytes / 1024.0, bytes / f64::from(1 << 20));
+    if mib < 1.0 && kib > 0.0 { format!("{kib:.1} KiB") } else { format!("{mib:.1} MiB") }
 }
 
 impl fmt::Display for ArenaReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "arena: {:.1} MiB at most in use of {:.1} MiB, {} tensors in {} steps, {} overflows",
-            mib(self.high_water_bytes as u64),
-            mib(self.capacity_bytes as u64),
+            "arena: {} at most in use of {}, {} tensors in {} steps, {} overflows",
+            size(self.high_water_bytes),
+            size(self.capacity_bytes),
             self.allocations,
             self.resets,
             self.overflow.allocations
         )?;
         if self.offset_bytes > 0 {
-            let (used, passes) = (mib(self.offset_bytes as u64), self.passes_since_reset);
-            writeln!(f, "  now: {used:.1} MiB in use, {passes} backward passes since the last reset")?;
+            let (used, passes) = (size(self.offset_bytes), self.passes_since_reset);
+            writeln!(f, "  now: {used} in use, {passes} backward passes since the last reset")?;
         }
         for (phase, count) in &self.phases {
             if count.allocations > 0 {
-                let bytes = mib(count.bytes);
-                writeln!(f, "  {:<10} {:>8} tensors {bytes:>10.1} MiB in all", phase.name(), count.allocations)?;
+                let bytes = size(count.bytes);
+                writeln!(f, "  {:<10} {:>8} tensors {bytes:>12} in all", phase.name(), count.allocations)?;
             }
         }
         if let Some(largest) = &self.largest {
-            writeln!(f, "  largest: {:.3} MiB at {}", mib(largest.bytes), largest.location)?;
+            writeln!(f, "  largest: {} at {}", size(largest.bytes), largest.location)?;
         }
         let OverflowReport { allocations, bytes, peak_bytes, live_blocks, waited_ms, refusals, timeouts } =
             self.overflow;
         if allocations + refusals + timeouts > 0 {
             writeln!(
                 f,
-                "  overflow: {allocations} tensors, {:.1} MiB in all, {:.1} MiB at most at once, {live_blocks} blocks live, \
+                "  overflow: {allocations} tensors, {} in all, {} at most at once, {live_blocks} blocks live, \
                  {waited_ms:.3} ms waited, {refusals} refused, {timeouts} timed out",
-                mib(bytes),
-                mib(peak_bytes)
+                size(bytes),
+                size(peak_bytes)
             )?;
         }
         let memory = [
@@ -216,12 +219,12 @@ impl fmt::Display for ArenaReport {
             ("host available", self.memory.host_available_bytes),
         ];
         let known: Vec<String> =
-            memory.iter().filter_map(|(name, bytes)| Some(format!("{name} {:.0} MiB", mib((*bytes)?)))).collect();
+            memory.iter().filter_map(|(name, bytes)| Some(format!("{name} {}", size((*bytes)?)))).collect();
         if !known.is_empty() {
             writeln!(f, "  memory: {}", known.join(", "))?;
         }
         for Site { location, count } in self.sites.iter().take(SITES_SHOWN) {
-            writeln!(f, "  {:>10.1} MiB in {:>8} tensors at {location}", mib(count.bytes), count.allocations)?;
+            writeln!(f, "  {:>12} in {:>8} tensors at {location}", size(count.bytes), count.allocations)?;
         }
         if self.sites.len() > SITES_SHOWN {
             writeln!(f, "  and {} more call sites", self.sites.len() - SITES_SHOWN)?;

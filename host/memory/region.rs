@@ -5,7 +5,7 @@
 
 use super::admission::Situation;
 use super::checked::{Checks, GUARD_BYTES, poison};
-use super::diagnostics::{ArenaReport, Cause, Counters, Phase, SystemMemory, mib};
+use super::diagnostics::{ArenaReport, Cause, Counters, Phase, SystemMemory, size};
 use super::layout::{Bump, padded};
 use super::overflow::{NotGiven, OverflowPool};
 use super::settings::situation;
@@ -42,9 +42,19 @@ pub(crate) struct Region {
     capacity: usize,
     bump: Cell<Bump>,
     high_water: Cell<usize>,
+    /// Bytes that the running step has from the overflow pool.
+    overflowed: Cell<usize>,
+    /// The most that a step would have had in use, what was refused included: what the arena grows to.
+    needed: Cell<usize>,
+    /// Whether this step has been warned of.
+    warned: Cell<bool>,
+    /// The line that is named in place of the caller's, while a backward pass runs.
+    attributed: Cell<Option<&'static Location<'static>>>,
     counters: RefCell<Counters>,
     pub(super) overflow: Option<RefCell<OverflowPool>>,
-    pub(super) checks: Option<RefCell<Checks>>,
+    checks: Option<RefCell<Checks>>,
+    /// Bytes behind each tensor in checked mode, also where only its needs are measured.
+    guard_bytes: usize,
     pub(super) reserve_bytes: Option<u64>,
     recording: Option<RefCell<Recording>>,
     resets: Cell<u64>,
@@ -61,9 +71,14 @@ impl Region {
             capacity,
             bump: Cell::new(Bump::new(capacity)),
             high_water: Cell::new(0),
+            overflowed: Cell::new(0),
+            needed: Cell::new(0),
+            warned: Cell::new(false),
+            attributed: Cell::new(None),
             counters: RefCell::default(),
             overflow: None,
             checks: None,
+            guard_bytes: 0,
             reserve_bytes: None,
             recording: None,
             resets: Cell::new(0),
@@ -73,6 +88,22 @@ impl Region {
 
     pub(crate) fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Turns checked mode on.
+    pub(super) fn check(&mut self) -> Result<()> {
+        self.checks = Some(RefCell::new(Checks::new(&self.device)?));
+        self.guard_bytes = GUARD_BYTES;
+        Ok(())
+    }
+
+    /// A region without memory on which a step of this one can be measured.
+    pub(super) fn counting(&self) -> Result<Self> {
+        // Addresses alone, as many as a step may want.
+        const EVERYTHING: usize = 1 << 46;
+        let mut region = Self::allocate(self.device.counting()?, EVERYTHING)?;
+        region.guard_bytes = self.guard_bytes;
+        Ok(region)
     }
 
     /// The most bytes that a scope has had in use.
@@ -114,6 +145,11 @@ impl Region {
         std::mem::replace(&mut self.counters.borrow_mut().phase, phase)
     }
 
+    /// Names this line in place of the caller's from now on: work that another line is the reason for.
+    pub(crate) fn attribute(&self, site: Option<&'static Location<'static>>) {
+        self.attributed.set(site);
+    }
+
     /// A backward pass is complete.
     pub(crate) fn pass_completed(&self) {
         self.counters.borrow_mut().passes += 1;
@@ -122,7 +158,8 @@ impl Region {
     /// The address of memory that nothing else uses until the rewind past it.
     #[inline]
     pub(crate) fn take(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
-        let plain = self.checks.is_none() && self.recording.is_none();
+        let site = self.attributed.get().unwrap_or(site);
+        let plain = self.guard_bytes == 0 && self.recording.is_none();
         if plain { self.take_bytes(request.bytes, site) } else { self.take_watched(request, site) }
     }
 
@@ -131,8 +168,7 @@ impl Region {
         let before = self.bump.get();
         let Some((offset, next)) = before.take(bytes) else { return self.take_beyond(bytes, site) };
         self.bump.set(next);
-        // The overflow's share only ever adds to a full arena, whose own part was counted when it was taken.
-        self.high_water.set(self.high_water.get().max(next.offset()));
+        self.high_water.set(self.high_water.get().max(next.offset() + self.overflowed.get()));
         self.counters.borrow_mut().allocated(site, next.offset() - offset);
         Ok(self.address + offset as u64)
     }
@@ -140,8 +176,7 @@ impl Region {
     /// With a guard behind and poisoned in checked mode, and noted where events are recorded.
     #[cold]
     fn take_watched(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
-        let guard = if self.checks.is_some() { GUARD_BYTES } else { 0 };
-        let bytes = padded(request.bytes).and_then(|bytes| bytes.checked_add(guard)).unwrap_or(usize::MAX);
+        let bytes = padded(request.bytes).and_then(|bytes| bytes.checked_add(self.guard_bytes)).unwrap_or(usize::MAX);
         let label = || Cow::from(format!("{}{}", request.element, request.shape));
         let address = self.take_bytes(bytes, site).inspect_err(|_| {
             let free_bytes = self.device.free_bytes().unwrap_or(0);
@@ -164,9 +199,11 @@ impl Region {
         // An empty tensor names no byte: any address does.
         let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
         let cause = self.counters.borrow().cause(padded, self.capacity);
+        let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
+        self.needed.set(self.needed.get().max(needed));
         let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
         let mut overflow = overflow.borrow_mut();
-        if overflow.mark() == 0 {
+        if !self.warned.replace(true) {
             tracing::warn!(
                 %cause,
                 requested_bytes = padded,
@@ -191,6 +228,7 @@ impl Region {
                 counters.overflow.bytes += padded as u64;
                 counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
                 counters.overflow.live_blocks += 1;
+                self.overflowed.set(used);
                 self.high_water.set(self.high_water.get().max(self.bump.get().offset() + used));
                 Ok(address)
             }
@@ -294,7 +332,9 @@ impl Region {
         let mut overflow = overflow.borrow_mut();
         let blocks = overflow.mark() - mark.blocks;
         let start = Instant::now();
-        overflow.give_back(&self.device, mark.blocks)?;
+        let given_back = overflow.give_back(&self.device, mark.blocks);
+        self.overflowed.set(overflow.used_bytes());
+        given_back?;
         let mut counters = self.counters.borrow_mut();
         counters.waited += if blocks > 0 { start.elapsed() } else { Duration::ZERO };
         counters.overflow.live_blocks -= blocks as u64;
@@ -325,7 +365,8 @@ impl Region {
 
     /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
     pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
-        let wanted = self.high_water.get().next_multiple_of(GROWTH_BYTES).min(max_bytes);
+        let needed = self.needed.get().max(self.high_water.get());
+        let wanted = needed.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(usize::MAX).min(max_bytes);
         if wanted <= self.capacity || self.device.lost().is_some() {
             return Ok(());
         }
@@ -400,6 +441,7 @@ pub(super) struct StepGuard<'r> {
 impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         self.region.counters.borrow_mut().reset();
+        self.region.warned.set(false);
         self.region.resets.set(self.region.resets.get() + 1);
     }
 }
@@ -417,17 +459,17 @@ pub(crate) struct Mark {
 fn advice(cause: Cause, capacity: usize, requested: usize) -> String {
     match cause {
         Cause::RequestLargerThanArena => format!(
-            "raise the capacity above {:.1} MiB (now {:.1} MiB), or split the tensor",
-            mib(requested as u64),
-            mib(capacity as u64)
+            "raise the capacity above {} (now {}), or split the tensor",
+            size(requested),
+            size(capacity)
         ),
         Cause::NeverReset { .. } => {
             "end the step after each backward pass (one `arena.step` for each micro-batch): its end takes the memory back".into()
         }
         Cause::WorkingSetLargerThanArena => format!(
             "size the arena from `Arena::measure` or let it grow (`Growth::AtBoundary`), shorten the step (a smaller \
-             micro-batch), or free temporaries early with `step.scratch`; the capacity is {:.1} MiB",
-            mib(capacity as u64)
+             micro-batch), or free temporaries early with `step.scratch`; the capacity is {}",
+            size(capacity)
         ),
     }
 }

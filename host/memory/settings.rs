@@ -4,7 +4,6 @@
 
 use super::admission::{ARENA_VARIABLE, Situation, arena_bytes_from_env, default_reserve_bytes};
 use super::arena::{Arena, Measured};
-use super::checked::Checks;
 use super::overflow::{Overflow, OverflowPool};
 use super::region::Region;
 use crate::driver::{Description, Device};
@@ -147,7 +146,7 @@ impl ArenaBuilder {
         let mut region = Region::allocate(device, capacity)?;
         region.reserve_bytes = reserve_bytes;
         if checked_variable()?.unwrap_or(checked) {
-            region.checks = Some(RefCell::new(Checks::new(region.device())?));
+            region.check()?;
         }
         if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
             let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;

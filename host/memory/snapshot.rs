@@ -71,7 +71,7 @@ pub struct Event {
     pub bytes: usize,
     /// Where they come from.
     pub origin: Origin,
-    /// What the step was doing: `forward`, `backward`, `optimiser`.
+    /// What the step was doing: `forward`, `backward`, `optimizer`.
     pub phase: &'static str,
     /// The file of the call.
     pub file: &'static str,
