@@ -131,9 +131,9 @@ impl<'s> Eager<'s> {
     /// Waits for the work queued before and returns the tensor's elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the device's deadline.
+    /// [`Error::Timeout`] after the device's deadline, or what is left of the step's.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
-        let read = tensor.memory().download(self.device(), self.device().deadline());
+        let read = tensor.memory().download(self.device(), self.region().time_left());
         read.map_err(|error| self.region().with_report(error))
     }
 

@@ -186,8 +186,8 @@ impl Device {
         self.identity() == other.identity()
     }
 
-    pub(crate) fn free_bytes(&self) -> Result<u64> {
-        self.bounded("free_bytes", self.deadline(), |driver| driver.free_bytes())
+    pub(crate) fn free_bytes(&self, deadline: Duration) -> Result<u64> {
+        self.bounded("free_bytes", deadline, |driver| driver.free_bytes())
     }
 
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64> {
@@ -214,14 +214,27 @@ impl Device {
         self.bounded("pool_allocate", deadline, move |driver| driver.pool_allocate(pool, bytes))
     }
 
-    /// Gives several blocks back in one hop to the lane. The pool's owner calls it once for each block that it took, when
-    /// no tensor can name the block any more.
-    pub(crate) fn pool_give_back(&self, pool: Pool, blocks: Vec<(u64, usize)>, deadline: Duration) -> Result<()> {
-        self.bounded("pool_free", deadline, move |driver| {
+    /// Gives several blocks back in one hop to the lane, each whatever became of the others. The pool's owner calls it once
+    /// for each block that it took, when no tensor can name the block any more. Returns how many did not go back, and the
+    /// first reason.
+    pub(crate) fn pool_give_back(
+        &self,
+        pool: Pool,
+        blocks: Vec<(u64, usize)>,
+        deadline: Duration,
+    ) -> (usize, Result<()>) {
+        let all = blocks.len();
+        let given_back = self.bounded("pool_free", deadline, move |driver| {
             // SAFETY: the blocks came from this pool with these sizes; their step is over, so nothing queued later uses
             // them, and the owner forgets them with this call.
-            blocks.into_iter().try_for_each(|(address, bytes)| unsafe { driver.pool_free(pool, address, bytes) })
-        })
+            let free = |(address, bytes)| unsafe { driver.pool_free(pool, address, bytes) };
+            let failed: Vec<Error> = blocks.into_iter().filter_map(|block| free(block).err()).collect();
+            Ok((failed.len(), failed.into_iter().next()))
+        });
+        match given_back {
+            Ok((failed, reason)) => (failed, reason.map_or(Ok(()), |reason| Err(self.after(reason)))),
+            Err(error) => (all, Err(error)),
+        }
     }
 
     pub(crate) fn trim_pool(&self, pool: Pool, keep_bytes: usize) -> Result<()> {
@@ -286,7 +299,8 @@ impl Device {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// An error when the device is lost.
+    pub(crate) fn check(&self) -> Result<()> {
         self.shared.lost.get().map_or(Ok(()), |cause| Err(Error::DeviceLost { cause: cause.clone() }))
     }
 

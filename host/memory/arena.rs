@@ -11,7 +11,7 @@ use super::snapshot::Recording;
 use crate::driver::Device;
 use crate::error::Result;
 use crate::step::Eager;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What a step needs; made by [`Arena::measure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,23 +52,28 @@ impl Arena {
     /// Those of the closure; [`Error::Timeout`](crate::Error::Timeout) when the step has a deadline and missed it; [`Error::Driver`](crate::Error::Driver) when the
     /// overflow could not be given back.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
-        let start = Instant::now();
+        self.device().check()?;
         let region = &self.region;
-        let deadline = self.step_deadline;
-        let step = region.step_begins();
+        let step = region.step_begins(self.step_deadline);
+        let waits = self.step_deadline.is_some();
         let outcome = region.scope(|| {
             let result = run(&mut Eager::new(region))?;
-            if let Some(deadline) = deadline {
-                region.device().synchronize(deadline.saturating_sub(start.elapsed()))?;
+            if waits {
+                region.device().synchronize(region.time_left())?;
             }
             Ok(result)
         });
         let outcome = outcome.map_err(|error| region.with_report(error));
         drop(step);
-        if let Growth::AtBoundary { max_bytes } = self.growth {
-            self.region.grow(max_bytes)?;
-        }
-        outcome
+        let grown = match self.growth {
+            Growth::AtBoundary { max_bytes } => {
+                let grown = self.region.grow(max_bytes);
+                grown.map_err(|error| self.region.with_report(error))
+            }
+            Growth::Fixed => Ok(()),
+        };
+        // The step's own error came first and says more.
+        outcome.and_then(|result| grown.map(|()| result))
     }
 
     /// Runs a step without kernels and without memory, and tells what it would need. Persistent buffers of this device
@@ -87,7 +92,7 @@ impl Arena {
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout) when the device does not answer.
     pub fn trim(&mut self) -> Result<()> {
-        self.region.trim()
+        self.region.trim().map_err(|error| self.region.with_report(error))
     }
 
     /// Keeps the latest `limit` events of the memory from now on: what was made, by which line, in which phase. Zero: none.

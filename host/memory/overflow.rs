@@ -8,7 +8,7 @@
 
 use crate::driver::{Device, Pool};
 use crate::error::{Error, Result};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::admission::Refusal;
 use super::settings::situation;
@@ -64,7 +64,7 @@ pub(crate) enum NotGiven {
 }
 
 impl OverflowPool {
-    /// Creates and primes a pool.
+    /// Creates a pool.
     pub(crate) fn open(
         device: &Device,
         cap_bytes: usize,
@@ -77,37 +77,34 @@ impl OverflowPool {
             return Err(Error::misuse("overflow", "to prime the pool with at most its cap", got));
         }
         let pool = device.create_pool()?;
-        let mut opened = Self {
-            pool,
-            cap_bytes,
-            prime_bytes,
-            deadline,
-            reserve_bytes,
-            held_bytes: 0,
-            blocks: Vec::new(),
-            used_bytes: 0,
-        };
-        if prime_bytes > 0 {
-            // Priming may take as long as opening the device: the system is asked for all of it.
-            match opened.take(device, prime_bytes, device.deadline()) {
-                Ok(_) => opened.give_back(device, 0)?,
-                Err(NotGiven::Driver(error)) => return Err(error),
-                Err(NotGiven::Refused(refusal)) => return Err(Error::Refused(refusal)),
-                Err(NotGiven::Cap) => unreachable!("the prime is within the cap"),
-            }
+        let (blocks, used_bytes, held_bytes) = (Vec::new(), 0, 0);
+        Ok(Self { pool, cap_bytes, prime_bytes, deadline, reserve_bytes, held_bytes, blocks, used_bytes })
+    }
+
+    /// Makes the pool take its prime from the system, which may last as long as any call.
+    pub(crate) fn prime(&mut self, device: &Device) -> Result<()> {
+        if self.prime_bytes == 0 {
+            return Ok(());
         }
-        Ok(opened)
+        match self.take(device, self.prime_bytes, device.deadline()) {
+            Ok(_) => self.give_back(device, 0).1,
+            Err(NotGiven::Driver(error)) => Err(error),
+            Err(NotGiven::Refused(refusal)) => Err(Error::Refused(refusal)),
+            Err(NotGiven::Cap) => unreachable!("the prime is within the cap"),
+        }
     }
 
     /// `bytes` for the step; `bytes` is a multiple of the alignment and not zero.
     pub(crate) fn take(&mut self, device: &Device, bytes: usize, deadline: Duration) -> Result<u64, NotGiven> {
+        let start = Instant::now();
         let used = self.used_bytes.checked_add(bytes).filter(|&used| used <= self.cap_bytes).ok_or(NotGiven::Cap)?;
         if used > self.held_bytes {
             let growth = (used - self.held_bytes) as u64;
-            let situation = situation(device, self.reserve_bytes).map_err(NotGiven::Driver)?;
+            let situation = situation(device, self.reserve_bytes, deadline).map_err(NotGiven::Driver)?;
             situation.admit(growth).map_err(|refusal| NotGiven::Refused(Box::new(refusal)))?;
         }
-        let address = device.pool_allocate(self.pool, bytes, deadline).map_err(NotGiven::Driver)?;
+        let left = deadline.saturating_sub(start.elapsed());
+        let address = device.pool_allocate(self.pool, bytes, left).map_err(NotGiven::Driver)?;
         self.blocks.push((address, bytes));
         self.used_bytes = used;
         self.held_bytes = self.held_bytes.max(used);
@@ -129,11 +126,11 @@ impl OverflowPool {
         self.used_bytes
     }
 
-    /// Gives back every block since `mark`.
-    pub(crate) fn give_back(&mut self, device: &Device, mark: usize) -> Result<()> {
+    /// Gives back every block since `mark`. Returns how many did not go back, and the first reason.
+    pub(crate) fn give_back(&mut self, device: &Device, mark: usize) -> (usize, Result<()>) {
         let blocks = self.blocks.split_off(mark);
         self.used_bytes -= blocks.iter().map(|(_, bytes)| bytes).sum::<usize>();
-        if blocks.is_empty() { Ok(()) } else { device.pool_give_back(self.pool, blocks, self.deadline) }
+        if blocks.is_empty() { (0, Ok(())) } else { device.pool_give_back(self.pool, blocks, self.deadline) }
     }
 
     /// Gives the system what the pool keeps beyond its prime.

@@ -48,6 +48,8 @@ pub(crate) struct Region {
     needed: Cell<usize>,
     /// Whether this step has been warned of.
     warned: Cell<bool>,
+    /// When the step must have ended, if it has a deadline.
+    until: Cell<Option<Instant>>,
     /// The line that is named in place of the caller's, while a backward pass runs.
     attributed: Cell<Option<&'static Location<'static>>>,
     counters: RefCell<Counters>,
@@ -75,6 +77,7 @@ impl Region {
             needed: Cell::new(0),
             warned: Cell::new(false),
             attributed: Cell::new(None),
+            until: Cell::new(None),
             counters: RefCell::default(),
             overflow: None,
             checks: None,
@@ -179,7 +182,7 @@ impl Region {
         let bytes = padded(request.bytes).and_then(|bytes| bytes.checked_add(self.guard_bytes)).unwrap_or(usize::MAX);
         let label = || Cow::from(format!("{}{}", request.element, request.shape));
         let address = self.take_bytes(bytes, site).inspect_err(|_| {
-            let free_bytes = self.device.free_bytes().unwrap_or(0);
+            let free_bytes = self.device.free_bytes(self.device.deadline()).unwrap_or(0);
             self.note(Kind::Refuse { free_bytes }, Origin::Arena, 0, request.bytes, site, label());
         })?;
         let inside = (self.address..self.address + self.capacity as u64).contains(&address);
@@ -198,6 +201,7 @@ impl Region {
     fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
         // An empty tensor names no byte: any address does.
         let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
+        self.device.check()?;
         let cause = self.counters.borrow().cause(padded, self.capacity);
         let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));
@@ -214,7 +218,7 @@ impl Region {
             );
         }
         let start = Instant::now();
-        let deadline = overflow.deadline;
+        let deadline = overflow.deadline.min(self.time_left());
         let given = overflow.take(&self.device, padded, deadline);
         let used = overflow.used_bytes();
         let cap_bytes = overflow.cap_bytes;
@@ -332,13 +336,12 @@ impl Region {
         let mut overflow = overflow.borrow_mut();
         let blocks = overflow.mark() - mark.blocks;
         let start = Instant::now();
-        let given_back = overflow.give_back(&self.device, mark.blocks);
+        let (leaked, given_back) = overflow.give_back(&self.device, mark.blocks);
         self.overflowed.set(overflow.used_bytes());
-        given_back?;
         let mut counters = self.counters.borrow_mut();
         counters.waited += if blocks > 0 { start.elapsed() } else { Duration::ZERO };
-        counters.overflow.live_blocks -= blocks as u64;
-        Ok(())
+        counters.overflow.live_blocks -= (blocks - leaked) as u64;
+        given_back
     }
 
     /// Records the end of a scope.
@@ -359,18 +362,29 @@ impl Region {
     }
 
     /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
-    pub(super) fn step_begins(&self) -> StepGuard<'_> {
+    pub(super) fn step_begins(&self, deadline: Option<Duration>) -> StepGuard<'_> {
+        self.until.set(deadline.and_then(|deadline| Instant::now().checked_add(deadline)));
         StepGuard { region: self }
+    }
+
+    /// How long a wait may take: what is left of the step, and at most the device's deadline.
+    pub(crate) fn time_left(&self) -> Duration {
+        let deadline = self.device.deadline();
+        self.until.get().map_or(deadline, |until| until.saturating_duration_since(Instant::now()).min(deadline))
     }
 
     /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
     pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
         let needed = self.needed.get().max(self.high_water.get());
+        if needed <= self.capacity {
+            return Ok(());
+        }
         let wanted = needed.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(usize::MAX).min(max_bytes);
         if wanted <= self.capacity || self.device.lost().is_some() {
             return Ok(());
         }
-        if let Err(refusal) = situation(&self.device, self.reserve_bytes)?.admit(wanted as u64) {
+        if let Err(refusal) = situation(&self.device, self.reserve_bytes, self.device.deadline())?.admit(wanted as u64)
+        {
             tracing::warn!(%refusal, "the arena stays as it is");
             return Ok(());
         }
@@ -403,7 +417,7 @@ impl Region {
         let memory = SystemMemory {
             device_total_bytes: description.memory_bytes,
             // A lost device is not asked again.
-            device_free_bytes: self.device.free_bytes().ok(),
+            device_free_bytes: self.device.free_bytes(self.device.deadline()).ok(),
             host_free_bytes: host.map(|host| host.free_bytes),
             host_available_bytes: host.map(|host| host.available_bytes),
         };
@@ -442,6 +456,7 @@ impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         self.region.counters.borrow_mut().reset();
         self.region.warned.set(false);
+        self.region.until.set(None);
         self.region.resets.set(self.region.resets.get() + 1);
     }
 }

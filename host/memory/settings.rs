@@ -128,7 +128,7 @@ impl ArenaBuilder {
     /// has none; [`Error::Misuse`] for a capacity of zero, a malformed `STEPSCOPE_ARENA_GB` or a prime above the cap.
     pub fn build(self) -> Result<Arena> {
         let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, checked } = self;
-        let situation = situation(&device, reserve_bytes)?;
+        let situation = situation(&device, reserve_bytes, device.deadline())?;
         let capacity = match (variable()?, capacity) {
             (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
             (None, Capacity::Measured(measured)) => measured.high_water_bytes,
@@ -143,14 +143,15 @@ impl ArenaBuilder {
             return Err(Error::misuse("arena", "a capacity above zero", "0 bytes"));
         }
         situation.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
-        let mut region = Region::allocate(device, capacity)?;
+        let mut region = Region::allocate(device.clone(), capacity)?;
         region.reserve_bytes = reserve_bytes;
         if checked_variable()?.unwrap_or(checked) {
             region.check()?;
         }
         if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
             let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;
-            region.overflow = Some(RefCell::new(pool));
+            // The region owns the pool from here on, and ends it whatever becomes of the prime.
+            region.overflow.insert(RefCell::new(pool)).get_mut().prime(&device)?;
         }
         tracing::info!(
             capacity_bytes = capacity,
@@ -165,9 +166,9 @@ impl ArenaBuilder {
 }
 
 /// Memory that can be had on the device now.
-pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>) -> Result<Situation> {
+pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>, deadline: Duration) -> Result<Situation> {
     let Description { integrated, memory_bytes, .. } = *device.description();
-    let driver_free_bytes = device.free_bytes()?;
+    let driver_free_bytes = device.free_bytes(deadline)?;
     let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
     let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
     Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host: Situation::read_host(), reserve_bytes })

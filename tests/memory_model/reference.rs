@@ -1,0 +1,143 @@
+//! The reference allocator: numbers alone, with which the arena must agree.
+//!
+//! Invariant: it knows no device and no address; where a tensor goes follows from sizes and the order of requests.
+
+use stepscope::{ArenaReport, Cause};
+
+/// What every tensor's bytes are a multiple of.
+const ALIGN_BYTES: usize = 256;
+/// What checked mode puts behind every tensor.
+const GUARD_BYTES: usize = 256;
+
+/// Where a tensor goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Arena,
+    Pool,
+}
+
+/// Where a scope began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    offset: usize,
+    blocks: usize,
+    alive: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Reference {
+    pub(crate) capacity_bytes: usize,
+    /// The most that a step may have from the pool; none without a pool.
+    pub(crate) cap_bytes: Option<usize>,
+    guarded: bool,
+    pub(crate) offset: usize,
+    high_water: usize,
+    /// The most that a step would have had, what it was refused included: what an arena grows to.
+    pub(crate) needed: usize,
+    /// Bytes of each block that the step has from the pool.
+    blocks: Vec<usize>,
+    /// Tensors of the scopes that have not ended.
+    pub(crate) alive: u64,
+    pub(crate) resets: u64,
+    pub(crate) growths: u64,
+    allocations: u64,
+    bytes: u64,
+    largest: u64,
+    pub(crate) overflows: u64,
+    overflow_bytes: u64,
+    peak: u64,
+    pub(crate) refusals: u64,
+    /// Blocks whose giving back was made to fail.
+    pub(crate) leaked: u64,
+}
+
+impl Reference {
+    pub(crate) fn new(capacity_bytes: usize, cap_bytes: Option<usize>, guarded: bool) -> Self {
+        Self { capacity_bytes, cap_bytes, guarded, ..Self::default() }
+    }
+
+    /// The bytes that a tensor takes; none when they are no number.
+    pub(crate) fn padded(&self, elements: usize) -> Option<usize> {
+        let guard = if self.guarded { GUARD_BYTES } else { 0 };
+        let bytes = elements.checked_mul(size_of::<f32>())?;
+        Some(
+            bytes
+                .checked_next_multiple_of(ALIGN_BYTES)
+                .and_then(|bytes| bytes.checked_add(guard))
+                .unwrap_or(usize::MAX),
+        )
+    }
+
+    pub(crate) fn place(&self, padded: usize) -> Result<Place, Cause> {
+        if self.offset.checked_add(padded).is_some_and(|end| end <= self.capacity_bytes) {
+            return Ok(Place::Arena);
+        }
+        let used = self.pool_bytes().checked_add(padded);
+        match self.cap_bytes {
+            Some(cap) if used.is_some_and(|used| used <= cap) => Ok(Place::Pool),
+            _ if padded > self.capacity_bytes => Err(Cause::RequestLargerThanArena),
+            _ => Err(Cause::WorkingSetLargerThanArena),
+        }
+    }
+
+    pub(crate) fn take(&mut self, place: Place, padded: usize) {
+        match place {
+            Place::Arena => self.offset += padded,
+            Place::Pool => {
+                self.blocks.push(padded);
+                self.overflows += 1;
+                self.overflow_bytes += padded as u64;
+                self.peak = self.peak.max(self.pool_bytes() as u64);
+            }
+        }
+        self.allocations += 1;
+        self.alive += 1;
+        self.bytes += padded as u64;
+        self.largest = self.largest.max(padded as u64);
+        self.high_water = self.high_water.max(self.offset + self.pool_bytes());
+    }
+
+    /// A tensor is asked for, whatever comes of it.
+    pub(crate) fn need(&mut self, padded: usize) {
+        self.needed = self.needed.max(self.offset.saturating_add(self.pool_bytes()).saturating_add(padded));
+    }
+
+    fn pool_bytes(&self) -> usize {
+        self.blocks.iter().sum()
+    }
+
+    pub(crate) fn mark(&self) -> Mark {
+        Mark { offset: self.offset, blocks: self.blocks.len(), alive: self.alive }
+    }
+
+    pub(crate) fn rewind(&mut self, mark: Mark) {
+        (self.offset, self.alive) = (mark.offset, mark.alive);
+        self.blocks.truncate(mark.blocks);
+    }
+
+    /// What differs from the arena's own words, between two steps.
+    pub(crate) fn differs(&self, report: &ArenaReport) -> Option<String> {
+        let overflow = &report.overflow;
+        let sites: u64 = report.sites.iter().map(|site| site.count.bytes).sum();
+        let phases: u64 = report.phases.iter().map(|(_, count)| count.bytes).sum();
+        let figures = [
+            ("capacity_bytes", report.capacity_bytes as u64, self.capacity_bytes as u64),
+            ("offset_bytes", report.offset_bytes as u64, 0),
+            ("high_water_bytes", report.high_water_bytes as u64, self.high_water as u64),
+            ("resets", report.resets, self.resets),
+            ("passes_since_reset", report.passes_since_reset, 0),
+            ("allocations", report.allocations, self.allocations),
+            ("largest", report.largest.as_ref().map_or(0, |largest| largest.bytes), self.largest),
+            ("growths", report.growths, self.growths),
+            ("bytes of all sites", sites, self.bytes),
+            ("bytes of all phases", phases, self.bytes),
+            ("overflow.allocations", overflow.allocations, self.overflows),
+            ("overflow.bytes", overflow.bytes, self.overflow_bytes),
+            ("overflow.peak_bytes", overflow.peak_bytes, self.peak),
+            ("overflow.refusals", overflow.refusals, self.refusals),
+            ("overflow.timeouts", overflow.timeouts, 0),
+        ];
+        let wrong = figures.iter().find(|(_, got, want)| got != want);
+        wrong.map(|(name, got, want)| format!("{name} is {got}, and {want} is right"))
+    }
+}

@@ -1,0 +1,359 @@
+//! What happens when an arena is full and has a pool: who may take how much, what goes back when, and how it grows.
+//!
+//! Every call of the driver is counted, so "it does not reach the system" and "everything went back" are numbers here, not
+//! impressions.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::Duration;
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::{
+    Arena, ArenaBuilder, Capacity, Cause, Device, Eager, Error, Growth, Overflow, Result, Scratch, Step, ops,
+};
+use support::on_each_device;
+
+const MIB: usize = 1 << 20;
+/// The arena of most tests, and tensors of so many elements: one that it holds, one that it does not, and a large one.
+const CAPACITY_BYTES: usize = 1024;
+const SMALL: usize = 64;
+const LARGE: usize = 1024;
+const HUGE: usize = MIB;
+
+/// The device of a kind, with its calls counted.
+fn counted(device: &Device) -> (Device, FaultPlan) {
+    let plan = FaultPlan::new();
+    let counted = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+    (counted, plan)
+}
+
+fn pool(cap_bytes: usize, prime_bytes: usize) -> Overflow {
+    Overflow::Pool { cap_bytes, prime_bytes, deadline: Duration::from_secs(10) }
+}
+
+fn arena(device: &Device, overflow: Overflow) -> ArenaBuilder {
+    Arena::builder(device).capacity(Capacity::Bytes(CAPACITY_BYTES)).overflow(overflow).reserve_bytes(0)
+}
+
+fn make(step: &Step<'_>, elements: usize) -> Result<()> {
+    step.empty::<f32>([elements]).map(drop)
+}
+
+/// A step that makes tensors of these sizes.
+fn step(arena: &mut Arena, elements: &[usize]) -> Result<()> {
+    arena.step(|step| elements.iter().try_for_each(|&elements| make(step, elements)))
+}
+
+/// Calls that took from the pool and calls that gave back to it.
+fn pool_calls(plan: &FaultPlan) -> (u64, u64) {
+    (plan.count(Call::PoolAllocate), plan.count(Call::PoolFree))
+}
+
+on_each_device! {
+    fn a_step_takes_up_to_the_cap_and_is_refused_beyond_it(device: &Device) {
+        let mut arena = arena(device, pool(2 * 4 * LARGE, 0)).build().unwrap();
+        step(&mut arena, &[LARGE, LARGE]).unwrap();
+        let error = arena
+            .step(|step| {
+                [LARGE, SMALL, LARGE].iter().try_for_each(|&elements| make(step, elements))?;
+                let error = make(step, 320).unwrap_err();
+                // What fits the arena is not the pool's matter.
+                make(step, SMALL)?;
+                Err::<(), _>(error)
+            })
+            .unwrap_err();
+        let text = error.to_string();
+        let Error::ArenaFull { requested_bytes, used_bytes, capacity_bytes, allocations, cause, report, .. } = error else {
+            panic!("{text}");
+        };
+        assert_eq!((requested_bytes, used_bytes, capacity_bytes, allocations), (1280, 256, 1024, 3));
+        assert_eq!(cause, Cause::RequestLargerThanArena);
+        assert_eq!((report.overflow.live_blocks, report.overflow.refusals), (2, 1));
+        for number in ["1280 bytes", "256 of 1024 bytes", "3 tensors", "cap is 8192 bytes, 8192 of them in use"] {
+            assert!(text.contains(number), "`{number}` is missing: {text}");
+        }
+        let overflow = arena.report().overflow;
+        assert_eq!((overflow.allocations, overflow.bytes, overflow.peak_bytes), (4, 16384, 8192));
+        assert_eq!((overflow.live_blocks, overflow.refusals, overflow.timeouts), (0, 1, 0));
+        assert!(overflow.waited_ms > 0.0);
+        step(&mut arena, &[LARGE, LARGE]).unwrap();
+    }
+
+    fn without_a_pool_a_full_arena_refuses(device: &Device) {
+        let mut arena = arena(device, Overflow::Refuse).build().unwrap();
+        let error = step(&mut arena, &[SMALL, LARGE]).unwrap_err();
+        assert!(error.to_string().contains("4096 bytes at "), "{error}");
+        assert!(matches!(error, Error::ArenaFull { cause: Cause::RequestLargerThanArena, .. }), "{error}");
+        let overflow = arena.report().overflow;
+        assert_eq!((overflow.allocations, overflow.live_blocks), (0, 0));
+        arena.trim().unwrap();
+    }
+
+    fn a_prime_above_the_cap_is_refused_before_anything_is_taken(device: &Device) {
+        let (device, plan) = counted(device);
+        let error = arena(&device, pool(4096, 4097)).build().unwrap_err();
+        assert!(matches!(error, Error::Misuse { op: "overflow", .. }), "{error}");
+        assert!(error.to_string().contains("4097 bytes of 4096"), "{error}");
+        assert_eq!((plan.count(Call::CreatePool), plan.count(Call::PoolAllocate)), (0, 0));
+        assert_eq!(plan.count(Call::Allocate), plan.count(Call::Free));
+    }
+
+    /// Neither the system nor admission: the pool has it already.
+    fn an_overflow_within_the_prime_asks_nobody(device: &Device) {
+        let (device, plan) = counted(device);
+        let mut arena = arena(&device, pool(MIB, 2 * 4 * LARGE)).build().unwrap();
+        assert_eq!(pool_calls(&plan), (1, 1), "the prime");
+        let asked = plan.count(Call::FreeBytes);
+        for _ in 0..3 {
+            step(&mut arena, &[LARGE, LARGE]).unwrap();
+        }
+        assert_eq!(plan.count(Call::FreeBytes), asked);
+        step(&mut arena, &[LARGE, LARGE, LARGE]).unwrap();
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "beyond the prime");
+        step(&mut arena, &[LARGE, LARGE, LARGE]).unwrap();
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "like the step before");
+        assert_eq!(pool_calls(&plan), (13, 13));
+    }
+
+    fn a_trim_gives_up_what_the_pool_keeps(device: &Device) {
+        let (device, plan) = counted(device);
+        let mut arena = arena(&device, pool(MIB, 4 * LARGE)).build().unwrap();
+        let asked = plan.count(Call::FreeBytes);
+        step(&mut arena, &[LARGE]).unwrap();
+        arena.trim().unwrap();
+        assert_eq!((plan.count(Call::TrimPool), plan.count(Call::FreeBytes)), (1, asked));
+        step(&mut arena, &[LARGE]).unwrap();
+        assert_eq!(plan.count(Call::FreeBytes), asked + 1, "the pool has nothing left");
+        assert_eq!(arena.report().overflow.live_blocks, 0);
+    }
+
+    fn blocks_go_back_with_the_scope_that_took_them(device: &Device) {
+        let (device, plan) = counted(device);
+        let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
+        arena
+            .step(|step| {
+                make(step, LARGE)?;
+                step.scratch(|inner: &mut Scratch<'_, '_>| {
+                    make(inner, LARGE)?;
+                    inner.scratch(|innermost| make(innermost, LARGE))?;
+                    assert_eq!(pool_calls(&plan), (3, 1));
+                    Ok(())
+                })?;
+                assert_eq!(pool_calls(&plan), (3, 2));
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(pool_calls(&plan), (3, 3));
+        assert_eq!(arena.report().overflow.peak_bytes, 3 * 4 * LARGE as u64);
+    }
+
+    fn blocks_go_back_after_an_error_and_after_a_panic(device: &Device) {
+        let (device, plan) = counted(device);
+        let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
+        let run = |step: &mut Eager<'_>, inner_fails: bool, panics: bool| -> Result<()> {
+            make(step, LARGE)?;
+            let scratch = step.scratch(|inner| {
+                make(inner, LARGE)?;
+                if inner_fails { make(inner, HUGE) } else { Ok(()) }
+            });
+            assert_eq!(scratch.is_err(), inner_fails);
+            if panics {
+                resume_unwind(Box::new("planted"));
+            }
+            scratch
+        };
+        for (round, (inner_fails, panics)) in [(false, false), (true, false), (false, true), (true, true)].into_iter().enumerate() {
+            let outcome = catch_unwind(AssertUnwindSafe(|| arena.step(|step| run(step, inner_fails, panics))));
+            match outcome {
+                Ok(outcome) => assert_eq!(outcome.is_err(), inner_fails),
+                Err(panic) => assert!(panics && panic.is::<&str>()),
+            }
+            let taken = 2 * (round as u64 + 1);
+            assert_eq!(pool_calls(&plan), (taken, taken), "round {round}");
+            let report = arena.report();
+            assert_eq!((report.overflow.live_blocks, report.offset_bytes), (0, 0), "round {round}");
+            assert_eq!(report.resets, round as u64 + 1);
+        }
+    }
+
+    /// Tensors of arena and pool are as good as each other, and apart.
+    fn what_overflows_holds_what_was_written(device: &Device) {
+        let mut arena = arena(device, pool(MIB, 4096)).build().unwrap();
+        for round in 0..3 {
+            let read = arena
+                .step(|step| {
+                    let mut tensors = Vec::new();
+                    for at in 0..24 {
+                        let elements = [SMALL, 300, LARGE][at % 3];
+                        tensors.push((ops::fill(step, [elements], at as f32 + 100.0 * round as f32)?, elements));
+                    }
+                    tensors.iter().map(|(tensor, elements)| Ok((step.read(tensor)?, *elements))).collect::<Result<Vec<_>>>()
+                })
+                .unwrap();
+            for (at, (read, elements)) in read.into_iter().enumerate() {
+                assert_eq!(read, vec![at as f32 + 100.0 * round as f32; elements]);
+            }
+        }
+    }
+
+    fn everything_goes_back_to_the_driver(device: &Device) {
+        let (device, plan) = counted(device);
+        let growth = Growth::AtBoundary { max_bytes: 4 * MIB };
+        let mut arena = arena(&device, pool(8 * MIB, 0)).growth(growth).build().unwrap();
+        step(&mut arena, &[SMALL, LARGE, HUGE]).unwrap();
+        step(&mut arena, &[SMALL, LARGE, HUGE]).unwrap();
+        assert_eq!(arena.report().growths, 1);
+        drop(arena);
+        assert_eq!((plan.count(Call::Allocate), plan.count(Call::Free)), (2, 2));
+        assert_eq!((plan.count(Call::CreatePool), plan.count(Call::DestroyPool)), (1, 1));
+        let (taken, returned) = pool_calls(&plan);
+        assert_eq!(taken, returned);
+    }
+
+    fn everything_goes_back_when_the_pool_cannot_be_primed(device: &Device) {
+        let (device, plan) = counted(device);
+        let plan = plan.on(Call::PoolAllocate, 1, Fault::Fail);
+        let error = arena(&device, pool(MIB, 4096)).build().unwrap_err();
+        assert!(matches!(error, Error::Driver { fatal: false, .. }), "{error}");
+        assert_eq!((plan.count(Call::Allocate), plan.count(Call::Free)), (1, 1));
+        assert_eq!((plan.count(Call::CreatePool), plan.count(Call::DestroyPool)), (1, 1));
+        arena(&device, pool(MIB, 4096)).build().unwrap();
+    }
+
+    /// A block that the driver does not take back is counted; the others go back all the same.
+    fn a_block_that_does_not_go_back_is_counted(device: &Device) {
+        let (device, plan) = counted(device);
+        let plan = plan.on(Call::PoolFree, 1, Fault::Fail);
+        let mut arena = arena(&device, pool(MIB, 0)).build().unwrap();
+        let error = step(&mut arena, &[LARGE, LARGE, LARGE]).unwrap_err();
+        assert!(matches!(error, Error::Driver { fatal: false, .. }), "{error}");
+        assert_eq!(pool_calls(&plan), (3, 3));
+        assert_eq!(arena.report().overflow.live_blocks, 1);
+        step(&mut arena, &[LARGE]).unwrap();
+        assert_eq!(arena.report().overflow.live_blocks, 1, "a leak is not forgotten");
+    }
+
+    /// What cannot be there is refused with every number, and nothing is taken.
+    fn more_than_the_machine_has_is_refused_with_numbers(device: &Device) {
+        let (device, plan) = counted(device);
+        let absurd = 1usize << 50;
+        let told = |text: &str, bytes: usize| {
+            assert!(text.contains(&format!("({bytes} bytes) of device memory refused")), "{text}");
+            assert!(text.contains("may be asked for") && text.contains("the reserve is"), "{text}");
+        };
+        let builder = || Arena::builder(&device).overflow(pool(absurd, 0));
+        let error = builder().capacity(Capacity::Bytes(absurd)).build().unwrap_err();
+        assert!(matches!(error, Error::Refused(_)), "{error}");
+        told(&error.to_string(), absurd);
+        assert_eq!(plan.count(Call::Allocate), 0);
+
+        let error = builder().capacity(Capacity::mib(1)).overflow(pool(absurd, absurd)).build().unwrap_err();
+        assert!(matches!(error, Error::Refused(_)), "{error}");
+        told(&error.to_string(), absurd);
+        assert_eq!(plan.count(Call::CreatePool), plan.count(Call::DestroyPool));
+
+        let mut arena = builder().capacity(Capacity::mib(1)).build().unwrap();
+        let error = step(&mut arena, &[absurd / 4]).unwrap_err();
+        assert!(matches!(error, Error::ArenaFull { .. }), "{error}");
+        told(&error.to_string(), absurd);
+        assert_eq!((plan.count(Call::PoolAllocate), arena.report().overflow.refusals), (0, 1));
+
+        // Everything is reserved for others.
+        let error = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(u64::MAX).build().unwrap_err();
+        told(&error.to_string(), MIB);
+    }
+
+    fn an_arena_grows_at_the_boundary_so_the_second_step_fits(device: &Device) {
+        let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
+        let mut arena = arena(device, pool(64 * MIB, 0)).growth(growth).build().unwrap();
+        let sizes = [SMALL, HUGE, LARGE];
+        step(&mut arena, &sizes).unwrap();
+        let first = arena.report();
+        assert_eq!((first.growths, first.capacity_bytes), (1, 6 * MIB), "4 MiB and a little, in units of 2 MiB");
+        assert_eq!(first.overflow.allocations, 2);
+        for _ in 0..3 {
+            step(&mut arena, &sizes).unwrap();
+        }
+        let report = arena.report();
+        assert_eq!(report.overflow.allocations, 2, "no step but the first overflowed");
+        assert_eq!((report.growths, report.capacity_bytes), (1, 6 * MIB));
+        assert_eq!(report.high_water_bytes, 256 + 4 * MIB + 4096);
+    }
+
+    /// What was refused counts as needed: the same step fits next time.
+    fn an_arena_without_a_pool_grows_after_a_refusal(device: &Device) {
+        let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
+        let mut arena = arena(device, Overflow::Refuse).growth(growth).build().unwrap();
+        let error = step(&mut arena, &[SMALL, HUGE]).unwrap_err();
+        assert!(matches!(error, Error::ArenaFull { .. }), "{error}");
+        step(&mut arena, &[SMALL, HUGE]).unwrap();
+        let report = arena.report();
+        assert_eq!((report.growths, report.capacity_bytes), (1, 6 * MIB));
+        assert_eq!((report.overflow.allocations, report.high_water_bytes), (0, 256 + 4 * MIB));
+    }
+
+    /// The order of requests does not matter: what lies in the pool and what lies in the arena are in use together.
+    fn the_high_water_counts_arena_and_pool_together(device: &Device) {
+        let need = 4 * MIB + 4 * MIB / 2;
+        let growth = Growth::AtBoundary { max_bytes: need };
+        let sizes = [[HUGE, HUGE / 2], [HUGE / 2, HUGE]];
+        for sizes in sizes {
+            let builder = Arena::builder(device).capacity(Capacity::mib(3)).reserve_bytes(0);
+            let mut arena = builder.overflow(pool(64 * MIB, 0)).growth(growth).build().unwrap();
+            step(&mut arena, &sizes).unwrap();
+            let first = arena.report();
+            assert_eq!((first.high_water_bytes, first.capacity_bytes), (need, need), "{sizes:?}");
+            assert_eq!(first.overflow.peak_bytes, 4 * MIB as u64);
+            step(&mut arena, &sizes).unwrap();
+            assert_eq!(arena.report().overflow.allocations, 1, "the second step does not overflow: {sizes:?}");
+        }
+    }
+
+    fn growth_stops_at_its_maximum(device: &Device) {
+        let growth = Growth::AtBoundary { max_bytes: 5 * MIB };
+        let mut arena = arena(device, pool(64 * MIB, 0)).growth(growth).build().unwrap();
+        for round in 1..=3 {
+            step(&mut arena, &[HUGE, HUGE]).unwrap();
+            let report = arena.report();
+            assert_eq!((report.capacity_bytes, report.growths), (5 * MIB, 1));
+            assert_eq!(report.overflow.allocations, round + 1, "one of two fits from the second step on");
+        }
+    }
+
+    fn an_arena_that_suffices_does_not_grow(device: &Device) {
+        let (device, plan) = counted(device);
+        let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
+        let builder = Arena::builder(&device).capacity(Capacity::mib(3)).overflow(pool(MIB, 0)).growth(growth);
+        let mut arena = builder.build().unwrap();
+        for sizes in [&[HUGE / 2 + HUGE / 8][..], &[HUGE / 4, HUGE / 2], &[]] {
+            step(&mut arena, sizes).unwrap();
+            let report = arena.report();
+            assert_eq!((report.capacity_bytes, report.growths), (3 * MIB, 0), "{} bytes needed", report.high_water_bytes);
+        }
+        assert_eq!(plan.count(Call::Allocate), 1);
+    }
+
+    /// A step's own error says more than that the arena did not grow after it.
+    fn a_growth_that_fails_hides_no_error(device: &Device) {
+        for (call, number) in [(Call::Allocate, 2), (Call::FreeBytes, 3), (Call::TrimPool, 1)] {
+            let (device, plan) = counted(device);
+            let growth = Growth::AtBoundary { max_bytes: 64 * MIB };
+            let mut arena = arena(&device, pool(64 * MIB, 0)).growth(growth).build().unwrap();
+            let plan = plan.on(call, number, Fault::Fail);
+            let failure = Error::Misuse { op: "test", expected: "this".into(), got: "it".into() };
+            let outcome: Result<()> = arena.step(|step| {
+                make(step, HUGE)?;
+                Err(failure.clone())
+            });
+            assert_eq!(outcome, Err(failure), "{call:?}");
+            assert!(plan.count(call) >= number, "{call:?}: {} calls", plan.count(call));
+            // It is made up for, unless it was done but for the trim.
+            step(&mut arena, &[HUGE]).unwrap();
+            step(&mut arena, &[HUGE]).unwrap();
+            let report = arena.report();
+            assert_eq!((report.growths, report.overflow.live_blocks), (1, 0), "{call:?}");
+        }
+    }
+}
