@@ -1,9 +1,10 @@
 //! A witness of the machine's own pauses, for tests of deadlines.
 //!
-//! The library owes an answer by a deadline plus [`SLACK`]. A machine with more to do than cores may run nobody for longer
-//! than that; the witness, a thread that wants to wake every millisecond, knows for how long it was itself kept waiting.
-//! Invariant: a limit is extended by that time and by nothing else, so on an idle machine it is the deadline plus
-//! [`SLACK`] to a millisecond or two.
+//! The library owes an answer by a deadline plus [`SLACK`]. A machine with more to do than cores may let a thread that could
+//! run wait for longer than that. How long it did is known from two sources: on Linux the scheduler says how long the
+//! calling thread was ready and did not run; and a thread that wants to wake every millisecond, the witness, sees how
+//! late it woke, for the other threads' part. Invariant: a limit is extended by these times and by nothing else, so on an
+//! idle machine it is the deadline plus [`SLACK`].
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -64,17 +65,40 @@ fn lateness(before: u64, now: u64) -> u64 {
     if gap < 2 * beat { 0 } else { gap - beat }
 }
 
-/// A stretch of time under the witness's eyes.
+/// For how long in all this thread was ready to run and did not: the second figure of its `schedstat`. Zero where the
+/// system does not say.
+#[cfg(target_os = "linux")]
+fn ready_and_not_run() -> Duration {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    thread_local! {
+        static FILE: Option<File> = File::open("/proc/thread-self/schedstat").ok();
+    }
+    let mut text = [0; 96];
+    let length = FILE.with(|file| file.as_ref().and_then(|file| file.read_at(&mut text, 0).ok())).unwrap_or(0);
+    let figures = std::str::from_utf8(&text[..length]).unwrap_or_default();
+    let nanoseconds = figures.split_ascii_whitespace().nth(1).and_then(|figure| figure.parse().ok());
+    Duration::from_nanos(nanoseconds.unwrap_or(0))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ready_and_not_run() -> Duration {
+    Duration::ZERO
+}
+
+/// A stretch of time of one thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Watch {
     start: Instant,
     late: Duration,
+    not_run: Duration,
 }
 
 impl Watch {
     pub(crate) fn start() -> Self {
-        let late = Witness::get().late();
-        Self { start: Instant::now(), late }
+        let (late, not_run) = (Witness::get().late(), ready_and_not_run());
+        Self { start: Instant::now(), late, not_run }
     }
 
     /// How long it has lasted.
@@ -82,9 +106,9 @@ impl Watch {
         self.start.elapsed()
     }
 
-    /// For how long the machine kept the witness waiting meanwhile.
+    /// For how long the machine kept this thread and the witness waiting meanwhile.
     pub(crate) fn pauses(&self) -> Duration {
-        Witness::get().late().saturating_sub(self.late)
+        Witness::get().late().saturating_sub(self.late) + ready_and_not_run().saturating_sub(self.not_run)
     }
 
     /// Whether it has lasted longer than `limit` and the machine's pauses.
