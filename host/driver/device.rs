@@ -53,8 +53,8 @@ impl DeviceBuilder {
             reason: format!("no thread for the driver's calls: {error}"),
         })?;
         let kind = self.kind;
-        // Opening loads the kernels, and a driver can hang there as anywhere.
-        let opened = lane.run(self.deadline, move || match kind {
+        // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
+        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
             DeviceKind::Emulated => Ok(emulated()),
             DeviceKind::Cuda => cuda(),
             DeviceKind::Auto => Ok(cuda().unwrap_or_else(|reason| {

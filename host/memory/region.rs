@@ -388,7 +388,14 @@ impl Region {
             tracing::warn!(%refusal, "the arena stays as it is");
             return Ok(());
         }
-        let address = self.device.allocate(wanted)?;
+        let address = match self.device.allocate(wanted) {
+            Ok(address) => address,
+            Err(error @ Error::DeviceMemory { .. }) => {
+                tracing::warn!(%error, "the arena stays as it is");
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
         tracing::info!(from_bytes = self.capacity, to_bytes = wanted, "the arena grows");
         let here = Location::caller();
         self.note(Kind::Release, Origin::Arena, self.address, self.capacity, here, "arena".into());
