@@ -80,10 +80,10 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// When they do not fit.
-    pub(crate) fn upload(self, device: &Device, values: &[T]) -> Result<()> {
+    pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
         assert!(values.len() <= self.len, "{} values into {}", values.len(), self.len);
         // SAFETY: the memory is valid by this type's invariant, and large enough.
-        unsafe { device.upload(self.address, bytemuck::cast_slice(values)) }
+        unsafe { device.upload(self.address, bytemuck::cast_slice(values), deadline) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

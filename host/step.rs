@@ -124,7 +124,8 @@ impl<'s> Eager<'s> {
             return Err(Error::misuse("upload", format!("a shape of {} elements", values.len()), shape.to_string()));
         }
         let tensor = self.empty(shape)?;
-        tensor.memory().upload(self.device(), values)?;
+        let uploaded = tensor.memory().upload(self.device(), values, self.region().time_left());
+        uploaded.map_err(|error| self.region().with_report(error))?;
         Ok(tensor)
     }
 

@@ -3,7 +3,7 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::{Description, DeviceKind, Driver, Pool};
+use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::context::Context;
@@ -15,7 +15,9 @@ use cust::sys::{self, CUfunction, CUresult};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::fmt;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::ThreadId;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
@@ -28,9 +30,27 @@ pub(super) struct Cuda {
     functions: Mutex<HashMap<&'static str, Function>>,
     module: Module,
     stream: Stream,
+    /// What is captured is queued here, so that other threads' work stays out of it.
+    capture_stream: Stream,
+    capturing: AtomicBool,
+    capture: Mutex<Captures>,
     context: Context,
     device: sys::CUdevice,
 }
+
+/// The thread that captures, if any, and the executable form of each graph.
+#[derive(Default)]
+struct Captures {
+    thread: Option<ThreadId>,
+    executables: HashMap<Graph, Executable>,
+}
+
+/// An instantiated graph.
+#[derive(Clone, Copy)]
+struct Executable(sys::CUgraphExec);
+
+// SAFETY: a plain name within its context; calls on it are serialised by the mutex around it.
+unsafe impl Send for Executable {}
 
 /// A kernel of the loaded module.
 #[derive(Clone, Copy)]
@@ -71,7 +91,8 @@ impl Cuda {
             ))
         })?;
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
-        let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"))?;
+        let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
+        let (stream, capture_stream) = (stream()?, stream()?);
         let module = Module::from_ptx(ptx, &[]).map_err(failed("cuModuleLoadDataEx"))?;
         let description = Description {
             kind: DeviceKind::Cuda,
@@ -81,7 +102,28 @@ impl Cuda {
             processors,
             capability: Some(capability),
         };
-        Ok(Self { description, functions: Mutex::default(), module, stream, context, device: device.as_raw() })
+        Ok(Self {
+            description,
+            functions: Mutex::default(),
+            module,
+            stream,
+            capture_stream,
+            capturing: AtomicBool::new(false),
+            capture: Mutex::default(),
+            context,
+            device: device.as_raw(),
+        })
+    }
+
+    fn captures(&self) -> std::sync::MutexGuard<'_, Captures> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where this thread's work goes.
+    fn stream(&self) -> sys::CUstream {
+        let capturing =
+            self.capturing.load(Ordering::Acquire) && self.captures().thread == Some(std::thread::current().id());
+        if capturing { self.capture_stream.as_inner() } else { self.stream.as_inner() }
     }
 
     /// Makes this thread's calls go to the context.
@@ -103,6 +145,15 @@ impl Cuda {
                 | CUresult::CUDA_ERROR_INVALID_VALUE
                 | CUresult::CUDA_ERROR_NOT_FOUND
                 | CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+                | CUresult::CUDA_ERROR_ILLEGAL_STATE
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
         );
         Err(Error::Driver { call, reason, fatal })
     }
@@ -211,7 +262,7 @@ unsafe impl Driver for Cuda {
         self.enter()?;
         let mut address = 0;
         // SAFETY: `address` is valid for a write; the pool is alive until `destroy_pool`.
-        match unsafe { sys::cuMemAllocFromPoolAsync(&mut address, bytes, raw(pool), self.stream.as_inner()) } {
+        match unsafe { sys::cuMemAllocFromPoolAsync(&mut address, bytes, raw(pool), self.stream()) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
             result => self.check("cuMemAllocFromPoolAsync", result).map(|()| address),
         }
@@ -235,15 +286,61 @@ unsafe impl Driver for Cuda {
         self.check("cuMemPoolDestroy", unsafe { sys::cuMemPoolDestroy(raw(pool)) })
     }
 
+    fn allocate_pinned(&self, bytes: usize) -> Result<u64> {
+        self.enter()?;
+        let mut address = std::ptr::null_mut();
+        // SAFETY: `address` is valid for a write.
+        match unsafe { sys::cuMemAllocHost_v2(&mut address, bytes) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
+            result => self.check("cuMemAllocHost", result).map(|()| address as u64),
+        }
+    }
+
+    unsafe fn free_pinned(&self, address: u64, _: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise.
+        self.check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
+    }
+
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
         self.enter()?;
-        let stream = self.stream.as_inner();
-        // SAFETY: the caller's promise; from pageable memory the call returns once the source has been staged.
+        let stream = self.stream();
+        // SAFETY: the caller's promise: the source is page-locked, so the call only queues.
         let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
         self.check("cuMemcpyHtoDAsync", result)
+    }
+
+    fn create_fence(&self) -> Result<Fence> {
+        self.enter()?;
+        let mut event = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: `event` is valid for a write.
+        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
+        Ok(Fence(event as u64))
+    }
+
+    fn record_fence(&self, fence: Fence) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the fence is alive until `destroy_fence`, and the stream as long as `self`.
+        self.check("cuEventRecord", unsafe { sys::cuEventRecord(event(fence), self.stream.as_inner()) })
+    }
+
+    fn poll_fence(&self, fence: Fence) -> Result<bool> {
+        self.enter()?;
+        // SAFETY: the fence is alive until `destroy_fence`.
+        match unsafe { sys::cuEventQuery(event(fence)) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => self.check("cuEventQuery", result).map(|()| true),
+        }
+    }
+
+    unsafe fn destroy_fence(&self, fence: Fence) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise.
+        self.check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event(fence)) })
     }
 
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
@@ -256,6 +353,15 @@ unsafe impl Driver for Cuda {
         // SAFETY: the caller's promise.
         let result = unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len()) };
         self.check("cuMemcpyDtoH", result)
+    }
+
+    fn load(&self, entry: &Entry) -> Result<()> {
+        self.enter()?;
+        let function = self.function(entry)?;
+        let mut registers = 0;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        // SAFETY: `registers` is valid for a write. To answer, the driver must have loaded the function's code.
+        self.check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) })
     }
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
@@ -276,7 +382,7 @@ unsafe impl Driver for Cuda {
                 1,
                 1,
                 entry.shared_bytes,
-                self.stream.as_inner(),
+                self.stream(),
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),
             )
@@ -284,10 +390,95 @@ unsafe impl Driver for Cuda {
         self.check("cuLaunchKernel", result)
     }
 
+    fn begin_capture(&self) -> Result<()> {
+        self.enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // SAFETY: the stream lives as long as `self`.
+        let begun = unsafe { sys::cuStreamBeginCapture_v2(self.capture_stream.as_inner(), mode) };
+        self.check("cuStreamBeginCapture", begun)?;
+        self.captures().thread = Some(std::thread::current().id());
+        self.capturing.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        self.enter()?;
+        self.capturing.store(false, Ordering::Release);
+        self.captures().thread = None;
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: `graph` is valid for a write; the stream lives as long as `self`.
+        let ended = unsafe { sys::cuStreamEndCapture(self.capture_stream.as_inner(), &mut graph) };
+        self.check("cuStreamEndCapture", ended)?;
+        Ok(Graph(graph as u64))
+    }
+
+    fn graph_nodes(&self, graph: Graph) -> Result<Nodes> {
+        self.enter()?;
+        let mut count = 0;
+        // SAFETY: the graph is alive; without room for nodes the driver tells their number.
+        let counted = unsafe { sys::cuGraphGetNodes(raw_graph(graph), std::ptr::null_mut(), &mut count) };
+        self.check("cuGraphGetNodes", counted)?;
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        // SAFETY: there is room for `count` nodes.
+        let listed = unsafe { sys::cuGraphGetNodes(raw_graph(graph), nodes.as_mut_ptr(), &mut count) };
+        self.check("cuGraphGetNodes", listed)?;
+        let mut found = Nodes::default();
+        for node in nodes.into_iter().take(count) {
+            // A newer driver may know kinds that the bindings do not: read it as a number.
+            let mut kind = -1i32;
+            // SAFETY: `kind` is as large as the enumeration and valid for a write.
+            let told = unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) };
+            self.check("cuGraphNodeGetType", told)?;
+            match kind {
+                kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as i32 => found.kernels += 1,
+                kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC as i32
+                    || kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_FREE as i32 =>
+                {
+                    found.memory += 1;
+                }
+                _ => found.other += 1,
+            }
+        }
+        Ok(found)
+    }
+
+    fn instantiate(&self, graph: Graph) -> Result<()> {
+        self.enter()?;
+        let mut executable = std::ptr::null_mut();
+        // SAFETY: the graph is alive, and `executable` valid for a write.
+        let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, raw_graph(graph), 0) };
+        self.check("cuGraphInstantiate", made)?;
+        self.captures().executables.insert(graph, Executable(executable));
+        // SAFETY: both live as long as `self`. What a first launch would do is done now.
+        self.check("cuGraphUpload", unsafe { sys::cuGraphUpload(executable, self.stream.as_inner()) })
+    }
+
+    unsafe fn replay(&self, graph: Graph) -> Result<()> {
+        self.enter()?;
+        let captures = self.captures();
+        let Some(Executable(executable)) = captures.executables.get(&graph).copied() else {
+            return self.check("cuGraphLaunch", CUresult::CUDA_ERROR_INVALID_VALUE);
+        };
+        // SAFETY: the executable is alive until `destroy_graph`; its memory by the caller's promise.
+        self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(executable, self.stream.as_inner()) })
+    }
+
+    unsafe fn destroy_graph(&self, graph: Graph) -> Result<()> {
+        self.enter()?;
+        let executable = self.captures().executables.remove(&graph);
+        let freed = executable.map_or(Ok(()), |Executable(executable)| {
+            // SAFETY: the caller's promise; a replay that still runs is not touched.
+            self.check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(executable) })
+        });
+        // SAFETY: the caller's promise.
+        self.check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(raw_graph(graph)) })?;
+        freed
+    }
+
     fn poll(&self) -> Result<bool> {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
-        match unsafe { sys::cuStreamQuery(self.stream.as_inner()) } {
+        match unsafe { sys::cuStreamQuery(self.stream()) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             result => self.check("cuStreamQuery", result).map(|()| true),
         }
@@ -296,4 +487,12 @@ unsafe impl Driver for Cuda {
 
 fn raw(pool: Pool) -> sys::CUmemoryPool {
     pool.0 as sys::CUmemoryPool
+}
+
+fn raw_graph(graph: Graph) -> sys::CUgraph {
+    graph.0 as sys::CUgraph
+}
+
+fn event(fence: Fence) -> sys::CUevent {
+    fence.0 as sys::CUevent
 }

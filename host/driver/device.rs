@@ -2,16 +2,20 @@
 //!
 //! Invariant: a call that can block runs on the worker lane and is waited for until its deadline; a wait for the device
 //! polls. After a missed deadline, or a failure that spoils the driver's context, the device is lost: every later call
-//! fails at once with that cause, and memory leaks rather than blocks.
+//! fails at once with that cause, and memory leaks rather than blocks. While a thread records a step, it reaches the device
+//! through that step alone.
 
-use super::counting::Counting;
 use super::faults::{FaultPlan, Faulty};
 use super::lane::{Lane, TimedOut};
+use super::pins::{PinTable, Pins};
+use super::rehearsal::{Launch, Rehearsal};
+use super::staging::{RingSize, Staging};
 use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Pool, emulated};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The longest sleep between two looks at the stream.
@@ -25,6 +29,7 @@ pub struct DeviceBuilder {
     kind: DeviceKind,
     deadline: Duration,
     faults: Option<FaultPlan>,
+    ring: RingSize,
 }
 
 impl DeviceBuilder {
@@ -32,6 +37,14 @@ impl DeviceBuilder {
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
+        self
+    }
+
+    /// Page-locked host memory that uploads pass through: `slots` of `slot_bytes` each, at least one of at least 4 KiB (default:
+    /// two of 64 MiB). Each is taken from the system when it is first needed.
+    #[must_use]
+    pub fn staging(mut self, slots: usize, slot_bytes: usize) -> Self {
+        self.ring = RingSize { slots: slots.max(1), slot_bytes: slot_bytes.max(4096).next_multiple_of(256) };
         self
     }
 
@@ -72,7 +85,17 @@ impl DeviceBuilder {
         // Tells memory of one device from another's.
         static DEVICES: AtomicU64 = AtomicU64::new(0);
         let identity = DEVICES.fetch_add(1, Ordering::Relaxed);
-        let shared = Shared { driver, description, lane, deadline: self.deadline, identity, lost: OnceLock::new() };
+        let shared = Shared {
+            driver,
+            description,
+            lane: Arc::new(lane),
+            deadline: self.deadline,
+            identity,
+            lost: OnceLock::new(),
+            pins: PinTable::default(),
+            staging: Mutex::new(Staging::new(self.ring)),
+            rehearsal: None,
+        };
         Ok(Device { shared: Arc::new(shared) })
     }
 }
@@ -102,10 +125,28 @@ pub struct Device {
 struct Shared {
     driver: Arc<dyn Driver>,
     description: Description,
-    lane: Lane,
+    lane: Arc<Lane>,
     deadline: Duration,
     identity: u64,
     lost: OnceLock<String>,
+    pins: PinTable,
+    staging: Mutex<Staging>,
+    /// The driver again, where it is one that rehearses.
+    rehearsal: Option<Arc<Rehearsal>>,
+}
+
+thread_local! {
+    /// The device of which this thread records a step.
+    static RECORDING: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Ends this thread's recording.
+struct Recording;
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        RECORDING.set(None);
+    }
 }
 
 impl Device {
@@ -119,7 +160,7 @@ impl Device {
 
     /// Settings for a device.
     pub fn builder(kind: DeviceKind) -> DeviceBuilder {
-        DeviceBuilder { kind, deadline: DEFAULT_DEADLINE, faults: None }
+        DeviceBuilder { kind, deadline: DEFAULT_DEADLINE, faults: None, ring: RingSize::default() }
     }
 
     /// What the device is.
@@ -142,15 +183,25 @@ impl Device {
     /// # Errors
     /// [`Error::Timeout`] at the deadline; the device is lost then.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
+        self.wait("synchronize", deadline, |driver| driver.poll())
+    }
+
+    /// Waits until `done` says so.
+    pub(super) fn wait(
+        &self,
+        name: &'static str,
+        deadline: Duration,
+        mut done: impl FnMut(&dyn Driver) -> Result<bool>,
+    ) -> Result<()> {
         let start = Instant::now();
         let mut nap = Duration::ZERO;
         loop {
-            if self.direct(|driver| driver.poll())? {
+            if self.direct(name, &mut done)? {
                 return Ok(());
             }
             let waited = start.elapsed();
             if waited >= deadline {
-                return Err(self.lose_to(Error::Timeout { call: "synchronize", waited, report: None }));
+                return Err(self.lose_to(Error::Timeout { call: name, waited, report: None }));
             }
             if waited < SPIN {
                 std::hint::spin_loop();
@@ -162,18 +213,45 @@ impl Device {
     }
 
     /// The same device without memory or kernels: what is allocated on it is counted and nothing else.
-    pub(crate) fn counting(&self) -> Result<Self> {
-        let Shared { description, deadline, identity, .. } = &*self.shared;
-        let lane = Lane::start().map_err(|error| Error::misuse("measure", "a worker thread", error.to_string()))?;
+    pub(crate) fn counting(&self) -> Self {
+        self.rehearsing(Rehearsal::of(self.description().clone()))
+    }
+
+    fn rehearsing(&self, rehearsal: Rehearsal) -> Self {
+        let Shared { description, lane, deadline, identity, pins, .. } = &*self.shared;
+        let rehearsal = Arc::new(rehearsal);
         let shared = Shared {
-            driver: Arc::new(Counting::new(description.clone())),
+            driver: Arc::clone(&rehearsal) as Arc<dyn Driver>,
             description: description.clone(),
-            lane,
+            lane: Arc::clone(lane),
             deadline: *deadline,
             identity: *identity,
             lost: OnceLock::new(),
+            pins: pins.clone(),
+            staging: Mutex::new(Staging::new(RingSize::default())),
+            rehearsal: Some(rehearsal),
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Pins that hold nothing so far.
+    pub(crate) fn pins(&self) -> Pins {
+        self.shared.pins.pins()
+    }
+
+    /// Runs `record` with a device that lists what is launched on it, and returns the list. Meanwhile this thread cannot
+    /// reach the real one, and memory that it drops is freed later.
+    pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
+        self.check("capture")?;
+        let rehearsal = self.rehearsing(Rehearsal::listing(self.description().clone(), pins.clone()));
+        let outcome = {
+            RECORDING.set(Some(self.identity()));
+            let _recording = Recording;
+            record(&rehearsal)
+        };
+        self.free_waiting();
+        let launches = rehearsal.shared.rehearsal.as_ref().map_or_else(Vec::new, |rehearsal| rehearsal.launches());
+        Ok((outcome?, launches))
     }
 
     /// What tells this device's memory from another's.
@@ -199,6 +277,25 @@ impl Device {
     /// # Safety
     /// As for [`Driver::free`].
     pub(crate) unsafe fn free(&self, address: u64, bytes: usize) {
+        if self.is_recorded_here() {
+            self.shared.pins.wait(address, bytes);
+        } else if !self.shared.pins.postpone(address, bytes) {
+            // SAFETY: the caller's promise, and no graph names the memory.
+            unsafe { self.free_now(address, bytes) };
+        }
+    }
+
+    /// Frees what only waited for graphs that are gone.
+    pub(super) fn free_waiting(&self) {
+        for (address, bytes) in self.shared.pins.take_free() {
+            // SAFETY: it was given to `free`, and no graph names it any more.
+            unsafe { self.free_now(address, bytes) };
+        }
+    }
+
+    /// # Safety
+    /// As for [`Device::free`], and no graph names the memory.
+    unsafe fn free_now(&self, address: u64, bytes: usize) {
         // SAFETY: the caller's promise.
         let freed = self.bounded("free", self.deadline(), move |driver| unsafe { driver.free(address, bytes) });
         if let Err(error) = freed {
@@ -249,11 +346,19 @@ impl Device {
         self.bounded("destroy_pool", self.deadline(), move |driver| unsafe { driver.destroy_pool(pool) })
     }
 
+    /// Queues a copy of host bytes, which may be reused on return. Waits at most until the deadline for room to stage them.
+    ///
     /// # Safety
-    /// As for [`Driver::upload`].
-    pub(crate) unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+    /// `to` is device memory of at least `from.len()` bytes.
+    pub(crate) unsafe fn upload(&self, to: u64, from: &[u8], deadline: Duration) -> Result<()> {
+        self.check("upload")?;
+        if self.shared.rehearsal.is_some() {
+            return Ok(());
+        }
+        let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the caller's promise.
-        self.direct(|driver| unsafe { driver.upload(to, from) })
+        unsafe { staging.push(self, to, from, deadline)? };
+        staging.flush(self)
     }
 
     /// Waits for the work queued before, until the deadline, then copies.
@@ -275,33 +380,48 @@ impl Device {
     /// As for [`Driver::launch`].
     pub(crate) unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         // SAFETY: the caller's promise.
-        self.direct(|driver| unsafe { driver.launch(entry, grid, words) })
+        self.direct("launch", |driver| unsafe { driver.launch(entry, grid, words) })
     }
 
     /// A call that does not block.
-    fn direct<R>(&self, call: impl FnOnce(&dyn Driver) -> Result<R>) -> Result<R> {
-        self.check()?;
+    pub(super) fn direct<R>(&self, name: &'static str, call: impl FnOnce(&dyn Driver) -> Result<R>) -> Result<R> {
+        self.check(name)?;
         call(&*self.shared.driver).map_err(|error| self.after(error))
     }
 
-    /// A call that can block, on the lane.
-    fn bounded<R: Send + 'static>(
+    /// A call that can block, on the lane; a rehearsal does not block.
+    pub(super) fn bounded<R: Send + 'static>(
         &self,
         name: &'static str,
         deadline: Duration,
         call: impl FnOnce(&dyn Driver) -> Result<R> + Send + 'static,
     ) -> Result<R> {
-        self.check()?;
+        self.check(name)?;
         let driver = Arc::clone(&self.shared.driver);
+        if self.shared.rehearsal.is_some() {
+            return call(&*driver);
+        }
         match self.shared.lane.run(deadline, move || call(&*driver)) {
             Ok(result) => result.map_err(|error| self.after(error)),
             Err(TimedOut { waited }) => Err(self.lose_to(Error::Timeout { call: name, waited, report: None })),
         }
     }
 
-    /// An error when the device is lost.
-    pub(crate) fn check(&self) -> Result<()> {
-        self.shared.lost.get().map_or(Ok(()), |cause| Err(Error::DeviceLost { cause: cause.clone() }))
+    /// Whether this thread records a step of this device, and this is not the device that it records on.
+    fn is_recorded_here(&self) -> bool {
+        RECORDING.get() == Some(self.identity()) && self.shared.rehearsal.is_none()
+    }
+
+    /// An error when `call` cannot be made: the device is lost, or this thread records a step of it.
+    pub(crate) fn check(&self, call: &'static str) -> Result<()> {
+        if let Some(cause) = self.shared.lost.get() {
+            return Err(Error::DeviceLost { cause: cause.clone() });
+        }
+        if self.is_recorded_here() {
+            let expected = "only tensors and kernels of the step, while it is recorded";
+            return Err(Error::misuse("capture", expected, format!("`{call}` on the device")));
+        }
+        Ok(())
     }
 
     /// Loses the device if the error spoils it.
@@ -314,5 +434,21 @@ impl Device {
         // The first cause is the one that matters.
         let _ = self.shared.lost.set(error.to_string());
         error
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // What a lost device may still read stays until the process ends.
+        if self.lost.get().is_some() || self.rehearsal.is_some() {
+            return;
+        }
+        let (driver, staging) =
+            (Arc::clone(&self.driver), std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)));
+        let deadline = self.deadline;
+        let ended = self.lane.run(deadline, move || staging.end(&*driver, deadline));
+        if !matches!(ended, Ok(Ok(()))) {
+            tracing::warn!("page-locked memory was not freed");
+        }
     }
 }

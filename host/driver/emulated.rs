@@ -1,21 +1,68 @@
 //! The CPU as a device: host memory, and the same kernels run by the emulator.
 //!
-//! Invariant: each call has happened when it returns, which is the strictest order that a stream allows.
+//! Invariant: each call has happened when it returns, which is the strictest order that a stream allows. A capture obeys
+//! CUDA's rules and fails with CUDA's errors.
 
-use super::{Description, DeviceKind, Driver, Pool};
+use super::rehearsal::Launch;
+use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
 use crate::error::{Error, Result};
 use crate::memory::Situation;
 use cuda_std::emulator;
 use cuda_std::launch::{Entry, Grid, Words};
 use memmap2::MmapMut;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 
 #[derive(Debug)]
 pub(super) struct Emulated {
     description: Description,
     memory: Mutex<Memory>,
+    graphs: Mutex<Graphs>,
 }
+
+/// The capture in progress, and what was captured.
+#[derive(Debug, Default)]
+struct Graphs {
+    capture: Option<Capture>,
+    made: u64,
+    captured: HashMap<Graph, Captured>,
+}
+
+/// A capture in progress.
+#[derive(Debug)]
+struct Capture {
+    thread: ThreadId,
+    nodes: Vec<Node>,
+    /// The call that must not happen in a capture, and did.
+    spoiled_by: Option<&'static str>,
+}
+
+#[derive(Clone, Debug)]
+enum Node {
+    Launch(Launch),
+    Memory,
+}
+
+#[derive(Debug)]
+struct Captured {
+    nodes: Arc<[Node]>,
+    instantiated: bool,
+}
+
+/// An error in CUDA's words.
+fn refused<R>(call: &'static str, code: &'static str) -> Result<R> {
+    Err(Error::Driver { call, reason: code.into(), fatal: false })
+}
+
+const UNSUPPORTED: &str =
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900): operation not permitted when stream is capturing";
+const INVALIDATED: &str =
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901): operation failed due to a previous error during capture";
+const WRONG_THREAD: &str = "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD (908): attempt to terminate a thread-local capture \
+                            sequence from another thread";
+const ILLEGAL_STATE: &str = "CUDA_ERROR_ILLEGAL_STATE (401): the operation cannot be performed in the present state";
+const INVALID_VALUE: &str = "CUDA_ERROR_INVALID_VALUE (1): invalid argument";
 
 /// Anonymous mappings: page-aligned, and backed by the system only where they are touched.
 #[derive(Debug, Default)]
@@ -37,7 +84,33 @@ impl Emulated {
             processors,
             capability: None,
         };
-        Self { description, memory: Mutex::default() }
+        Self { description, memory: Mutex::default(), graphs: Mutex::default() }
+    }
+
+    fn graphs(&self) -> MutexGuard<'_, Graphs> {
+        self.graphs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An error, and a spoiled capture, when this thread is capturing.
+    fn outside_capture(&self, call: &'static str) -> Result<()> {
+        match &mut self.graphs().capture {
+            Some(capture) if capture.thread == std::thread::current().id() => {
+                capture.spoiled_by.get_or_insert(call);
+                refused(call, UNSUPPORTED)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds a node when this thread is capturing.
+    fn recorded(&self, node: impl FnOnce() -> Node) -> bool {
+        match &mut self.graphs().capture {
+            Some(capture) if capture.thread == std::thread::current().id() => {
+                capture.nodes.push(node());
+                true
+            }
+            _ => false,
+        }
     }
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
@@ -82,6 +155,7 @@ unsafe impl Driver for Emulated {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
+        self.outside_capture("cuMemAlloc")?;
         let mapping = self.map(bytes)?;
         Ok(self.memory().hand_out(mapping))
     }
@@ -99,6 +173,7 @@ unsafe impl Driver for Emulated {
     }
 
     fn pool_allocate(&self, pool: Pool, bytes: usize) -> Result<u64> {
+        self.recorded(|| Node::Memory);
         let kept = self.memory().pools.get_mut(&pool).and_then(|kept| kept.get_mut(&bytes)?.pop());
         let mapping = kept.map_or_else(|| self.map(bytes), Ok)?;
         Ok(self.memory().hand_out(mapping))
@@ -130,24 +205,118 @@ unsafe impl Driver for Emulated {
         Ok(())
     }
 
+    fn allocate_pinned(&self, bytes: usize) -> Result<u64> {
+        self.allocate(bytes)
+    }
+
+    unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.free(address, bytes) }
+    }
+
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         // SAFETY: the caller's promise; no kernel runs between calls.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len()) };
         Ok(())
     }
 
+    fn create_fence(&self) -> Result<Fence> {
+        Ok(Fence(0))
+    }
+
+    fn record_fence(&self, _: Fence) -> Result<()> {
+        Ok(())
+    }
+
+    fn poll_fence(&self, _: Fence) -> Result<bool> {
+        Ok(true)
+    }
+
+    unsafe fn destroy_fence(&self, _: Fence) -> Result<()> {
+        Ok(())
+    }
+
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        self.outside_capture("cuMemcpyDtoH")?;
         // SAFETY: the caller's promise; no kernel runs between calls.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
+    fn load(&self, _: &Entry) -> Result<()> {
+        Ok(())
+    }
+
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
+        if self.recorded(|| Node::Launch(Launch { entry: *entry, grid, words: words.clone() })) {
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         unsafe { emulator::launch(entry, grid, words.as_slice()) }.map_err(Error::from)
     }
 
+    fn begin_capture(&self) -> Result<()> {
+        let mut graphs = self.graphs();
+        if graphs.capture.is_some() {
+            return refused("cuStreamBeginCapture", ILLEGAL_STATE);
+        }
+        graphs.capture = Some(Capture { thread: std::thread::current().id(), nodes: Vec::new(), spoiled_by: None });
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        const CALL: &str = "cuStreamEndCapture";
+        let mut graphs = self.graphs();
+        let Some(capture) = graphs.capture.take() else { return refused(CALL, ILLEGAL_STATE) };
+        if capture.thread != std::thread::current().id() {
+            graphs.capture = Some(capture);
+            return refused(CALL, WRONG_THREAD);
+        }
+        if capture.spoiled_by.is_some() {
+            return refused(CALL, INVALIDATED);
+        }
+        graphs.made += 1;
+        let graph = Graph(graphs.made);
+        graphs.captured.insert(graph, Captured { nodes: capture.nodes.into(), instantiated: false });
+        Ok(graph)
+    }
+
+    fn graph_nodes(&self, graph: Graph) -> Result<Nodes> {
+        let graphs = self.graphs();
+        let Some(captured) = graphs.captured.get(&graph) else { return refused("cuGraphGetNodes", INVALID_VALUE) };
+        let kernels = captured.nodes.iter().filter(|node| matches!(node, Node::Launch(_))).count();
+        Ok(Nodes { kernels, memory: captured.nodes.len() - kernels, other: 0 })
+    }
+
+    fn instantiate(&self, graph: Graph) -> Result<()> {
+        match self.graphs().captured.get_mut(&graph) {
+            Some(captured) => captured.instantiated = true,
+            None => return refused("cuGraphInstantiate", INVALID_VALUE),
+        }
+        Ok(())
+    }
+
+    unsafe fn replay(&self, graph: Graph) -> Result<()> {
+        let nodes = match self.graphs().captured.get(&graph) {
+            Some(captured) if captured.instantiated => Arc::clone(&captured.nodes),
+            _ => return refused("cuGraphLaunch", INVALID_VALUE),
+        };
+        for node in &*nodes {
+            if let Node::Launch(Launch { entry, grid, words }) = node {
+                // SAFETY: the caller's promise.
+                unsafe { emulator::launch(entry, *grid, words.as_slice()) }?;
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn destroy_graph(&self, graph: Graph) -> Result<()> {
+        self.graphs().captured.remove(&graph);
+        Ok(())
+    }
+
     fn poll(&self) -> Result<bool> {
+        self.outside_capture("cuStreamQuery")?;
         Ok(true)
     }
 }

@@ -15,7 +15,7 @@
 //! ```
 //! Invariant: a call without a fault goes to the real driver unchanged.
 
-use super::{Description, Driver, Pool};
+use super::{Description, Driver, Fence, Graph, Nodes, Pool};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::collections::HashMap;
@@ -42,19 +42,47 @@ pub enum Call {
     TrimPool,
     /// [`Driver::destroy_pool`].
     DestroyPool,
+    /// [`Driver::allocate_pinned`].
+    AllocatePinned,
+    /// [`Driver::free_pinned`].
+    FreePinned,
     /// [`Driver::upload`].
     Upload,
+    /// [`Driver::create_fence`].
+    CreateFence,
+    /// [`Driver::record_fence`].
+    RecordFence,
+    /// [`Driver::poll_fence`].
+    PollFence,
+    /// [`Driver::destroy_fence`].
+    DestroyFence,
     /// [`Driver::download`].
     Download,
-    /// [`Driver::launch`].
+    /// [`Driver::load`].
+    Load,
+    /// [`Driver::launch`] of work that runs.
     Launch,
+    /// [`Driver::begin_capture`].
+    BeginCapture,
+    /// [`Driver::launch`] within a capture.
+    Record,
+    /// [`Driver::end_capture`].
+    EndCapture,
+    /// [`Driver::graph_nodes`].
+    GraphNodes,
+    /// [`Driver::instantiate`].
+    Instantiate,
+    /// [`Driver::replay`].
+    Replay,
+    /// [`Driver::destroy_graph`].
+    DestroyGraph,
     /// [`Driver::poll`].
     Poll,
 }
 
 impl Call {
     /// All kinds.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 26] = [
         Self::FreeBytes,
         Self::Allocate,
         Self::Free,
@@ -63,15 +91,34 @@ impl Call {
         Self::PoolFree,
         Self::TrimPool,
         Self::DestroyPool,
+        Self::AllocatePinned,
+        Self::FreePinned,
         Self::Upload,
+        Self::CreateFence,
+        Self::RecordFence,
+        Self::PollFence,
+        Self::DestroyFence,
         Self::Download,
+        Self::Load,
         Self::Launch,
+        Self::BeginCapture,
+        Self::Record,
+        Self::EndCapture,
+        Self::GraphNodes,
+        Self::Instantiate,
+        Self::Replay,
+        Self::DestroyGraph,
         Self::Poll,
     ];
 
     /// Whether the call never blocks in a sound driver, so that it runs on the caller's own thread.
     pub fn is_direct(self) -> bool {
-        matches!(self, Self::Upload | Self::Launch | Self::Poll)
+        matches!(self, Self::Upload | Self::RecordFence | Self::PollFence | Self::Launch | Self::Replay | Self::Poll)
+    }
+
+    /// Whether the call only looks, so that one that never answers says "not yet" instead.
+    fn looks(self) -> bool {
+        matches!(self, Self::Poll | Self::PollFence)
     }
 }
 
@@ -85,8 +132,12 @@ pub enum Fault {
     Spoil,
     /// It succeeds, so much later.
     Delay(Duration),
-    /// It never returns; [`Driver::poll`] says "not done" from then on.
+    /// It never returns; [`Driver::poll`] and [`Driver::poll_fence`] say "not done" from then on.
     Never,
+    /// It first allocates memory, as a library does that loads something at its first use.
+    Allocates,
+    /// It first takes memory from a pool in stream order, which a capture turns into a memory node.
+    AllocatesInStream,
 }
 
 /// Which calls meet which fault. Clones share their counts.
@@ -100,6 +151,10 @@ struct Plan {
     faults: HashMap<(Call, u64), Fault>,
     counts: HashMap<Call, u64>,
     stalled: bool,
+    /// The newest pool, for [`Fault::AllocatesInStream`].
+    pool: Option<Pool>,
+    /// The thread that captures.
+    capturing: Option<std::thread::ThreadId>,
 }
 
 impl FaultPlan {
@@ -111,11 +166,11 @@ impl FaultPlan {
     /// The `number`th call of a kind, counted from 1, meets `fault`.
     ///
     /// # Panics
-    /// For [`Fault::Never`] on an upload or a launch: they run on the caller's thread, which nothing could free.
+    /// For [`Fault::Never`] on a call that queues: it runs on the caller's thread, which nothing could free.
     #[must_use]
     pub fn on(self, call: Call, number: u64, fault: Fault) -> Self {
         assert!(
-            fault != Fault::Never || !call.is_direct() || call == Call::Poll,
+            fault != Fault::Never || !call.is_direct() || call.looks(),
             "{call:?} runs on the caller's own thread: a call that never returns would hang it"
         );
         self.plan().faults.insert((call, number), fault);
@@ -132,7 +187,7 @@ impl FaultPlan {
     }
 
     /// Counts a call and meets its fault.
-    fn meet(&self, call: Call) -> Result<()> {
+    fn meet(&self, call: Call, driver: &dyn Driver) -> Result<()> {
         let fault = {
             let mut plan = self.plan();
             let count = plan.counts.entry(call).or_default();
@@ -149,7 +204,16 @@ impl FaultPlan {
                 std::thread::sleep(delay);
                 Ok(())
             }
-            Some(Fault::Never) if call == Call::Poll => {
+            Some(Fault::Allocates) => {
+                let address = driver.allocate(256)?;
+                // SAFETY: it was just allocated, and nothing has used it.
+                unsafe { driver.free(address, 256) }
+            }
+            Some(Fault::AllocatesInStream) => {
+                let pool = self.plan().pool.ok_or_else(|| failed(false))?;
+                driver.pool_allocate(pool, 256).map(drop)
+            }
+            Some(Fault::Never) if call.looks() => {
                 self.plan().stalled = true;
                 Ok(())
             }
@@ -171,6 +235,10 @@ impl Faulty {
     pub(super) fn new(driver: Arc<dyn Driver>, plan: FaultPlan) -> Self {
         Self { driver, plan }
     }
+
+    fn meet(&self, call: Call) -> Result<()> {
+        self.plan.meet(call, &*self.driver)
+    }
 }
 
 // SAFETY: every call that is let through goes to a sound driver unchanged; one that is not has no effect.
@@ -180,68 +248,144 @@ unsafe impl Driver for Faulty {
     }
 
     fn free_bytes(&self) -> Result<u64> {
-        self.plan.meet(Call::FreeBytes)?;
+        self.meet(Call::FreeBytes)?;
         self.driver.free_bytes()
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        self.plan.meet(Call::Allocate)?;
+        self.meet(Call::Allocate)?;
         self.driver.allocate(bytes)
     }
 
     unsafe fn free(&self, address: u64, bytes: usize) -> Result<()> {
-        self.plan.meet(Call::Free)?;
+        self.meet(Call::Free)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.free(address, bytes) }
     }
 
     fn create_pool(&self) -> Result<Pool> {
-        self.plan.meet(Call::CreatePool)?;
-        self.driver.create_pool()
+        self.meet(Call::CreatePool)?;
+        let pool = self.driver.create_pool()?;
+        self.plan.plan().pool = Some(pool);
+        Ok(pool)
     }
 
     fn pool_allocate(&self, pool: Pool, bytes: usize) -> Result<u64> {
-        self.plan.meet(Call::PoolAllocate)?;
+        self.meet(Call::PoolAllocate)?;
         self.driver.pool_allocate(pool, bytes)
     }
 
     unsafe fn pool_free(&self, pool: Pool, address: u64, bytes: usize) -> Result<()> {
-        self.plan.meet(Call::PoolFree)?;
+        self.meet(Call::PoolFree)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.pool_free(pool, address, bytes) }
     }
 
     fn trim_pool(&self, pool: Pool, keep_bytes: usize) -> Result<()> {
-        self.plan.meet(Call::TrimPool)?;
+        self.meet(Call::TrimPool)?;
         self.driver.trim_pool(pool, keep_bytes)
     }
 
     unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
-        self.plan.meet(Call::DestroyPool)?;
+        self.meet(Call::DestroyPool)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.destroy_pool(pool) }
     }
 
+    fn allocate_pinned(&self, bytes: usize) -> Result<u64> {
+        self.meet(Call::AllocatePinned)?;
+        self.driver.allocate_pinned(bytes)
+    }
+
+    unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()> {
+        self.meet(Call::FreePinned)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.free_pinned(address, bytes) }
+    }
+
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
-        self.plan.meet(Call::Upload)?;
+        self.meet(Call::Upload)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.upload(to, from) }
     }
 
+    fn create_fence(&self) -> Result<Fence> {
+        self.meet(Call::CreateFence)?;
+        self.driver.create_fence()
+    }
+
+    fn record_fence(&self, fence: Fence) -> Result<()> {
+        self.meet(Call::RecordFence)?;
+        self.driver.record_fence(fence)
+    }
+
+    fn poll_fence(&self, fence: Fence) -> Result<bool> {
+        self.meet(Call::PollFence)?;
+        let stalled = self.plan.plan().stalled;
+        Ok(!stalled && self.driver.poll_fence(fence)?)
+    }
+
+    unsafe fn destroy_fence(&self, fence: Fence) -> Result<()> {
+        self.meet(Call::DestroyFence)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.destroy_fence(fence) }
+    }
+
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
-        self.plan.meet(Call::Download)?;
+        self.meet(Call::Download)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.download(from, to) }
     }
 
+    fn load(&self, entry: &Entry) -> Result<()> {
+        self.meet(Call::Load)?;
+        self.driver.load(entry)
+    }
+
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
-        self.plan.meet(Call::Launch)?;
+        let recorded = self.plan.plan().capturing == Some(std::thread::current().id());
+        self.meet(if recorded { Call::Record } else { Call::Launch })?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.launch(entry, grid, words) }
     }
 
+    fn begin_capture(&self) -> Result<()> {
+        self.meet(Call::BeginCapture)?;
+        self.driver.begin_capture()?;
+        self.plan.plan().capturing = Some(std::thread::current().id());
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        self.meet(Call::EndCapture)?;
+        self.plan.plan().capturing = None;
+        self.driver.end_capture()
+    }
+
+    fn graph_nodes(&self, graph: Graph) -> Result<Nodes> {
+        self.meet(Call::GraphNodes)?;
+        self.driver.graph_nodes(graph)
+    }
+
+    fn instantiate(&self, graph: Graph) -> Result<()> {
+        self.meet(Call::Instantiate)?;
+        self.driver.instantiate(graph)
+    }
+
+    unsafe fn replay(&self, graph: Graph) -> Result<()> {
+        self.meet(Call::Replay)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.replay(graph) }
+    }
+
+    unsafe fn destroy_graph(&self, graph: Graph) -> Result<()> {
+        self.meet(Call::DestroyGraph)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.destroy_graph(graph) }
+    }
+
     fn poll(&self) -> Result<bool> {
-        self.plan.meet(Call::Poll)?;
+        self.meet(Call::Poll)?;
         let stalled = self.plan.plan().stalled;
         Ok(!stalled && self.driver.poll()?)
     }

@@ -5,15 +5,20 @@
 //! ordered on one stream, so that a later call sees what an earlier one wrote; above this folder nothing can wait without
 //! a deadline.
 
-mod counting;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
 mod emulated;
 pub mod faults;
+mod graphs;
 mod lane;
+mod pins;
+mod rehearsal;
+mod staging;
 
 pub use device::{Device, DeviceBuilder};
+pub(crate) use graphs::SealedGraph;
+pub(crate) use pins::Pins;
 
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
@@ -46,8 +51,31 @@ pub struct Description {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pool(pub u64);
 
-/// Memory, pools, copies and launches of one device, in the order of one stream. Any call may block, but for
-/// [`Driver::poll`], [`Driver::upload`] and [`Driver::launch`]: [`Device`] runs the others on a worker thread.
+/// A captured graph of a driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Graph(pub u64);
+
+/// A place in the stream's order that can be asked whether the device has passed it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fence(pub u64);
+
+/// What a captured graph is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Nodes {
+    /// Launches.
+    pub kernels: usize,
+    /// Allocations and frees.
+    pub memory: usize,
+    /// Anything else.
+    pub other: usize,
+}
+
+/// Memory, pools, copies, launches and graphs of one device, in the order of one stream. Any call may block, but for those
+/// that queue or look ([`Driver::upload`], [`Driver::launch`], [`Driver::replay`], [`Driver::record_fence`],
+/// [`Driver::poll_fence`], [`Driver::poll`]): [`Device`] runs the others on a worker thread.
+///
+/// Between [`Driver::begin_capture`] and [`Driver::end_capture`] a launch of the same thread is recorded and does not run; any
+/// other call of that thread may be refused and spoil the capture. Other threads' calls go on as ever.
 ///
 /// # Safety
 /// An implementation must keep memory valid from its allocation to its release, on addresses that are multiples of 256,
@@ -89,11 +117,37 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// No memory of the pool is used afterwards.
     unsafe fn destroy_pool(&self, pool: Pool) -> Result<()>;
 
-    /// Copies host bytes to the device, in stream order. The source may be reused on return.
+    /// Takes `bytes` (not zero) of page-locked host memory; returns its address on the host.
+    fn allocate_pinned(&self, bytes: usize) -> Result<u64>;
+
+    /// Gives page-locked memory back.
     ///
     /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes.
+    /// `address` came from [`Driver::allocate_pinned`] with the same `bytes`, no copy from it is queued, and it is not used
+    /// afterwards.
+    unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()>;
+
+    /// Queues a copy of page-locked host bytes to the device.
+    ///
+    /// # Safety
+    /// `to` is device memory of at least `from.len()` bytes; `from` lies in memory of [`Driver::allocate_pinned`] and is
+    /// neither written nor freed until a fence that is recorded behind this call has been passed.
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()>;
+
+    /// A fence that has been passed.
+    fn create_fence(&self) -> Result<Fence>;
+
+    /// Moves a fence behind all work queued before.
+    fn record_fence(&self, fence: Fence) -> Result<()>;
+
+    /// Whether the device has passed the fence. Returns at once.
+    fn poll_fence(&self, fence: Fence) -> Result<bool>;
+
+    /// Ends a fence, passed or not.
+    ///
+    /// # Safety
+    /// The fence is not used afterwards.
+    unsafe fn destroy_fence(&self, fence: Fence) -> Result<()>;
 
     /// Copies device bytes to the host once the work queued before is done.
     ///
@@ -101,11 +155,39 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// `from` is device memory of at least `to.len()` bytes.
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
 
-    /// Queues a kernel.
+    /// Loads a kernel, so that its first launch does no more than any other.
+    fn load(&self, entry: &Entry) -> Result<()>;
+
+    /// Queues a kernel, or records it.
     ///
     /// # Safety
-    /// The kernel's contract accepted these arguments for this grid, and their memory is alive.
+    /// The kernel's contract accepted these arguments for this grid, and their memory is alive; if it is recorded, for as
+    /// long as the graph is.
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()>;
+
+    /// Starts a capture in the driver's strictest mode; the same thread must end it.
+    fn begin_capture(&self) -> Result<()>;
+
+    /// Ends the capture, whatever became of it: after an error too nothing is being captured any more.
+    fn end_capture(&self) -> Result<Graph>;
+
+    /// What a graph is made of.
+    fn graph_nodes(&self, graph: Graph) -> Result<Nodes>;
+
+    /// Makes a graph ready for [`Driver::replay`].
+    fn instantiate(&self, graph: Graph) -> Result<()>;
+
+    /// Queues all work of a graph.
+    ///
+    /// # Safety
+    /// The graph was instantiated, and all memory that its launches name is alive.
+    unsafe fn replay(&self, graph: Graph) -> Result<()>;
+
+    /// Ends a graph. Replays that are queued still run.
+    ///
+    /// # Safety
+    /// The graph is not used afterwards.
+    unsafe fn destroy_graph(&self, graph: Graph) -> Result<()>;
 
     /// Whether all work queued before is done. Returns at once.
     fn poll(&self) -> Result<bool>;

@@ -52,7 +52,7 @@ impl Arena {
     /// Those of the closure; [`Error::Timeout`](crate::Error::Timeout) when the step has a deadline and missed it; [`Error::Driver`](crate::Error::Driver) when the
     /// overflow could not be given back.
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
-        self.device().check()?;
+        self.device().check("step")?;
         let region = &self.region;
         let step = region.step_begins(self.step_deadline);
         let waits = self.step_deadline.is_some();

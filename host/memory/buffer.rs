@@ -64,7 +64,7 @@ impl<T: Element> Buffer<T> {
     /// [`Error::Misuse`] when they do not fit.
     pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
         self.check("buffer.write", start, values.len())?;
-        self.memory().part(start, values.len()).upload(&self.device, values)
+        self.memory().part(start, values.len()).upload(&self.device, values, self.device.deadline())
     }
 
     /// Waits for the work queued before and returns all elements.

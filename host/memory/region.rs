@@ -104,7 +104,7 @@ impl Region {
     pub(super) fn counting(&self) -> Result<Self> {
         // Addresses alone, as many as a step may want.
         const EVERYTHING: usize = 1 << 46;
-        let mut region = Self::allocate(self.device.counting()?, EVERYTHING)?;
+        let mut region = Self::allocate(self.device.counting(), EVERYTHING)?;
         region.guard_bytes = self.guard_bytes;
         Ok(region)
     }
@@ -201,7 +201,7 @@ impl Region {
     fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
         // An empty tensor names no byte: any address does.
         let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
-        self.device.check()?;
+        self.device.check("allocate")?;
         let cause = self.counters.borrow().cause(padded, self.capacity);
         let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));

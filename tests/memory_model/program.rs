@@ -129,7 +129,7 @@ impl Planned {
         // What runs on the caller's own thread cannot be given up.
         let stalls =
             |call: &Call| kind != Kind::Stalling || fault == Fault::Never && *call == Call::Poll || !call.is_direct();
-        let calls: Vec<Call> = Call::ALL.into_iter().filter(stalls).collect();
+        let calls: Vec<Call> = super::CALLS.into_iter().filter(stalls).collect();
         let call = calls[random.below(calls.len() as u32) as usize];
         let most = match call {
             Call::CreatePool | Call::DestroyPool => 1,

@@ -1,0 +1,117 @@
+//! From recorded launches to a graph that the device replays.
+//!
+//! The launches are listed before the driver hears of any (see `rehearsal`), so a capture is one short job on the worker:
+//! load the kernels, begin, queue, end, look at what was captured, instantiate. Invariant: the capture is ended on the thread
+//! that began it whatever fails in between; a graph that holds anything but the listed kernels is not handed out.
+
+use super::device::Device;
+use super::pins::Pins;
+use super::rehearsal::Launch;
+use super::{Driver, Graph, Nodes};
+use crate::error::{Error, Result};
+use std::collections::HashSet;
+
+/// A graph of a device, with all memory that it names.
+#[derive(Debug)]
+pub(crate) struct SealedGraph {
+    device: Device,
+    graph: Graph,
+    kernels: usize,
+    pins: Pins,
+}
+
+impl SealedGraph {
+    /// Captures `launches`, whose memory `pins` holds.
+    pub(crate) fn capture(device: &Device, launches: Vec<Launch>, pins: Pins) -> Result<Self> {
+        let kernels = launches.len();
+        let captured = device.bounded("capture", device.deadline(), move |driver| capture(driver, &launches));
+        match captured {
+            Ok(graph) => Ok(Self { device: device.clone(), graph, kernels, pins }),
+            Err(error) => {
+                pins.release();
+                Err(error)
+            }
+        }
+    }
+
+    /// The graph's launches.
+    pub(crate) fn kernels(&self) -> usize {
+        self.kernels
+    }
+
+    /// Queues all of them.
+    pub(crate) fn replay(&self) -> Result<()> {
+        // SAFETY: `capture` instantiated the graph; the pins keep alive what its launches name.
+        self.device.direct("replay", |driver| unsafe { driver.replay(self.graph) })
+    }
+}
+
+impl Drop for SealedGraph {
+    fn drop(&mut self) {
+        let (device, graph) = (&self.device, self.graph);
+        // A replay may still run; on a lost device the graph and its memory stay until the process ends.
+        let ended = device.synchronize(device.deadline()).and_then(|()| {
+            // SAFETY: the graph ends here, and no replay of it is left.
+            device.bounded("destroy_graph", device.deadline(), move |driver| unsafe { driver.destroy_graph(graph) })
+        });
+        match ended {
+            Ok(()) => {
+                self.pins.release();
+                device.free_waiting();
+            }
+            Err(error) => tracing::warn!(%error, "a graph was not destroyed; what it names stays"),
+        }
+    }
+}
+
+/// The driver's part, on one thread from begin to end.
+fn capture(driver: &dyn Driver, launches: &[Launch]) -> Result<Graph> {
+    let mut loaded = HashSet::new();
+    for Launch { entry, .. } in launches {
+        if loaded.insert(entry.name) {
+            driver.load(entry)?;
+        }
+    }
+    driver.begin_capture()?;
+    let queued = launches.iter().try_for_each(|Launch { entry, grid, words }| {
+        // SAFETY: the contract accepted these arguments when they were listed; pins hold their memory.
+        unsafe { driver.launch(entry, *grid, words) }
+    });
+    // A driver that fails to end may still be capturing: asked again, it is not.
+    let ended = driver.end_capture().or_else(|error| {
+        if let Ok(graph) = driver.end_capture() {
+            discard(driver, graph);
+        }
+        Err(error)
+    });
+    let graph = match (queued, ended) {
+        (Ok(()), ended) => ended?,
+        (Err(error), Ok(graph)) => {
+            discard(driver, graph);
+            return Err(error);
+        }
+        (Err(error), Err(_)) => return Err(error),
+    };
+    let sound = driver.graph_nodes(graph).and_then(|nodes| check(nodes, launches.len()));
+    if let Err(error) = sound.and_then(|()| driver.instantiate(graph)) {
+        discard(driver, graph);
+        return Err(error);
+    }
+    Ok(graph)
+}
+
+/// An error unless the graph holds the listed launches and nothing else.
+fn check(nodes: Nodes, launches: usize) -> Result<()> {
+    if nodes == (Nodes { kernels: launches, ..Nodes::default() }) {
+        return Ok(());
+    }
+    let got = format!("{} kernels, {} memory nodes, {} others", nodes.kernels, nodes.memory, nodes.other);
+    Err(Error::misuse("capture", format!("a graph of {launches} kernels and nothing else"), got))
+}
+
+fn discard(driver: &dyn Driver, graph: Graph) {
+    // SAFETY: the graph was just captured, and nobody else knows it.
+    if let Err(error) = unsafe { driver.destroy_graph(graph) } {
+        tracing::warn!(%error, "a graph that was not wanted stays");
+    }
+}

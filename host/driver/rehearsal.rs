@@ -1,0 +1,166 @@
+//! A driver that rehearses: addresses without memory, launches that are listed and do not run.
+//!
+//! A step that is measured runs on it, and so does one that is recorded. Invariant: it never touches memory or a device, so
+//! a rehearsal of any size costs nothing and can leave nothing behind; what is read back is zero.
+
+use super::{Description, Driver, Fence, Graph, Nodes, Pins, Pool};
+use crate::error::{Error, Result};
+use cuda_std::launch::{Entry, Grid, Words};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// A launch to be: its contract has been checked.
+#[derive(Clone, Debug)]
+pub(crate) struct Launch {
+    pub(crate) entry: Entry,
+    pub(crate) grid: Grid,
+    pub(crate) words: Words,
+}
+
+#[derive(Debug)]
+pub(super) struct Rehearsal {
+    description: Description,
+    next: AtomicU64,
+    listed: Option<Listed>,
+}
+
+/// The launches so far, and what holds their memory.
+#[derive(Debug)]
+struct Listed {
+    launches: Mutex<Vec<Launch>>,
+    pins: Pins,
+}
+
+impl Rehearsal {
+    /// Launches are forgotten.
+    pub(super) fn of(description: Description) -> Self {
+        Self { description, next: AtomicU64::new(1 << 40), listed: None }
+    }
+
+    /// Launches are listed, and their memory is pinned from the moment that they are.
+    pub(super) fn listing(description: Description, pins: Pins) -> Self {
+        Self { listed: Some(Listed { launches: Mutex::default(), pins }), ..Self::of(description) }
+    }
+
+    /// The launches so far.
+    pub(super) fn launches(&self) -> Vec<Launch> {
+        let listed = self.listed.as_ref();
+        listed.map_or_else(Vec::new, |listed| listed.launches.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
+fn never<R>(call: &'static str) -> Result<R> {
+    Err(Error::Driver { call, reason: "a rehearsal has no device".into(), fatal: false })
+}
+
+// SAFETY: nothing is ever read or written at the addresses that it gives out; they are multiples of 256.
+unsafe impl Driver for Rehearsal {
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        Ok(u64::MAX)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        Ok(self.next.fetch_add((bytes as u64).next_multiple_of(256), Ordering::Relaxed))
+    }
+
+    unsafe fn free(&self, _: u64, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn create_pool(&self) -> Result<Pool> {
+        never("create_pool")
+    }
+
+    fn pool_allocate(&self, _: Pool, _: usize) -> Result<u64> {
+        never("pool_allocate")
+    }
+
+    unsafe fn pool_free(&self, _: Pool, _: u64, _: usize) -> Result<()> {
+        never("pool_free")
+    }
+
+    fn trim_pool(&self, _: Pool, _: usize) -> Result<()> {
+        never("trim_pool")
+    }
+
+    unsafe fn destroy_pool(&self, _: Pool) -> Result<()> {
+        never("destroy_pool")
+    }
+
+    fn allocate_pinned(&self, _: usize) -> Result<u64> {
+        never("allocate_pinned")
+    }
+
+    unsafe fn free_pinned(&self, _: u64, _: usize) -> Result<()> {
+        never("free_pinned")
+    }
+
+    unsafe fn upload(&self, _: u64, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn create_fence(&self) -> Result<Fence> {
+        never("create_fence")
+    }
+
+    fn record_fence(&self, _: Fence) -> Result<()> {
+        never("record_fence")
+    }
+
+    fn poll_fence(&self, _: Fence) -> Result<bool> {
+        never("poll_fence")
+    }
+
+    unsafe fn destroy_fence(&self, _: Fence) -> Result<()> {
+        never("destroy_fence")
+    }
+
+    unsafe fn download(&self, _: u64, to: &mut [u8]) -> Result<()> {
+        to.fill(0);
+        Ok(())
+    }
+
+    fn load(&self, _: &Entry) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
+        let Some(Listed { launches, pins }) = &self.listed else { return Ok(()) };
+        pins.add(words.as_slice());
+        let launch = Launch { entry: *entry, grid, words: words.clone() };
+        launches.lock().unwrap_or_else(PoisonError::into_inner).push(launch);
+        Ok(())
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        never("begin_capture")
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        never("end_capture")
+    }
+
+    fn graph_nodes(&self, _: Graph) -> Result<Nodes> {
+        never("graph_nodes")
+    }
+
+    fn instantiate(&self, _: Graph) -> Result<()> {
+        never("instantiate")
+    }
+
+    unsafe fn replay(&self, _: Graph) -> Result<()> {
+        never("replay")
+    }
+
+    unsafe fn destroy_graph(&self, _: Graph) -> Result<()> {
+        never("destroy_graph")
+    }
+
+    fn poll(&self) -> Result<bool> {
+        Ok(true)
+    }
+}
