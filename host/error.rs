@@ -57,6 +57,17 @@ pub enum Error {
         /// What the arena knows about itself.
         report: Box<ArenaReport>,
     },
+    /// A step that is to be captured needs more of the arena than there is; nothing was captured.
+    #[error(
+        "capture: the step needs {bytes} bytes of the arena, and {available} can be had: raise the capacity, end other captured \
+         steps, or capture the largest shapes first"
+    )]
+    CaptureNeeds {
+        /// Bytes that the step and its inputs need, as far as it came.
+        bytes: usize,
+        /// Bytes that a captured step could have.
+        available: usize,
+    },
     /// Checked mode: something wrote behind a tensor.
     #[error(
         "the {tensor} made at {site} ({bytes} bytes) was overrun: something wrote at byte {offset_bytes}; look at the kernels that write it, or its neighbour before"

@@ -81,9 +81,17 @@ impl<T: Element> Memory<T> {
     /// # Panics
     /// When they do not fit.
     pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
-        assert!(values.len() <= self.len, "{} values into {}", values.len(), self.len);
+        self.upload_bytes(device, bytemuck::cast_slice(values), deadline)
+    }
+
+    /// Queues a copy of `bytes` to the start of the memory.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub(crate) fn upload_bytes(self, device: &Device, bytes: &[u8], deadline: Duration) -> Result<()> {
+        assert!(bytes.len() <= self.len * size_of::<T>(), "{} bytes into {} elements", bytes.len(), self.len);
         // SAFETY: the memory is valid by this type's invariant, and large enough.
-        unsafe { device.upload(self.address, bytemuck::cast_slice(values), deadline) }
+        unsafe { device.upload(self.address, bytes, deadline) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

@@ -2,6 +2,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod autograd;
+mod capture;
 mod checkpoint;
 mod driver;
 mod error;
@@ -14,6 +15,7 @@ mod step;
 mod tensor;
 
 pub use autograd::{Backward, Tape, Var};
+pub use capture::{CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::{Checkpoint, replace_file};
 pub use cuda_std::launch as kernel;
 pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults};

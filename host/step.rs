@@ -4,7 +4,7 @@
 //! what must not happen in a recording: uploads and reads. Invariant: the brand `'s` is fresh for every step and
 //! invariant, so no tensor outlives its step or meets another arena's.
 
-use crate::driver::Device;
+use crate::driver::{Description, Device};
 use crate::error::{Error, Result};
 use crate::launch::{Lent, LentMut, Source, Target};
 use crate::memory::{Buffer, Phase, Region};
@@ -20,9 +20,17 @@ pub struct Step<'s> {
 }
 
 impl<'s> Step<'s> {
-    /// The device that the step runs on.
-    pub fn device(&self) -> &Device {
+    pub(crate) fn new(region: &'s Region) -> Self {
+        Self { region, brand: PhantomData }
+    }
+
+    pub(crate) fn device(&self) -> &Device {
         self.region.device()
+    }
+
+    /// What the device is that the step is for.
+    pub fn description(&self) -> &Description {
+        self.device().description()
     }
 
     pub(crate) fn region(&self) -> &'s Region {
@@ -79,7 +87,7 @@ impl<'s> Step<'s> {
     /// Those of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
         let region = self.region;
-        region.scope(|| scoped(&mut Scratch { step: Step { region, brand: PhantomData }, outer: PhantomData }))
+        region.scope(|| scoped(&mut Scratch { step: Step::new(region), outer: PhantomData }))
     }
 }
 
@@ -110,7 +118,12 @@ pub struct Eager<'s> {
 
 impl<'s> Eager<'s> {
     pub(crate) fn new(region: &'s Region) -> Self {
-        Self { step: Step { region, brand: PhantomData } }
+        Self { step: Step::new(region) }
+    }
+
+    /// The device that the step runs on.
+    pub fn device(&self) -> &Device {
+        self.step.device()
     }
 
     /// A tensor that holds a copy of `values`.

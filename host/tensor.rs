@@ -138,6 +138,11 @@ pub struct Saved<'s, T: Element = f32> {
 }
 
 impl<T: Element> Saved<'_, T> {
+    pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
+        debug_assert_eq!(memory.len(), shape.elements());
+        Self { memory, shape, brand: PhantomData }
+    }
+
     /// The extents.
     pub fn shape(&self) -> Shape {
         self.shape
@@ -150,6 +155,12 @@ impl<T: Element> Saved<'_, T> {
     pub fn reshape(mut self, shape: impl Into<Shape>) -> Result<Self> {
         self.shape = reshaped(self.shape, shape.into())?;
         Ok(self)
+    }
+}
+
+impl<'s, T: Element> From<Tensor<'s, T>> for Saved<'s, T> {
+    fn from(tensor: Tensor<'s, T>) -> Self {
+        tensor.save()
     }
 }
 

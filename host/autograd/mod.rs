@@ -84,9 +84,9 @@ impl<'t, 's> Tape<'t, 's> {
         self.step
     }
 
-    /// A value that needs no gradient.
-    pub fn input(&self, value: Tensor<'s>) -> Var<'s> {
-        Var { value: value.save(), tape: self.identity, record: None }
+    /// A value that needs no gradient: a tensor, or one that is saved already.
+    pub fn input(&self, value: impl Into<Saved<'s>>) -> Var<'s> {
+        Var { value: value.into(), tape: self.identity, record: None }
     }
 
     /// The weights of a parameter.

@@ -17,7 +17,8 @@ pub(crate) struct SealedGraph {
     device: Device,
     graph: Graph,
     kernels: usize,
-    pins: Pins,
+    /// Always there, until the graph ends.
+    pins: Option<Pins>,
 }
 
 impl SealedGraph {
@@ -25,13 +26,7 @@ impl SealedGraph {
     pub(crate) fn capture(device: &Device, launches: Vec<Launch>, pins: Pins) -> Result<Self> {
         let kernels = launches.len();
         let captured = device.bounded("capture", device.deadline(), move |driver| capture(driver, &launches));
-        match captured {
-            Ok(graph) => Ok(Self { device: device.clone(), graph, kernels, pins }),
-            Err(error) => {
-                pins.release();
-                Err(error)
-            }
-        }
+        Ok(Self { device: device.clone(), graph: captured?, kernels, pins: Some(pins) })
     }
 
     /// The graph's launches.
@@ -54,12 +49,16 @@ impl Drop for SealedGraph {
             // SAFETY: the graph ends here, and no replay of it is left.
             device.bounded("destroy_graph", device.deadline(), move |driver| unsafe { driver.destroy_graph(graph) })
         });
+        let pins = self.pins.take();
         match ended {
             Ok(()) => {
-                self.pins.release();
+                drop(pins);
                 device.free_waiting();
             }
-            Err(error) => tracing::warn!(%error, "a graph was not destroyed; what it names stays"),
+            Err(error) => {
+                tracing::warn!(%error, "a graph was not destroyed; what it names stays");
+                std::mem::forget(pins);
+            }
         }
     }
 }

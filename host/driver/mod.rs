@@ -16,12 +16,12 @@ mod pins;
 mod rehearsal;
 mod staging;
 
+use crate::error::{Error, Result};
+use cuda_std::launch::{Entry, Grid, Words};
 pub use device::{Device, DeviceBuilder};
 pub(crate) use graphs::SealedGraph;
 pub(crate) use pins::Pins;
-
-use crate::error::{Error, Result};
-use cuda_std::launch::{Entry, Grid, Words};
+pub(crate) use rehearsal::Launch;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;

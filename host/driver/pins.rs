@@ -42,7 +42,7 @@ impl PinTable {
         table.next += 1;
         let identity = table.next;
         table.sets.insert(identity, BTreeSet::new());
-        Pins { table: self.clone(), identity }
+        Pins { set: Arc::new(Set { table: self.clone(), identity }) }
     }
 
     /// Whether memory must wait to be freed; it is remembered then.
@@ -70,23 +70,29 @@ impl PinTable {
     }
 }
 
-/// The pins of one graph, or of one to be. Clones are the same set; [`Pins::release`] ends it.
+/// The pins of one graph, or of one to be, until the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct Pins {
+    set: Arc<Set>,
+}
+
+#[derive(Debug)]
+struct Set {
     table: PinTable,
     identity: u64,
 }
 
 impl Pins {
     /// Pins every word that is an address.
-    pub(super) fn add(&self, words: &[u64]) {
-        if let Some(set) = self.table.table().sets.get_mut(&self.identity) {
+    pub(crate) fn add(&self, words: &[u64]) {
+        if let Some(set) = self.set.table.table().sets.get_mut(&self.set.identity) {
             set.extend(words);
         }
     }
+}
 
-    /// Ends the set.
-    pub(super) fn release(&self) {
+impl Drop for Set {
+    fn drop(&mut self) {
         self.table.table().sets.remove(&self.identity);
     }
 }
@@ -105,9 +111,9 @@ mod tests {
         assert!(!table.postpone(0x2000, 0x100), "nothing names it");
         assert!(!table.postpone(0x0f00, 0x100), "the end is not inside");
         assert_eq!(table.take_free(), []);
-        first.release();
+        drop(first);
         assert_eq!(table.take_free(), [], "the second set names it too");
-        second.release();
+        drop(second);
         assert_eq!(table.take_free(), [(0x1000, 0x100)]);
         assert_eq!(table.take_free(), []);
     }

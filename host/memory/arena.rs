@@ -6,11 +6,13 @@
 
 use super::diagnostics::ArenaReport;
 use super::region::Region;
+use super::sections::Section;
 use super::settings::{ArenaBuilder, Growth};
 use super::snapshot::Recording;
 use crate::driver::Device;
 use crate::error::Result;
 use crate::step::Eager;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// What a step needs; made by [`Arena::measure`].
@@ -103,6 +105,27 @@ impl Arena {
     /// What has been recorded, if anything is: see [`Recording::pickle`] and [`Recording::timeline_svg`].
     pub fn recording(&self) -> Option<Recording> {
         self.region.recording()
+    }
+
+    /// Bytes at the arena's end for a captured step, and their address.
+    pub(crate) fn reserve(&mut self, bytes: usize) -> Option<(Arc<Section>, u64)> {
+        self.region.reserve(bytes)
+    }
+
+    /// Bytes that a captured step may have at most.
+    pub(crate) fn available_bytes(&self) -> usize {
+        self.region.available_bytes()
+    }
+
+    /// Bytes behind each tensor in checked mode, else none.
+    pub(crate) fn guard_bytes(&self) -> usize {
+        self.region.guard_bytes()
+    }
+
+    /// How long a wait may take.
+    pub(crate) fn deadline(&self) -> Duration {
+        let deadline = self.device().deadline();
+        self.step_deadline.map_or(deadline, |step| step.min(deadline))
     }
 
     /// What the arena has done so far.

@@ -50,7 +50,7 @@ impl<T: Element> Buffer<T> {
     }
 
     /// The device whose memory this is.
-    pub fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 

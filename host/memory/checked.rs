@@ -25,10 +25,12 @@ const PLACES: usize = 4096;
 pub(crate) struct Checks {
     guards: Vec<Guard>,
     found: Buffer<u32>,
+    /// In a recorded step: all guards whose look is part of the graph, by their place in `found`.
+    recorded: Option<Vec<Guard>>,
 }
 
 /// A tensor and what is behind it.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Guard {
     block: Memory<u32>,
     /// The first word behind the tensor.
@@ -39,7 +41,13 @@ struct Guard {
 
 impl Checks {
     pub(crate) fn new(device: &Device) -> Result<Self> {
-        Ok(Self { guards: Vec::new(), found: Buffer::zeros(device, PLACES)? })
+        Ok(Self { guards: Vec::new(), found: Buffer::zeros(device, PLACES)?, recorded: None })
+    }
+
+    /// For a recorded step of at most `tensors` tensors: each replay looks at all guards, and [`Checks::replayed`] tells.
+    pub(crate) fn recorded(device: &Device, tensors: usize) -> Result<Self> {
+        let found = Buffer::zeros(device, tensors.max(1))?;
+        Ok(Self { guards: Vec::new(), found, recorded: Some(Vec::new()) })
     }
 
     /// Poisons a new tensor's block and guards its end.
@@ -67,30 +75,48 @@ impl Checks {
         self.guards.truncate(mark);
     }
 
-    /// Looks at the guards since `mark`.
-    pub(crate) fn verify(&self, device: &Device, mark: usize) -> Result<()> {
-        for guards in self.guards[mark..].chunks(PLACES) {
-            for (place, Guard { block, start, .. }) in guards.iter().enumerate() {
-                let found = self.found.memory();
-                launch_on(
-                    device,
-                    &guard_check { block: block.as_slice(), start: *start, place, found: found.as_out() },
-                )?;
-            }
-            let found = self.found.read_range(0, guards.len())?;
-            for (guard, found) in guards.iter().zip(found) {
-                if (found as usize) < guard.block.len() {
-                    let Request { element, shape, bytes, .. } = guard.request;
-                    return Err(Error::Overrun {
-                        tensor: format!("{element}{shape}"),
-                        site: guard.site.to_string(),
-                        bytes,
-                        offset_bytes: found as usize * size_of::<u32>(),
-                    });
-                }
-            }
+    /// Looks at the guards since `mark`, or records that a replay will.
+    pub(crate) fn verify(&mut self, device: &Device, mark: usize) -> Result<()> {
+        let guards = &self.guards[mark..];
+        if let Some(recorded) = &mut self.recorded {
+            look(device, guards, &self.found, recorded.len())?;
+            recorded.extend(guards);
+            return Ok(());
+        }
+        for guards in guards.chunks(PLACES) {
+            look(device, guards, &self.found, 0)?;
+            tell(guards, &self.found)?;
         }
         Ok(())
+    }
+
+    /// Waits for a replay, and tells what it found.
+    pub(crate) fn replayed(&self) -> Result<()> {
+        self.recorded.as_ref().map_or(Ok(()), |guards| tell(guards, &self.found))
+    }
+}
+
+/// Queues a look at each guard; what it finds goes to `found`, from `place` on.
+fn look(device: &Device, guards: &[Guard], found: &Buffer<u32>, place: usize) -> Result<()> {
+    let found = found.memory();
+    for (number, Guard { block, start, .. }) in guards.iter().enumerate() {
+        let place = place + number;
+        launch_on(device, &guard_check { block: block.as_slice(), start: *start, place, found: found.as_out() })?;
+    }
+    Ok(())
+}
+
+/// An error for the first guard that was hit.
+fn tell(guards: &[Guard], found: &Buffer<u32>) -> Result<()> {
+    let found = found.read_range(0, guards.len())?;
+    match guards.iter().zip(found).find(|(guard, found)| (*found as usize) < guard.block.len()) {
+        None => Ok(()),
+        Some((Guard { request: Request { element, shape, bytes, .. }, site, .. }, found)) => Err(Error::Overrun {
+            tensor: format!("{element}{shape}"),
+            site: site.to_string(),
+            bytes: *bytes,
+            offset_bytes: found as usize * size_of::<u32>(),
+        }),
     }
 }
 

@@ -141,8 +141,10 @@ pub struct SystemMemory {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ArenaReport {
-    /// Bytes that it holds.
+    /// Bytes that steps may fill.
     pub capacity_bytes: usize,
+    /// Bytes beside them that captured steps own.
+    pub captured_bytes: usize,
     /// Bytes of it in use now; zero between steps.
     pub offset_bytes: usize,
     /// The most bytes that a step had in use, the overflow's included.
@@ -188,6 +190,9 @@ impl fmt::Display for ArenaReport {
             self.resets,
             self.overflow.allocations
         )?;
+        if self.captured_bytes > 0 {
+            writeln!(f, "  captured steps own {}", size(self.captured_bytes))?;
+        }
         if self.offset_bytes > 0 {
             let (used, passes) = (size(self.offset_bytes), self.passes_since_reset);
             writeln!(f, "  now: {used} in use, {passes} backward passes since the last reset")?;
@@ -294,6 +299,7 @@ impl Counters {
             .map(|(site, bytes)| Largest { location: format!("{}:{}", site.file(), site.line()), bytes: bytes as u64 });
         ArenaReport {
             capacity_bytes: 0,
+            captured_bytes: 0,
             offset_bytes: 0,
             high_water_bytes: 0,
             resets: 0,

@@ -8,15 +8,18 @@ mod diagnostics;
 mod layout;
 mod overflow;
 mod region;
+mod sections;
 mod settings;
 mod snapshot;
 
 pub use admission::{MemInfo, Refusal, Situation};
 pub use arena::{Arena, Measured};
 pub use buffer::Buffer;
+pub(crate) use checked::Checks;
 pub use diagnostics::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub(crate) use layout::ALIGN_BYTES;
 pub use overflow::Overflow;
 pub(crate) use region::{Region, Request};
+pub(crate) use sections::Section;
 pub use settings::{ArenaBuilder, Capacity, Growth};
 pub use snapshot::{Event, Kind, Origin, Recording};

@@ -8,6 +8,7 @@ use super::checked::{Checks, GUARD_BYTES, poison};
 use super::diagnostics::{ArenaReport, Cause, Counters, Phase, SystemMemory, size};
 use super::layout::{Bump, padded};
 use super::overflow::{NotGiven, OverflowPool};
+use super::sections::{Section, Sections};
 use super::settings::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
 use crate::driver::Device;
@@ -17,6 +18,7 @@ use crate::tensor::{Element, Shape};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A grown arena's capacity is a multiple of this: what large pages come in.
@@ -39,7 +41,11 @@ pub(crate) struct Request {
 pub(crate) struct Region {
     device: Device,
     address: u64,
-    capacity: usize,
+    /// Bytes of device memory at the address that are this region's own; none where it is lent.
+    owned_bytes: usize,
+    /// Bytes that steps may fill: all but what captured steps own.
+    capacity: Cell<usize>,
+    sections: Sections,
     bump: Cell<Bump>,
     high_water: Cell<usize>,
     /// Bytes that the running step has from the overflow pool.
@@ -67,10 +73,20 @@ impl Region {
     /// Takes the memory from the device.
     pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
         let address = device.allocate(capacity)?;
-        Ok(Self {
+        let mut region = Self::lent(device, address, capacity);
+        region.owned_bytes = capacity;
+        Ok(region)
+    }
+
+    /// A region over memory that somebody else keeps alive, for one step that is rehearsed: when it is full, the step needs
+    /// more than it was given.
+    pub(crate) fn lent(device: Device, address: u64, capacity: usize) -> Self {
+        Self {
             device,
             address,
-            capacity,
+            owned_bytes: 0,
+            capacity: Cell::new(capacity),
+            sections: Sections::default(),
             bump: Cell::new(Bump::new(capacity)),
             high_water: Cell::new(0),
             overflowed: Cell::new(0),
@@ -86,7 +102,7 @@ impl Region {
             recording: None,
             resets: Cell::new(0),
             growths: 0,
-        })
+        }
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -109,8 +125,60 @@ impl Region {
         Ok(region)
     }
 
+    /// Bytes at the end that no later step uses while the section is alive, and their address. Call it between steps.
+    pub(super) fn reserve(&self, bytes: usize) -> Option<(Arc<Section>, u64)> {
+        let section = self.sections.reserve(self.owned_bytes, bytes)?;
+        let address = self.address + section.start() as u64;
+        self.settle();
+        Some((section, address))
+    }
+
+    /// Bytes that a section may have at most.
+    pub(super) fn available_bytes(&self) -> usize {
+        self.sections.limit(self.owned_bytes)
+    }
+
+    /// Lets steps fill what no section has. Call it between steps.
+    fn settle(&self) {
+        let limit = self.sections.limit(self.owned_bytes);
+        if limit != self.capacity.get() {
+            self.capacity.set(limit);
+            self.bump.set(Bump::new(limit));
+        }
+    }
+
+    /// Memory for a recorded step's input, before the step begins: no scope gives it back, and checked mode leaves it alone.
+    #[track_caller]
+    pub(crate) fn slot(&self, shape: Shape) -> Result<Memory<u32>> {
+        let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<u32>()));
+        let address = self.take_bytes(bytes.unwrap_or(usize::MAX), Location::caller())?;
+        // SAFETY: these bytes were just taken, and nothing else uses them; whoever lent the region keeps them.
+        Ok(unsafe { Memory::new(&self.device, address, shape.elements()) })
+    }
+
+    /// In checked mode: so many bytes behind each tensor, and guards there that the recorded step itself looks at.
+    pub(crate) fn guard_like(&mut self, guard_bytes: usize, checks: Option<Checks>) {
+        self.guard_bytes = guard_bytes;
+        self.checks = checks.map(RefCell::new);
+    }
+
+    /// Bytes behind each tensor in checked mode, else none.
+    pub(crate) fn guard_bytes(&self) -> usize {
+        self.guard_bytes
+    }
+
+    /// The guards of a recorded step, when it is over.
+    pub(crate) fn take_checks(&mut self) -> Option<Checks> {
+        self.checks.take().map(RefCell::into_inner)
+    }
+
+    /// Tensors made so far.
+    pub(crate) fn allocations(&self) -> u64 {
+        self.counters.borrow().report().allocations
+    }
+
     /// The most bytes that a scope has had in use.
-    pub(super) fn high_water_bytes(&self) -> usize {
+    pub(crate) fn high_water_bytes(&self) -> usize {
         self.high_water.get()
     }
 
@@ -118,7 +186,7 @@ impl Region {
     pub(super) fn record(&mut self, limit: usize) {
         let name = &self.device.description().name;
         self.recording = (limit > 0).then(|| RefCell::new(Recording::new(name, limit)));
-        self.note(Kind::Reserve, Origin::Arena, self.address, self.capacity, Location::caller(), "arena".into());
+        self.note(Kind::Reserve, Origin::Arena, self.address, self.owned_bytes, Location::caller(), "arena".into());
     }
 
     /// What has been recorded.
@@ -185,7 +253,7 @@ impl Region {
             let free_bytes = self.device.free_bytes(self.device.deadline()).unwrap_or(0);
             self.note(Kind::Refuse { free_bytes }, Origin::Arena, 0, request.bytes, site, label());
         })?;
-        let inside = (self.address..self.address + self.capacity as u64).contains(&address);
+        let inside = (self.address..self.address + self.capacity.get() as u64).contains(&address);
         let origin = if inside { Origin::Arena } else { Origin::Overflow };
         self.note(Kind::Allocate, origin, address, request.bytes, site, label());
         if let Some(checks) = &self.checks {
@@ -202,9 +270,13 @@ impl Region {
         // An empty tensor names no byte: any address does.
         let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
         self.device.check("allocate")?;
-        let cause = self.counters.borrow().cause(padded, self.capacity);
+        let capacity = self.capacity.get();
+        let cause = self.counters.borrow().cause(padded, capacity);
         let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));
+        if self.owned_bytes == 0 {
+            return Err(Error::CaptureNeeds { bytes: needed, available: capacity });
+        }
         let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
         let mut overflow = overflow.borrow_mut();
         if !self.warned.replace(true) {
@@ -212,8 +284,8 @@ impl Region {
                 %cause,
                 requested_bytes = padded,
                 %site,
-                capacity_bytes = self.capacity,
-                advice = advice(cause, self.capacity, padded),
+                capacity_bytes = capacity,
+                advice = advice(cause, capacity, padded),
                 "the arena is full: this step overflows into its pool"
             );
         }
@@ -270,13 +342,13 @@ impl Region {
         Error::ArenaFull {
             requested_bytes,
             used_bytes: report.offset_bytes,
-            capacity_bytes: self.capacity,
+            capacity_bytes: self.capacity.get(),
             allocations: self.counters.borrow().step_allocations,
             site: site.to_string(),
             cause,
             advice: overflow.map_or_else(
-                || advice(cause, self.capacity, requested_bytes),
-                |overflow| format!("{overflow}; {}", advice(cause, self.capacity, requested_bytes)),
+                || advice(cause, self.capacity.get(), requested_bytes),
+                |overflow| format!("{overflow}; {}", advice(cause, self.capacity.get(), requested_bytes)),
             ),
             report: Box::new(report),
         }
@@ -317,7 +389,7 @@ impl Region {
     /// In checked mode: looks at the guards of a scope that ends, and poisons its memory.
     fn verify(&self, mark: Mark) -> Result<()> {
         let Some(checks) = &self.checks else { return Ok(()) };
-        checks.borrow().verify(&self.device, mark.guards)?;
+        checks.borrow_mut().verify(&self.device, mark.guards)?;
         let used = self.bump.get().offset() - mark.offset;
         // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
         let memory =
@@ -363,6 +435,7 @@ impl Region {
 
     /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
     pub(super) fn step_begins(&self, deadline: Option<Duration>) -> StepGuard<'_> {
+        self.settle();
         self.until.set(deadline.and_then(|deadline| Instant::now().checked_add(deadline)));
         StepGuard { region: self }
     }
@@ -376,11 +449,11 @@ impl Region {
     /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
     pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
         let needed = self.needed.get().max(self.high_water.get());
-        if needed <= self.capacity {
+        if needed <= self.capacity.get() {
             return Ok(());
         }
         let wanted = needed.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(usize::MAX).min(max_bytes);
-        if wanted <= self.capacity || self.device.lost().is_some() {
+        if wanted <= self.capacity.get() || self.device.lost().is_some() {
             return Ok(());
         }
         if let Err(refusal) = situation(&self.device, self.reserve_bytes, self.device.deadline())?.admit(wanted as u64)
@@ -396,13 +469,15 @@ impl Region {
             }
             Err(error) => return Err(error),
         };
-        tracing::info!(from_bytes = self.capacity, to_bytes = wanted, "the arena grows");
+        tracing::info!(from_bytes = self.owned_bytes, to_bytes = wanted, "the arena grows");
         let here = Location::caller();
-        self.note(Kind::Release, Origin::Arena, self.address, self.capacity, here, "arena".into());
+        self.note(Kind::Release, Origin::Arena, self.address, self.owned_bytes, here, "arena".into());
         self.note(Kind::Reserve, Origin::Arena, address, wanted, here, "arena".into());
-        // SAFETY: the region owns its old memory, and no step is alive: `&mut self`.
-        unsafe { self.device.free(self.address, self.capacity) };
-        (self.address, self.capacity) = (address, wanted);
+        // SAFETY: the region owns its old memory, and no step is alive: `&mut self`. Captured steps that have a part of it pin it.
+        unsafe { self.device.free(self.address, self.owned_bytes) };
+        (self.address, self.owned_bytes) = (address, wanted);
+        self.sections.forget();
+        self.capacity.set(wanted);
         self.bump.set(Bump::new(wanted));
         self.growths += 1;
         match &self.overflow {
@@ -429,7 +504,8 @@ impl Region {
             host_available_bytes: host.map(|host| host.available_bytes),
         };
         ArenaReport {
-            capacity_bytes: self.capacity,
+            capacity_bytes: self.available_bytes(),
+            captured_bytes: self.sections.bytes(),
             offset_bytes: self.bump.get().offset(),
             high_water_bytes: self.high_water.get(),
             resets: self.resets.get(),
@@ -449,8 +525,10 @@ impl Drop for Region {
                 tracing::debug!(%error, "the overflow pool stays until the process ends");
             }
         }
-        // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive.
-        unsafe { self.device.free(self.address, self.capacity) };
+        if self.owned_bytes > 0 {
+            // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive. Captured steps pin it.
+            unsafe { self.device.free(self.address, self.owned_bytes) };
+        }
     }
 }
 

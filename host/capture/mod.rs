@@ -1,0 +1,309 @@
+//! Captured steps: a step recorded once, replayed as one graph.
+//!
+//! The closure of [`Arena::capture`] is a plain function: it gets a bare [`Step`], which can neither upload nor read nor
+//! overflow, and a state, through which everything else that it uses must come. It is run twice and never on the device: once
+//! to see what it needs, once to list its launches at addresses that are the capture's alone. Only then does the driver
+//! capture them, in one short job. So a capture cannot reach an allocation, an upload or a wait; there is nothing in it
+//! that could hang. Invariants: the part of the arena that a graph writes is no step's while the graph lives; memory that
+//! a graph names is not freed under it, even if its owner is dropped.
+
+#![forbid(unsafe_code)]
+
+mod slots;
+mod state;
+
+pub use slots::{Inputs, Output, Slots};
+
+use crate::driver::{Device, Launch, Pins, SealedGraph};
+use crate::error::{Error, Result};
+use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section};
+use crate::step::Step;
+use crate::tensor::Element;
+use serde::Serialize;
+use slots::{Key, Ports};
+use state::{Event, State};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// What a captured step does: its own launches on `Step`, with all else from the state `S`; its result `R` holds
+/// [`Output`]s. A function or a closure that captures nothing.
+pub type Record<S, R> = for<'s> fn(&mut Step<'s>, &mut S, &Slots<'s>) -> Result<R>;
+
+/// Recordings that a captured step keeps unless told otherwise.
+const KEPT: usize = 4;
+
+/// A step that is replayed as one graph, with the state that it works on. One recording for each shape of the inputs.
+pub struct Captured<S, R> {
+    // Graphs end before the section that they write goes back to the arena, and before the state does.
+    /// The one used last stands last.
+    recordings: Vec<Recording<R>>,
+    kept: usize,
+    place: Place,
+    record: Record<S, R>,
+    state: S,
+    recorded: u64,
+    record_time: Duration,
+    replays: u64,
+}
+
+impl<S, R> fmt::Debug for Captured<S, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Captured").field("report", &self.report()).finish_non_exhaustive()
+    }
+}
+
+/// Where a captured step may write.
+struct Place {
+    device: Device,
+    section: Arc<Section>,
+    address: u64,
+    /// Bytes behind each tensor in checked mode, else none.
+    guard_bytes: usize,
+    deadline: Duration,
+}
+
+/// One graph.
+struct Recording<R> {
+    state: State,
+    graph: SealedGraph,
+    ports: Ports,
+    result: R,
+    checks: Option<Checks>,
+}
+
+/// What a captured step has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct CaptureReport {
+    /// Launches of the graph that was used last.
+    pub nodes: usize,
+    /// Recordings made, one for each new shape of the inputs.
+    pub recordings: u64,
+    /// Seconds that making them took.
+    pub record_seconds: f64,
+    /// Replays.
+    pub replays: u64,
+    /// Bytes of the arena that no other step uses meanwhile.
+    pub bytes_owned: usize,
+}
+
+impl Arena {
+    /// Captures a step for inputs of these shapes. Nothing runs until [`Captured::replay`]; the values are not looked at.
+    ///
+    /// `record` is called twice, must do the same both times, and may not touch the device but through its step: an upload, a
+    /// read or an allocation in it is [`Error::Misuse`]. The part of the arena that the step needs belongs to the capture
+    /// until it is dropped. Pass `&mut state` to keep the state if this fails.
+    ///
+    /// # Errors
+    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; those of `record`; [`Error::Driver`] when
+    /// the driver refuses. The arena and the device are as before then.
+    pub fn capture<S, R>(&mut self, mut state: S, inputs: &Inputs<'_>, record: Record<S, R>) -> Result<Captured<S, R>> {
+        let start = Instant::now();
+        let device = self.device().clone();
+        let (key, guard_bytes) = (inputs.key(), self.guard_bytes());
+        let (bytes, tensors) = Place::needs(&device, guard_bytes, &key, &mut state, record)?;
+        let available = self.available_bytes();
+        let Some((section, address)) = self.reserve(bytes) else {
+            return Err(Error::CaptureNeeds { bytes, available });
+        };
+        let place = Place { section, address, guard_bytes, deadline: self.deadline(), device };
+        let first = place.record(&key, tensors, &mut state, record)?;
+        let recordings = vec![first];
+        let record_time = start.elapsed();
+        Ok(Captured { recordings, kept: KEPT, place, record, state, recorded: 1, record_time, replays: 0 })
+    }
+}
+
+impl<S, R> Captured<S, R> {
+    /// How many recordings are kept, at least one (default 4); beyond that the one unused for longest goes.
+    #[must_use]
+    pub fn keep(mut self, recordings: usize) -> Self {
+        self.kept = recordings.max(1);
+        self
+    }
+
+    /// The state that the step works on. What the host reads of it is read behind all replays so far.
+    pub fn state(&self) -> &S {
+        &self.state
+    }
+
+    /// The state, to be changed between replays. The graph keeps the addresses that it was recorded with: write to a buffer, do
+    /// not put another in its place.
+    pub fn state_mut(&mut self) -> &mut S {
+        &mut self.state
+    }
+
+    /// Ends the capture and gives the state back.
+    pub fn into_state(self) -> S {
+        self.state
+    }
+
+    /// What was captured, and how often it ran.
+    pub fn report(&self) -> CaptureReport {
+        CaptureReport {
+            nodes: self.recordings.last().map_or(0, |recording| recording.graph.kernels()),
+            recordings: self.recorded,
+            record_seconds: self.record_time.as_secs_f64(),
+            replays: self.replays,
+            bytes_owned: self.place.section.bytes(),
+        }
+    }
+
+    /// Writes the inputs to their slots and queues the graph, in the stream's order. Waits for nothing but room to stage the
+    /// inputs. Inputs of shapes that are new are recorded first.
+    ///
+    /// # Errors
+    /// [`Error::CaptureNeeds`] when new shapes need more than the capture owns; in checked mode [`Error::Overrun`]; those of
+    /// recording and of the driver.
+    pub fn replay(&mut self, inputs: &Inputs<'_>) -> Result<Replay<'_, R>> {
+        match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {
+            Some(found) => self.recordings[found..].rotate_left(1),
+            None => self.add(inputs)?,
+        }
+        let device = &self.place.device;
+        let recording = self.recordings.last_mut().expect("one was found or added");
+        let outcome = recording.replay(device, inputs, self.place.deadline);
+        if device.lost().is_some() {
+            recording.state = recording.state.after(Event::Lose)?;
+        }
+        outcome?;
+        self.replays += 1;
+        Ok(Replay { place: &self.place, recording })
+    }
+
+    /// Records the step for new shapes.
+    fn add(&mut self, inputs: &Inputs<'_>) -> Result<()> {
+        let start = Instant::now();
+        let Place { device, section, guard_bytes, .. } = &self.place;
+        let key = inputs.key();
+        let (bytes, tensors) = Place::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
+        let available = section.bytes();
+        if bytes > available {
+            return Err(Error::CaptureNeeds { bytes, available });
+        }
+        let recording = self.place.record(&key, tensors, &mut self.state, self.record)?;
+        while self.recordings.len() >= self.kept {
+            self.recordings.remove(0);
+        }
+        self.recordings.push(recording);
+        self.recorded += 1;
+        self.record_time += start.elapsed();
+        Ok(())
+    }
+}
+
+/// A run of a step that launched nothing.
+struct Rehearsed<R> {
+    result: R,
+    ports: Ports,
+    checks: Option<Checks>,
+    /// What it took, inputs included: above zero, a multiple of the arena's alignment.
+    bytes: usize,
+    tensors: usize,
+}
+
+/// Runs a step where its launches are listed: in `bytes` at `address`, with guards behind its tensors if it is checked.
+fn rehearse<S, R>(
+    device: &Device,
+    (address, bytes): (u64, usize),
+    (guard_bytes, checks): (usize, Option<Checks>),
+    (key, identity, pins): (&Key, u64, &Pins),
+    state: &mut S,
+    record: Record<S, R>,
+) -> Result<(Rehearsed<R>, Vec<Launch>)> {
+    device.record(pins, |rehearsal| {
+        let mut region = Region::lent(rehearsal.clone(), address, bytes);
+        let ports = Ports::new(&region, key, identity, pins)?;
+        region.guard_like(guard_bytes, checks);
+        let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots()))?;
+        let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
+        Ok(Rehearsed { result, ports, checks: region.take_checks(), bytes, tensors })
+    })
+}
+
+impl Place {
+    /// Bytes and tensors of a step that is run to be counted.
+    fn needs<S, R>(
+        device: &Device,
+        guard_bytes: usize,
+        key: &Key,
+        state: &mut S,
+        record: Record<S, R>,
+    ) -> Result<(usize, usize)> {
+        // Addresses that are no memory: nothing is launched.
+        let everywhere = (1 << 40, 1 << 46);
+        let (run, _) = rehearse(device, everywhere, (guard_bytes, None), (key, 0, &device.pins()), state, record)?;
+        Ok((run.bytes, run.tensors))
+    }
+
+    /// Lists the launches of a step at its own addresses, and makes a graph of them.
+    fn record<S, R>(&self, key: &Key, tensors: usize, state: &mut S, record: Record<S, R>) -> Result<Recording<R>> {
+        static RECORDINGS: AtomicU64 = AtomicU64::new(1);
+        let identity = RECORDINGS.fetch_add(1, Ordering::Relaxed);
+        let Self { device, section, address, guard_bytes, .. } = self;
+        let checks = if *guard_bytes > 0 { Some(Checks::recorded(device, tensors)?) } else { None };
+        let pins = device.pins();
+        // The section goes back to no driver while the graph may write it.
+        pins.add(&[*address]);
+        let life = State::Warm.after(Event::Record)?;
+        let (place, guards, names) = ((*address, section.bytes()), (*guard_bytes, checks), (key, identity, &pins));
+        let captured = rehearse(device, place, guards, names, state, record)
+            .and_then(|(run, launches)| Ok((run, SealedGraph::capture(device, launches, pins.clone())?)));
+        let (Rehearsed { result, ports, checks, .. }, graph) = captured.inspect_err(|error| {
+            debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
+            tracing::debug!(%error, "a capture was abandoned");
+        })?;
+        tracing::debug!(kernels = graph.kernels(), bytes = section.bytes(), "captured a step");
+        Ok(Recording { state: life.after(Event::Seal)?, graph, ports, result, checks })
+    }
+}
+
+impl<R> Recording<R> {
+    fn replay(&mut self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
+        self.state = self.state.after(Event::Replay)?;
+        self.ports.fill(device, inputs, deadline)?;
+        self.graph.replay()?;
+        self.checks.as_ref().map_or(Ok(()), Checks::replayed)
+    }
+}
+
+/// A replay that is queued or done. The next one overwrites its results.
+pub struct Replay<'c, R> {
+    place: &'c Place,
+    recording: &'c Recording<R>,
+}
+
+impl<R: fmt::Debug> fmt::Debug for Replay<'_, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Replay of {:?}", self.recording.result)
+    }
+}
+
+impl<R> Replay<'_, R> {
+    /// What the captured function returned.
+    pub fn outputs(&self) -> &R {
+        &self.recording.result
+    }
+
+    /// Waits for the replay, and returns a result's elements.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] after the deadline; [`Error::Misuse`] for an output of another recording.
+    pub fn read<T: Element>(&self, output: Output<T>) -> Result<Vec<T>> {
+        let memory = self.recording.ports.find(output)?;
+        memory.download(&self.place.device, self.place.deadline)
+    }
+
+    /// [`Replay::read`] of a result with one element.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it has another number of elements; as for [`Replay::read`].
+    pub fn read_scalar<T: Element>(&self, output: Output<T>) -> Result<T> {
+        match self.read(output)?.as_slice() {
+            [value] => Ok(*value),
+            values => Err(Error::misuse("read_scalar", "one element", format!("{} elements", values.len()))),
+        }
+    }
+}

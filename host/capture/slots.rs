@@ -1,0 +1,185 @@
+//! What goes into a captured step and what comes out: host values by place, device slots, and handles of results.
+//!
+//! Invariant: a slot's shape and element type are those of the input that was there when the step was recorded; an input of
+//! other shapes is another recording.
+
+#![forbid(unsafe_code)]
+
+use crate::driver::{Device, Pins};
+use crate::error::{Error, Result};
+use crate::launch::{Memory, Source};
+use crate::memory::Region;
+use crate::tensor::{Brand, Element, Saved, Shape};
+use std::cell::RefCell;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+/// The host values of one replay, in the order of the slots.
+///
+/// ```
+/// # use stepscope::Inputs;
+/// let (x, labels) = ([0.5f32; 6], [1u32, 0]);
+/// let inputs = Inputs::new().with(&x, [2, 3])?.with(&labels, [2])?;
+/// # Ok::<(), stepscope::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Inputs<'i> {
+    values: Vec<Value<'i>>,
+    variant: u64,
+}
+
+/// One input.
+#[derive(Clone, Copy, Debug)]
+struct Value<'i> {
+    form: Form,
+    bytes: &'i [u8],
+}
+
+/// What decides how a step is recorded, of one input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    element: &'static str,
+    shape: Shape,
+}
+
+impl<'i> Inputs<'i> {
+    /// No inputs so far.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// One more input, `shape` of it, row-major.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the shape has another number of elements.
+    pub fn with<T: Element>(mut self, values: &'i [T], shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        if shape.checked_elements() != Some(values.len()) {
+            return Err(Error::misuse("inputs", format!("a shape of {} elements", values.len()), shape.to_string()));
+        }
+        self.values.push(Value { form: Form { element: T::NAME, shape }, bytes: bytemuck::cast_slice(values) });
+        Ok(self)
+    }
+
+    /// A number that the step may branch on (default 0): each variant is recorded on its own.
+    #[must_use]
+    pub fn variant(mut self, variant: u64) -> Self {
+        self.variant = variant;
+        self
+    }
+
+    pub(super) fn key(&self) -> Key {
+        Key { forms: self.values.iter().map(|value| value.form).collect(), variant: self.variant }
+    }
+}
+
+/// What a recording was made for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    forms: Vec<Form>,
+    variant: u64,
+}
+
+/// A result of a captured step, to be read after a replay with [`Replay::read`](crate::Replay::read).
+pub struct Output<T: Element = f32> {
+    recording: u64,
+    index: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Clone for Output<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Element> Copy for Output<T> {}
+
+impl<T: Element> std::fmt::Debug for Output<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Output<{}> {}", T::NAME, self.index)
+    }
+}
+
+/// The slots of a step that is being captured: its inputs on the device, and where its results are noted.
+#[derive(Debug)]
+pub struct Slots<'s> {
+    ports: &'s Ports,
+    brand: Brand<'s>,
+}
+
+impl<'s> Slots<'s> {
+    /// The input of this number, counted from 0: what [`Inputs::with`] gave, on the device.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is none, or it has other elements.
+    pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
+        let Ports { memory, key, .. } = self.ports;
+        let Some((memory, form)) = memory.get(number).zip(key.forms.get(number)) else {
+            return Err(Error::misuse("slots", format!("one of {} inputs", memory.len()), format!("input {number}")));
+        };
+        if form.element != T::NAME {
+            let got = format!("{} {}", form.element, form.shape);
+            return Err(Error::misuse("slots", format!("input {number} of {} elements", T::NAME), got));
+        }
+        Ok(Saved::new(memory.cast(), form.shape))
+    }
+
+    /// The number that [`Inputs::variant`] gave.
+    pub fn variant(&self) -> u64 {
+        self.ports.key.variant
+    }
+
+    /// Notes a result, to be read after each replay.
+    pub fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Output<T> {
+        let Ports { outputs, pins, recording, .. } = self.ports;
+        let memory = tensor.memory();
+        pins.add(&[memory.as_slice().address()]);
+        let mut outputs = outputs.borrow_mut();
+        outputs.push(memory.cast());
+        Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
+    }
+}
+
+/// Where the values of a recording go in and out.
+#[derive(Debug)]
+pub(super) struct Ports {
+    recording: u64,
+    key: Key,
+    /// A place for each input.
+    memory: Vec<Memory<u32>>,
+    outputs: RefCell<Vec<Memory<u32>>>,
+    pins: Pins,
+}
+
+impl Ports {
+    /// Slots at the region's start, which no scope gives back.
+    pub(super) fn new(region: &Region, key: &Key, recording: u64, pins: &Pins) -> Result<Self> {
+        let memory = key.forms.iter().map(|form| region.slot(form.shape)).collect::<Result<_>>()?;
+        Ok(Self { recording, key: key.clone(), memory, outputs: RefCell::default(), pins: pins.clone() })
+    }
+
+    /// What the recorded function sees of them.
+    pub(super) fn slots(&self) -> Slots<'_> {
+        Slots { ports: self, brand: PhantomData }
+    }
+
+    /// Whether the recording serves these inputs.
+    pub(super) fn fit(&self, inputs: &Inputs<'_>) -> bool {
+        inputs.variant == self.key.variant && inputs.values.iter().map(|value| &value.form).eq(&self.key.forms)
+    }
+
+    /// Queues copies of the inputs to their slots.
+    pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
+        let mut slots = self.memory.iter().zip(&inputs.values);
+        slots.try_for_each(|(slot, value)| slot.upload_bytes(device, value.bytes, deadline))
+    }
+
+    /// Where a result is.
+    pub(super) fn find<T: Element>(&self, output: Output<T>) -> Result<Memory<T>> {
+        match self.outputs.borrow().get(output.index) {
+            Some(memory) if output.recording == self.recording => Ok(memory.cast()),
+            _ => Err(Error::misuse("replay.read", "an output of this replay", "one of another recording")),
+        }
+    }
+}
