@@ -55,6 +55,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = zero_up_to(u32::MAX))]
     pub(crate) overflow_mib: usize,
 
+    /// Run each step as one graph that is recorded once; off: launch by launch, which can overflow
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    pub(crate) capture: Switch,
+
     /// Learning rate of AdamW
     #[arg(long, value_name = "RATE", default_value_t = 3e-4, value_parser = above_zero)]
     pub(crate) learning_rate: f32,
@@ -87,6 +91,15 @@ pub(crate) struct Args {
     /// Go on from this checkpoint
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
+}
+
+/// Whether something is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    /// It is.
+    On,
+    /// It is not.
+    Off,
 }
 
 /// Where to train.
@@ -191,6 +204,7 @@ mod tests {
         assert_eq!((args.epochs, args.folds, args.batch, args.micro_batch()), (1, 2, 256, 256));
         assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
+        assert_eq!(args.capture, Switch::On);
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));
     }

@@ -13,6 +13,7 @@ mod bars;
 mod cli;
 mod dataset;
 mod features;
+mod learner;
 mod loss_svg;
 mod model;
 mod random;
@@ -120,6 +121,7 @@ fn run(args: &Args, dataset: &Dataset) -> Result<(), Box<dyn Error>> {
         epochs: position.epochs,
         batches: position.batches,
         arena: ArenaUse::from(trainer.arena()),
+        capture: trainer.capture(),
         weights_sha256: trainer.weights_sha256()?,
     };
     report.write(&args.out)?;

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use stepscope::{ArenaReport, Result, replace_file};
+use stepscope::{ArenaReport, CaptureReport, Result, replace_file};
 
 use crate::loss_svg;
 
@@ -27,6 +27,8 @@ pub(crate) struct Report {
     pub(crate) batches: Vec<BatchResult>,
     /// What the step arena did over the whole run.
     pub(crate) arena: ArenaUse,
+    /// What captured steps did; none with `--capture off`.
+    pub(crate) capture: Option<CaptureUse>,
     /// SHA-256 of the final weights (`Parameters::sha256`).
     pub(crate) weights_sha256: String,
 }
@@ -94,6 +96,35 @@ pub(crate) struct ArenaUse {
     pub(crate) overflow_allocations: u64,
     /// The whole of what it knows: phases, call sites, overflow, memory of device and host.
     pub(crate) report: Option<ArenaReport>,
+}
+
+/// What captured steps did over the whole run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct CaptureUse {
+    /// Launches of a replay.
+    pub(crate) nodes: usize,
+    /// Recordings made: one for each shape of batch in each fold.
+    pub(crate) recordings: u64,
+    /// Time that making them took.
+    pub(crate) record_seconds: f64,
+    /// Steps that ran as one graph.
+    pub(crate) replays: u64,
+    /// Bytes of the arena that they had for themselves.
+    pub(crate) bytes_owned: usize,
+}
+
+impl CaptureUse {
+    /// With one more capture.
+    pub(crate) fn after(before: Option<Self>, report: CaptureReport) -> Self {
+        let before = before.unwrap_or_default();
+        Self {
+            nodes: before.nodes.max(report.nodes),
+            recordings: before.recordings + report.recordings,
+            record_seconds: before.record_seconds + report.record_seconds,
+            replays: before.replays + report.replays,
+            bytes_owned: before.bytes_owned.max(report.bytes_owned),
+        }
+    }
 }
 
 impl From<ArenaReport> for ArenaUse {
@@ -174,6 +205,7 @@ mod tests {
                 "capacity_bytes": 0, "high_water_bytes": 0, "resets": 0, "allocations": 0, "overflow_allocations": 0,
                 "report": null,
             },
+            "capture": null,
             "weights_sha256": "",
         });
         assert_eq!(value, expected);

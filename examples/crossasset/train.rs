@@ -6,15 +6,15 @@ use bytemuck::{bytes_of, cast_slice};
 use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, ArenaReport, Capacity, Checkpoint, Device, Error, Gradients, Layout, Overflow,
-    Parameters, Result, Schedule, Shape, Tape, ops, replace_file,
+    AdamWConfig, Arena, ArenaReport, Capacity, Captured, Checkpoint, Device, Error, Layout, Output, Overflow, Result,
+    Schedule, Shape, Tape, ops, replace_file,
 };
 
-use crate::cli::Args;
+use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
-use crate::features::{FEATURES, SAMPLE_LEN, SCALES};
+use crate::learner::{Learner, MicroBatch, Part, Told};
 use crate::model::Model;
-use crate::report::{BatchResult, EpochResult};
+use crate::report::{BatchResult, CaptureUse, EpochResult};
 use crate::screen::Progress;
 
 /// The checkpoint's note with [`Position`].
@@ -41,26 +41,33 @@ pub(crate) struct Position {
 pub(crate) struct Trainer<'r> {
     args: &'r Args,
     dataset: &'r Dataset,
-    model: Model,
+    layout: Layout,
     arena: Arena,
-    parameters: Parameters,
-    gradients: Gradients,
-    optimizer: AdamW,
+    /// None before the first fold.
+    learner: Option<Stage>,
+    /// What captures that are over did.
+    captured: Option<CaptureUse>,
     /// Whether the trace is still to be written.
     trace: Option<&'r PathBuf>,
     /// Whether the memory of a batch is still to be written.
     memory: Option<&'r PathBuf>,
 }
 
+/// How the learner's steps run.
+enum Stage {
+    /// Launch by launch.
+    Eager(Learner),
+    /// As one graph.
+    Captured(Captured<Learner, Told<Output, Output>>),
+}
+
 impl<'r> Trainer<'r> {
-    /// A model with fresh weights on `device`.
+    /// A trainer whose model gets its weights with the first fold.
     ///
     /// # Errors
     /// When the device has no room.
     pub(crate) fn new(device: &Device, args: &'r Args, dataset: &'r Dataset) -> Result<Self> {
-        let (model, layout) = Model::new()?;
-        let parameters = Parameters::new(device, &layout, args.seed)?;
-        let optimizer = AdamW::new(&parameters, AdamWConfig::default())?;
+        let (_, layout) = Model::new()?;
         let overflow = match args.overflow_mib {
             0 => Overflow::Refuse,
             mebibytes => Overflow::pool(mebibytes << 20),
@@ -68,31 +75,52 @@ impl<'r> Trainer<'r> {
         Ok(Self {
             args,
             dataset,
-            model,
+            layout,
             arena: Arena::builder(device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?,
-            gradients: Gradients::zeros(&parameters)?,
-            parameters,
-            optimizer,
+            learner: None,
+            captured: None,
             trace: args.trace.as_ref(),
             memory: args.memory.as_ref(),
         })
     }
 
-    /// Weights and optimiser as they stand before a fold.
+    /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
     pub(crate) fn start_fold(&mut self, fold: &Fold) -> Result<()> {
-        let device = self.arena.device().clone();
-        self.parameters = Parameters::new(&device, self.parameters.layout(), self.args.seed)?;
-        self.gradients = Gradients::zeros(&self.parameters)?;
-        let updates = (self.args.epochs * fold.train.len().div_ceil(self.args.batch)) as u64;
+        let Args { batch, epochs, seed, learning_rate, weight_decay, clip, .. } = *self.args;
+        let updates = (epochs * fold.train.len().div_ceil(batch)) as u64;
         let config = AdamWConfig {
-            learning_rate: self.args.learning_rate,
-            weight_decay: self.args.weight_decay,
-            clip: Some(self.args.clip),
+            learning_rate,
+            weight_decay,
+            clip: Some(clip),
             schedule: Schedule::WarmupCosine { warmup: WARMUP.min(updates / 10), total: updates, floor: FLOOR },
             ..AdamWConfig::default()
         };
-        self.optimizer = AdamW::new(&self.parameters, config)?;
+        self.captured = self.capture();
+        // The last fold's graphs give their part of the arena back.
+        self.learner = None;
+        let learner = Learner::new(self.arena.device(), seed, config)?;
+        self.learner = Some(match self.args.capture {
+            Switch::Off => Stage::Eager(learner),
+            Switch::On => {
+                let batch = batch.min(fold.train.len());
+                let largest = MicroBatch::zeros(batch.min(self.args.micro_batch()));
+                let last = batch <= self.args.micro_batch();
+                let part = Part { batch, first: true, last, update: last };
+                Stage::Captured(self.arena.capture(learner, &largest.inputs(part)?, Learner::record)?)
+            }
+        });
         Ok(())
+    }
+
+    fn learner(&self) -> &Learner {
+        match self.learner.as_ref().expect("a fold was started") {
+            Stage::Eager(learner) => learner,
+            Stage::Captured(captured) => captured.state(),
+        }
+    }
+
+    fn learner_mut(&mut self) -> &mut Learner {
+        learner_of(&mut self.learner)
     }
 
     /// Trains on the fold's samples once, validates, and tells how it went.
@@ -123,43 +151,32 @@ impl<'r> Trainer<'r> {
         })
     }
 
-    /// One update: a step scope for each micro-batch, the last of which also updates the weights.
+    /// One update: a step for each micro-batch, the last of which also updates the weights.
     fn batch(&mut self, fold: &Fold, samples: &[usize]) -> Result<BatchResult> {
+        // A batch that is looked at runs eagerly: its memory shows, and its update waits for the trace.
+        let looked_at = self.trace.is_some() || self.memory.is_some();
         if self.memory.is_some() {
             self.arena.record(EVENTS);
         }
-        self.optimizer.advance()?;
-        let weight = 1.0 / samples.len() as f32;
+        self.learner_mut().optimizer.advance()?;
         let (mut loss, mut head_gradient_l2) = (0.0, 0.0);
         let micro_batches = samples.len().div_ceil(self.args.micro_batch());
         for (number, micro_batch) in samples.chunks(self.args.micro_batch()).enumerate() {
-            let (x, labels) = self.batch_on_host(fold, micro_batch);
-            let Self { model, arena, parameters, gradients, optimizer, trace, .. } = self;
             let last = number + 1 == micro_batches;
-            arena.step(|step| {
-                if number == 0 {
-                    gradients.zero(step)?;
-                }
-                let labels = step.upload(&labels, [micro_batch.len()])?.save();
-                let tape = Tape::new(step, parameters);
-                let x = tape.input(step.upload(&x, [micro_batch.len(), SCALES.len(), FEATURES])?);
-                let mean = tape.cross_entropy(&model.forward(&tape, &x)?, labels, weight)?;
-                tape.backward(&mean, gradients)?;
-                loss += f64::from(step.read_scalar(mean.value())?);
-                if last {
-                    let head = gradients.lend_mut(step, model.head_weight())?;
-                    head_gradient_l2 = f64::from(step.read_scalar(&ops::squared_norm(step, &head)?)?).sqrt();
-                    if trace.is_none() {
-                        optimizer.apply(step, parameters, gradients)?;
-                    }
-                }
-                Ok(())
-            })?;
+            let update = last && self.trace.is_none();
+            let part = Part { batch: samples.len(), first: number == 0, last, update };
+            let micro_batch = self.on_host(fold, micro_batch);
+            let told = match &mut self.learner {
+                Some(Stage::Captured(captured)) if !looked_at => replay(captured, &micro_batch, part)?,
+                _ => self.eager(&micro_batch, part)?,
+            };
+            loss += f64::from(told.loss);
+            head_gradient_l2 = told.head_squared.map_or(0.0, |squared| f64::from(squared).sqrt());
         }
         if let Some(path) = self.trace.take() {
             self.write_trace(path, fold, samples, loss as f32)?;
-            let Self { arena, parameters, gradients, optimizer, .. } = self;
-            arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))?;
+            let Learner { parameters, gradients, optimizer, .. } = learner_of(&mut self.learner);
+            self.arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))?;
         }
         if let (Some(path), Some(recording)) = (self.memory.take(), self.arena.recording()) {
             replace_file(path, &recording.pickle())?;
@@ -169,45 +186,59 @@ impl<'r> Trainer<'r> {
         Ok(BatchResult { loss, head_gradient_l2 })
     }
 
+    /// A step, launch by launch.
+    fn eager(&mut self, batch: &MicroBatch, part: Part) -> Result<Told<f32, f32>> {
+        let learner = learner_of(&mut self.learner);
+        self.arena.step(|step| {
+            let x = step.upload(&batch.x, batch.shape())?.save();
+            let labels = step.upload(&batch.labels, [batch.labels.len()])?.save();
+            let Told { loss, head_squared } = learner.learn(step, x, labels, part)?;
+            let head_squared = head_squared.map(|squared| step.read_scalar(&squared)).transpose()?;
+            Ok(Told { loss: step.read_scalar(&loss)?, head_squared })
+        })
+    }
+
     /// Mean loss and accuracy over the fold's validation samples.
     fn validate(&mut self, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right) = (0.0, 0);
         for batch in samples.chunks(self.args.batch) {
-            let (x, labels) = self.batch_on_host(fold, batch);
-            let Self { model, arena, parameters, .. } = self;
-            let (sum, guesses) = arena.step(|step| {
+            let batch = self.on_host(fold, batch);
+            let Learner { model, parameters, .. } = learner_of(&mut self.learner);
+            let (sum, guesses) = self.arena.step(|step| {
                 let tape = Tape::new(step, parameters);
-                let x = tape.input(step.upload(&x, [batch.len(), SCALES.len(), FEATURES])?);
-                let logits = model.forward(&tape, &x)?;
-                let sum = tape.cross_entropy(&logits, step.upload(&labels, [batch.len()])?.save(), 1.0)?;
+                let logits = model.forward(&tape, &tape.input(step.upload(&batch.x, batch.shape())?))?;
+                let labels = step.upload(&batch.labels, [batch.labels.len()])?.save();
+                let sum = tape.cross_entropy(&logits, labels, 1.0)?;
                 let guesses = ops::argmax_columns(step, logits.value())?;
                 Ok((step.read_scalar(sum.value())?, step.read(&guesses)?))
             })?;
             loss += f64::from(sum);
-            right += guesses.iter().zip(&labels).filter(|(guess, label)| guess == label).count();
+            right += guesses.iter().zip(&batch.labels).filter(|(guess, label)| guess == label).count();
         }
         Ok((loss / samples.len() as f64, right as f64 / samples.len() as f64))
     }
 
     /// Features and labels of some samples, on the host.
-    fn batch_on_host(&self, fold: &Fold, samples: &[usize]) -> (Vec<f32>, Vec<u32>) {
-        let (mut x, mut labels) = (vec![0.0; samples.len() * SAMPLE_LEN], vec![0; samples.len()]);
-        self.dataset.batch_features(samples, &mut x);
-        self.dataset.batch_labels(fold, samples, &mut labels);
-        (x, labels)
+    fn on_host(&self, fold: &Fold, samples: &[usize]) -> MicroBatch {
+        let mut batch = MicroBatch::zeros(samples.len());
+        self.dataset.batch_features(samples, &mut batch.x);
+        self.dataset.batch_labels(fold, samples, &mut batch.labels);
+        batch
     }
 
     /// Writes input, labels, loss, weights and gradients of a batch, before its update.
     fn write_trace(&self, path: &Path, fold: &Fold, samples: &[usize], loss: f32) -> Result<()> {
-        let (x, labels) = self.batch_on_host(fold, samples);
+        let batch = self.on_host(fold, samples);
+        let MicroBatch { x, labels } = &batch;
+        let Learner { parameters, gradients, .. } = self.learner();
         let mut tensors = vec![
-            ("input".to_owned(), Dtype::F32, Shape::from([samples.len(), SCALES.len(), FEATURES]), cast_slice(&x)),
-            ("label".to_owned(), Dtype::U32, Shape::from([samples.len()]), cast_slice(&labels)),
+            ("input".to_owned(), Dtype::F32, Shape::from(batch.shape()), cast_slice(x)),
+            ("label".to_owned(), Dtype::U32, Shape::from([samples.len()]), cast_slice(labels)),
             ("loss".to_owned(), Dtype::F32, Shape::from([1]), bytes_of(&loss)),
         ];
-        let (weights, gradients) = (self.parameters.flat().read()?, self.gradients.flat().read()?);
-        for entry in self.parameters.layout().entries() {
+        let (weights, gradients) = (parameters.flat().read()?, gradients.flat().read()?);
+        for entry in parameters.layout().entries() {
             for (kind, values) in [("weight", &weights), ("gradient", &gradients)] {
                 let name = format!("{kind}.{}", entry.name());
                 tensors.push((name, Dtype::F32, entry.shape(), cast_slice(&values[entry.range()])));
@@ -229,7 +260,8 @@ impl<'r> Trainer<'r> {
     pub(crate) fn save(&self, path: &Path, position: &Position) -> Result<()> {
         let position = serde_json::to_string(position).expect("plain numbers and lists have a JSON form");
         let notes = [(POSITION, position), (SETTINGS, settings(self.args, self.dataset))];
-        Checkpoint::save(path, &self.parameters, Some(&self.optimizer), &notes)
+        let Learner { parameters, optimizer, .. } = self.learner();
+        Checkpoint::save(path, parameters, Some(optimizer), &notes)
     }
 
     /// Weights and optimiser as a checkpoint left them; call it within the fold that the position is in.
@@ -237,12 +269,13 @@ impl<'r> Trainer<'r> {
     /// # Errors
     /// When the checkpoint is another model's.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.restore(&mut self.parameters, Some(&mut self.optimizer))
+        let Learner { parameters, optimizer, .. } = self.learner_mut();
+        checkpoint.restore(parameters, Some(optimizer))
     }
 
     /// Names, shapes and places of the weights.
     pub(crate) fn layout(&self) -> &Layout {
-        self.parameters.layout()
+        &self.layout
     }
 
     /// The digest of the weights.
@@ -250,13 +283,41 @@ impl<'r> Trainer<'r> {
     /// # Errors
     /// When the device does not answer.
     pub(crate) fn weights_sha256(&self) -> Result<String> {
-        self.parameters.sha256()
+        self.learner().parameters.sha256()
+    }
+
+    /// What captured steps did over the whole run; none without any.
+    pub(crate) fn capture(&self) -> Option<CaptureUse> {
+        match &self.learner {
+            Some(Stage::Captured(captured)) => Some(CaptureUse::after(self.captured, captured.report())),
+            Some(Stage::Eager(_)) | None => self.captured,
+        }
     }
 
     /// What the arena did.
     pub(crate) fn arena(&self) -> ArenaReport {
         self.arena.report()
     }
+}
+
+/// The learner alone, so that the arena can run a step of it.
+fn learner_of(stage: &mut Option<Stage>) -> &mut Learner {
+    match stage.as_mut().expect("a fold was started") {
+        Stage::Eager(learner) => learner,
+        Stage::Captured(captured) => captured.state_mut(),
+    }
+}
+
+/// A step as one graph.
+fn replay(
+    captured: &mut Captured<Learner, Told<Output, Output>>,
+    batch: &MicroBatch,
+    part: Part,
+) -> Result<Told<f32, f32>> {
+    let replay = captured.replay(&batch.inputs(part)?)?;
+    let Told { loss, head_squared } = replay.outputs();
+    let head_squared = head_squared.map(|squared| replay.read_scalar(squared)).transpose()?;
+    Ok(Told { loss: replay.read_scalar(*loss)?, head_squared })
 }
 
 /// Where a checkpoint stopped.
