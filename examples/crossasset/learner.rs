@@ -1,8 +1,7 @@
 //! What a training step changes, and the step itself: the same function runs eagerly and captured.
 
 use stepscope::{
-    AdamW, AdamWConfig, Device, Gradients, Inputs, Output, Parameters, Result, Saved, Slots, Step, Tape, Tensor,
-    ops,
+    AdamW, AdamWConfig, Device, Gradients, Inputs, Output, Parameters, Result, Saved, Slots, Step, Tape, Tensor, ops,
 };
 
 use crate::features::{FEATURES, SAMPLE_LEN, SCALES};

@@ -67,10 +67,11 @@ struct Place {
 /// One graph.
 struct Recording<R> {
     state: State,
-    graph: SealedGraph,
     ports: Ports,
     result: R,
     checks: Option<Checks>,
+    // Ends last: what waited for its pins is freed then.
+    graph: SealedGraph,
 }
 
 /// What a captured step has done so far.
