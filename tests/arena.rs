@@ -76,6 +76,7 @@ impl Model {
 
 /// What outlives the steps.
 struct World {
+    device: Device,
     model: Model,
     buffer: Buffer<f32>,
     buffer_values: Vec<f32>,
@@ -115,7 +116,7 @@ trait Scope<'s> {
     /// Writes a value to an outer tensor of the same length, if that is unique.
     fn write_outer(&self, outer: &mut Self::Outer, index: Index, value: &(Value<'s>, Vec<f32>));
 
-    fn look(&self, value: &Value<'s>) -> Vec<f32>;
+    fn look(&self, value: &Value<'s>, device: &Device) -> Vec<f32>;
 
     fn scratch<R>(&mut self, run: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R>;
 }
@@ -137,7 +138,7 @@ impl<'s> Scope<'s> for Eager<'s> {
 
     fn write_outer(&self, (): &mut (), _: Index, _: &(Value<'s>, Vec<f32>)) {}
 
-    fn look(&self, value: &Value<'s>) -> Vec<f32> {
+    fn look(&self, value: &Value<'s>, _: &Device) -> Vec<f32> {
         with!(value, |x| self.read(x)).unwrap()
     }
 
@@ -178,14 +179,14 @@ impl<'i, 'o> Scope<'i> for Scratch<'i, 'o> {
         }
     }
 
-    fn look(&self, value: &Value<'i>) -> Vec<f32> {
+    fn look(&self, value: &Value<'i>, device: &Device) -> Vec<f32> {
         // A scratch cannot read: its values leave through a buffer.
         with!(value, |x| {
             let len = x.shape().elements();
             if len == 0 {
                 return Vec::new();
             }
-            let mut buffer = Buffer::from_slice(self.device(), &vec![f32::NAN; len]).unwrap();
+            let mut buffer = Buffer::from_slice(device, &vec![f32::NAN; len]).unwrap();
             ops::copy_into(self, x, &mut self.step().lend_mut(&mut buffer, [len]).unwrap()).unwrap();
             buffer.read().unwrap()
         })
@@ -230,7 +231,7 @@ fn run<'s, S: Scope<'s>>(
 
 fn look<'s>(scope: &impl Scope<'s>, live: &Live<'s>, world: &World) {
     for (value, expected) in live {
-        assert_eq!(bits(&scope.look(value)), bits(expected));
+        assert_eq!(bits(&scope.look(value, &world.device)), bits(expected));
     }
     assert_eq!(bits(&world.buffer.read().unwrap()), bits(&world.buffer_values));
 }
@@ -341,7 +342,7 @@ fn run_steps(device: &Device, steps: &[(Vec<Op>, Outcome)]) {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(CAPACITY_BYTES)).build().unwrap();
     let buffer_values = Random::new(1).normals(BUFFER_LEN);
     let buffer = Buffer::from_slice(device, &buffer_values).unwrap();
-    let mut world = World { model: Model::default(), buffer, buffer_values };
+    let mut world = World { device: device.clone(), model: Model::default(), buffer, buffer_values };
     for (program, outcome) in steps {
         let mark = world.model.clone();
         let ended =

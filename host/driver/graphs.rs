@@ -77,11 +77,10 @@ fn capture(driver: &dyn Driver, launches: &[Launch]) -> Result<Graph> {
         unsafe { driver.launch(entry, *grid, words) }
     });
     // A driver that fails to end may still be capturing: asked again, it is not.
-    let ended = driver.end_capture().or_else(|error| {
+    let ended = driver.end_capture().inspect_err(|_| {
         if let Ok(graph) = driver.end_capture() {
             discard(driver, graph);
         }
-        Err(error)
     });
     let graph = match (queued, ended) {
         (Ok(()), ended) => ended?,

@@ -5,6 +5,7 @@ mod arena;
 mod buffer;
 mod checked;
 mod diagnostics;
+mod full;
 mod layout;
 mod overflow;
 mod region;

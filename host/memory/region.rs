@@ -5,9 +5,9 @@
 
 use super::admission::Situation;
 use super::checked::{Checks, GUARD_BYTES, poison};
-use super::diagnostics::{ArenaReport, Cause, Counters, Phase, SystemMemory, size};
+use super::diagnostics::{ArenaReport, Counters, Phase, SystemMemory};
 use super::layout::{Bump, padded};
-use super::overflow::{NotGiven, OverflowPool};
+use super::overflow::OverflowPool;
 use super::sections::{Section, Sections};
 use super::settings::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
@@ -39,26 +39,26 @@ pub(crate) struct Request {
 /// The memory of an arena and where it stands. Steps borrow it.
 #[derive(Debug)]
 pub(crate) struct Region {
-    device: Device,
+    pub(super) device: Device,
     address: u64,
     /// Bytes of device memory at the address that are this region's own; none where it is lent.
-    owned_bytes: usize,
+    pub(super) owned_bytes: usize,
     /// Bytes that steps may fill: all but what captured steps own.
-    capacity: Cell<usize>,
+    pub(super) capacity: Cell<usize>,
     sections: Sections,
-    bump: Cell<Bump>,
-    high_water: Cell<usize>,
+    pub(super) bump: Cell<Bump>,
+    pub(super) high_water: Cell<usize>,
     /// Bytes that the running step has from the overflow pool.
-    overflowed: Cell<usize>,
+    pub(super) overflowed: Cell<usize>,
     /// The most that a step would have had in use, what was refused included: what the arena grows to.
-    needed: Cell<usize>,
+    pub(super) needed: Cell<usize>,
     /// Whether this step has been warned of.
-    warned: Cell<bool>,
+    pub(super) warned: Cell<bool>,
     /// When the step must have ended, if it has a deadline.
     until: Cell<Option<Instant>>,
     /// The line that is named in place of the caller's, while a backward pass runs.
     attributed: Cell<Option<&'static Location<'static>>>,
-    counters: RefCell<Counters>,
+    pub(super) counters: RefCell<Counters>,
     pub(super) overflow: Option<RefCell<OverflowPool>>,
     checks: Option<RefCell<Checks>>,
     /// Bytes behind each tensor in checked mode, also where only its needs are measured.
@@ -264,96 +264,6 @@ impl Region {
         Ok(address)
     }
 
-    /// The arena is full: from the pool, or an error that says why.
-    #[cold]
-    fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
-        // An empty tensor names no byte: any address does.
-        let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
-        self.device.check("allocate")?;
-        let capacity = self.capacity.get();
-        let cause = self.counters.borrow().cause(padded, capacity);
-        let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
-        self.needed.set(self.needed.get().max(needed));
-        if self.owned_bytes == 0 {
-            return Err(Error::CaptureNeeds { bytes: needed, available: capacity });
-        }
-        let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
-        let mut overflow = overflow.borrow_mut();
-        if !self.warned.replace(true) {
-            tracing::warn!(
-                %cause,
-                requested_bytes = padded,
-                %site,
-                capacity_bytes = capacity,
-                advice = advice(cause, capacity, padded),
-                "the arena is full: this step overflows into its pool"
-            );
-        }
-        let start = Instant::now();
-        let deadline = overflow.deadline.min(self.time_left());
-        let given = overflow.take(&self.device, padded, deadline);
-        let used = overflow.used_bytes();
-        let cap_bytes = overflow.cap_bytes;
-        drop(overflow);
-        let mut counters = self.counters.borrow_mut();
-        counters.waited += start.elapsed();
-        match given {
-            Ok(address) => {
-                counters.allocated(site, padded);
-                counters.overflow.allocations += 1;
-                counters.overflow.bytes += padded as u64;
-                counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
-                counters.overflow.live_blocks += 1;
-                self.overflowed.set(used);
-                self.high_water.set(self.high_water.get().max(self.bump.get().offset() + used));
-                Ok(address)
-            }
-            Err(NotGiven::Cap) => {
-                counters.overflow.refusals += 1;
-                drop(counters);
-                Err(self.full(
-                    padded,
-                    cause,
-                    site,
-                    Some(format!("the overflow pool's cap is {cap_bytes} bytes, {used} of them in use")),
-                ))
-            }
-            Err(NotGiven::Refused(refusal)) => {
-                counters.overflow.refusals += 1;
-                drop(counters);
-                Err(self.full(padded, cause, site, Some(refusal.to_string())))
-            }
-            Err(NotGiven::Driver(error)) => {
-                counters.overflow.timeouts += u64::from(matches!(error, Error::Timeout { .. }));
-                drop(counters);
-                Err(self.with_report(error))
-            }
-        }
-    }
-
-    fn full(
-        &self,
-        requested_bytes: usize,
-        cause: Cause,
-        site: &'static Location<'static>,
-        overflow: Option<String>,
-    ) -> Error {
-        let report = self.report();
-        Error::ArenaFull {
-            requested_bytes,
-            used_bytes: report.offset_bytes,
-            capacity_bytes: self.capacity.get(),
-            allocations: self.counters.borrow().step_allocations,
-            site: site.to_string(),
-            cause,
-            advice: overflow.map_or_else(
-                || advice(cause, self.capacity.get(), requested_bytes),
-                |overflow| format!("{overflow}; {}", advice(cause, self.capacity.get(), requested_bytes)),
-            ),
-            report: Box::new(report),
-        }
-    }
-
     /// A timeout with what the arena knows.
     pub(crate) fn with_report(&self, error: Error) -> Error {
         match error {
@@ -557,23 +467,4 @@ pub(crate) struct Mark {
     blocks: usize,
     guards: usize,
     allocations: u64,
-}
-
-/// What to do about a full arena of this capacity.
-fn advice(cause: Cause, capacity: usize, requested: usize) -> String {
-    match cause {
-        Cause::RequestLargerThanArena => format!(
-            "raise the capacity above {} (now {}), or split the tensor",
-            size(requested),
-            size(capacity)
-        ),
-        Cause::NeverReset { .. } => {
-            "end the step after each backward pass (one `arena.step` for each micro-batch): its end takes the memory back".into()
-        }
-        Cause::WorkingSetLargerThanArena => format!(
-            "size the arena from `Arena::measure` or let it grow (`Growth::AtBoundary`), shorten the step (a smaller \
-             micro-batch), or free temporaries early with `step.scratch`; the capacity is {}",
-            size(capacity)
-        ),
-    }
 }
