@@ -97,6 +97,38 @@ impl Arena {
     /// read or an allocation in it is [`Error::Misuse`]. The part of the arena that the step needs belongs to the capture
     /// until it is dropped. Pass `&mut state` to keep the state if this fails.
     ///
+    /// ```
+    /// # use stepscope::*;
+    /// # fn main() -> Result<()> {
+    /// # let device = Device::open(DeviceKind::Emulated)?;
+    /// # let mut layout = Layout::builder();
+    /// # let w = layout.add("w", [4, 3], Initializer::fan_in(4));
+    /// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+    /// # let mut gradients = Gradients::zeros(&weights)?;
+    /// # let mut adamw = AdamW::new(&weights, AdamWConfig::default())?;
+    /// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+    /// # let (x, labels) = ([0.5f32; 8], [0u32, 2]);
+    /// let inputs = Inputs::new().with(&x, [2, 4])?.with(&labels, [2])?;
+    /// let state = (w, &mut weights, &mut gradients, &mut adamw);
+    /// let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
+    ///     gradients.zero(step)?;
+    ///     let tape = Tape::new(step, weights);
+    ///     let logits = tape.linear(&tape.input(slots.input(0)?), *w, None)?;
+    ///     let loss = tape.cross_entropy(&logits, slots.input(1)?, 0.5)?;
+    ///     tape.backward(&loss, gradients)?;
+    ///     adamw.apply(step, weights, gradients)?;
+    ///     Ok(slots.output(loss.value()))
+    /// })?;
+    /// for _ in 0..10 {
+    ///     captured.state_mut().3.advance()?; // the learning rate and the corrections of this update, to their device slot
+    ///     let replay = captured.replay(&inputs)?; // the batch, to its slots; then the graph
+    ///     let loss = replay.read_scalar(*replay.outputs())?; // waits, with a deadline
+    ///     assert!(loss.is_finite());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; those of `record`; [`Error::Driver`] when
     /// the driver refuses. The arena and the device are as before then.
