@@ -2,42 +2,41 @@
 //! `cuMemAllocFromPoolAsync` where they are.
 //!
 //! `cargo bench --bench arena` (the emulator), `cargo bench --features cuda --bench arena -- --device cuda`. Prints a table
-//! of medians and spreads and writes every sample to `benches/runs/DATE-DEVICE-arena.json`.
+//! of medians and spreads and writes every sample to `benches/runs/DATE-GPU-arena.json`.
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 
-use serde_json::{Value, json};
-use std::process::Command;
+#[allow(dead_code, reason = "an allocation is timed within its step, not by the harness")]
+mod harness;
+
+use clap::Parser;
+use harness::{Common, Peer, Samples, record};
+use serde::Serialize;
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Overflow, Result};
+use stepscope::{Arena, Capacity, Device, Eager, Overflow, Result};
 
 /// A tanh output of 12 tokens x 1024: the allocation that broke ztensor on GB10.
 const ELEMENTS: usize = 12 * 1024;
 const SAMPLES: usize = 50;
 const PER_SAMPLE: usize = 2000;
 
-/// Samples of one line of the table, in nanoseconds each.
+/// Times an allocation, in a step and around it.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+}
+
+/// A line of the table.
+#[derive(Debug, Serialize)]
 struct Line {
     name: &'static str,
-    nanoseconds: Vec<f64>,
+    nanoseconds: Samples,
 }
 
-impl Line {
-    fn quantile(&self, share: f64) -> f64 {
-        let mut sorted = self.nanoseconds.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted[((sorted.len() - 1) as f64 * share).round() as usize]
-    }
-}
-
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
-    let kind = match (words.next().as_deref(), words.next()) {
-        (None, _) => DeviceKind::Emulated,
-        (Some("--device"), Some(kind)) => kind.parse()?,
-        (Some(other), _) => return Err(format!("usage: arena [--device auto|emulated|cuda], not `{other}`").into()),
-    };
-    let device = Device::open(kind)?;
+fn main() -> harness::Result<()> {
+    let Args { common } = Args::parse();
+    let device = Device::open(common.device)?;
     let mut lines = vec![
         Line { name: "48 KiB in a step", nanoseconds: in_a_step(&device)? },
         Line { name: "reset after 10 tensors", nanoseconds: reset(&device, 10)? },
@@ -45,24 +44,25 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         Line { name: "48 KiB from the primed overflow pool", nanoseconds: overflow(&device)? },
     ];
     #[cfg(feature = "cuda")]
-    if device.description().kind == DeviceKind::Cuda {
+    if device.description().kind == stepscope::DeviceKind::Cuda {
         lines.push(Line { name: "cuMemAllocFromPoolAsync + free, 48 KiB", nanoseconds: pool::samples()? });
     }
-    match torch() {
-        Ok(nanoseconds) => lines.push(Line { name: "torch.empty, 48 KiB", nanoseconds }),
-        Err(reason) => println!("torch.empty: not measured here ({reason})"),
+    let Peer { lines: torch, failed } = Peer::<Samples>::run("arena.py", &[]);
+    lines.extend(torch.into_iter().map(|nanoseconds| Line { name: "torch.empty, 48 KiB", nanoseconds }));
+    if let Some(reason) = failed {
+        println!("torch.empty: not measured here ({reason})");
     }
     println!("{:<42} {:>12} {:>12} {:>12}", device.description().name, "median ns", "p10", "p99");
     for line in &lines {
-        let [median, low, high] = [0.5, 0.1, 0.99].map(|share| line.quantile(share));
+        let [median, low, high] = [0.5, 0.1, 0.99].map(|share| line.nanoseconds.quantile(share));
         println!("{:<42} {median:>12.1} {low:>12.1} {high:>12.1}", line.name);
     }
-    write(&device, &lines)?;
+    println!("samples in {}", record("arena", &device, &lines)?);
     Ok(())
 }
 
 /// Nanoseconds an allocation, a sample being a step of many.
-fn in_a_step(device: &Device) -> Result<Vec<f64>> {
+fn in_a_step(device: &Device) -> Result<Samples> {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(PER_SAMPLE * ELEMENTS * 4)).build()?;
     let mut sample = || {
         arena.step(|step| {
@@ -78,7 +78,7 @@ fn in_a_step(device: &Device) -> Result<Vec<f64>> {
 }
 
 /// Nanoseconds from the end of a step's closure to the return of the step.
-fn reset(device: &Device, tensors: usize) -> Result<Vec<f64>> {
+fn reset(device: &Device, tensors: usize) -> Result<Samples> {
     let mut arena = Arena::builder(device).capacity(Capacity::Bytes(tensors * 256)).build()?;
     let fill = |step: &mut Eager<'_>| {
         for _ in 0..tensors {
@@ -90,7 +90,7 @@ fn reset(device: &Device, tensors: usize) -> Result<Vec<f64>> {
 }
 
 /// Nanoseconds an allocation beyond a full arena, the hop to the worker thread included.
-fn overflow(device: &Device) -> Result<Vec<f64>> {
+fn overflow(device: &Device) -> Result<Samples> {
     const BLOCKS: usize = 64;
     let cap_bytes = 4 * BLOCKS * ELEMENTS * 4;
     let overflow = Overflow::Pool { cap_bytes, prime_bytes: cap_bytes / 2, deadline: Duration::from_secs(1) };
@@ -109,48 +109,13 @@ fn overflow(device: &Device) -> Result<Vec<f64>> {
             Ok(())
         })?;
     }
-    Ok(nanoseconds)
-}
-
-/// PyTorch's allocator in this run, where there is PyTorch.
-fn torch() -> std::result::Result<Vec<f64>, String> {
-    let output = Command::new("python3").arg("benches/peers/arena.py").output().map_err(|error| error.to_string())?;
-    if !output.status.success() {
-        let told = String::from_utf8_lossy(&output.stderr);
-        return Err(told.lines().last().unwrap_or("no message").to_owned());
-    }
-    serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
-}
-
-fn write(device: &Device, lines: &[Line]) -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let told = |program: &str, arguments: &[&str]| {
-        let output = Command::new(program).args(arguments).output().ok()?;
-        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-    };
-    let driver = told("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]);
-    let date = told("date", &["-u", "+%Y-%m-%d"]).unwrap_or_else(|| "undated".into());
-    let samples: Vec<Value> =
-        lines.iter().map(|line| json!({ "name": line.name, "nanoseconds": line.nanoseconds })).collect();
-    let run = json!({
-        "date": date,
-        "device": device.description().name,
-        "driver": driver,
-        "commit": told("git", &["rev-parse", "HEAD"]),
-        "command": std::env::args().collect::<Vec<_>>(),
-        "lines": samples,
-    });
-    let folder = std::env::var("STEPSCOPE_RUNS").unwrap_or_else(|_| "benches/runs".into());
-    std::fs::create_dir_all(&folder)?;
-    let short = device.description().kind.to_string();
-    let path = format!("{folder}/{date}-{short}-arena.json");
-    stepscope::replace_file(&path, serde_json::to_string(&run)?.as_bytes())?;
-    println!("samples in {path}");
-    Ok(())
+    Ok(Samples(nanoseconds))
 }
 
 /// The driver's own stream-ordered pool, called directly.
 #[cfg(feature = "cuda")]
 mod pool {
+    use crate::harness::Samples;
     use cust::sys::{self, CUresult};
     use std::time::Instant;
 
@@ -158,7 +123,7 @@ mod pool {
         if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{result:?}")) }
     }
 
-    pub(super) fn samples() -> Result<Vec<f64>, String> {
+    pub(super) fn samples() -> Result<Samples, String> {
         let _context = cust::quick_init().map_err(|error| error.to_string())?;
         let stream =
             cust::stream::Stream::new(cust::stream::StreamFlags::NON_BLOCKING, None).map_err(|e| e.to_string())?;
@@ -184,7 +149,7 @@ mod pool {
             }
             check(sys::cuStreamSynchronize(stream.as_inner()))?;
             check(sys::cuMemPoolDestroy(pool))?;
-            Ok(nanoseconds)
+            Ok(Samples(nanoseconds))
         }
     }
 }

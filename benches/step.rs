@@ -1,0 +1,119 @@
+//! What a training step of CrossAsset takes: ours, eager and captured, beside PyTorch's in the same run.
+//!
+//! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`. Prints a table of
+//! medians and spreads and writes every sample to `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read
+//! them. Invariant: both sides do the same work, on a model with the same number of weights, under the same clock.
+
+#![forbid(unsafe_code)]
+
+mod harness;
+
+#[path = "../examples/crossasset/model.rs"]
+#[allow(dead_code, reason = "a bench writes no report")]
+mod model;
+#[path = "step/ours.rs"]
+mod ours;
+#[path = "step/table.rs"]
+mod table;
+
+/// What the model takes from the example's data set, which is not here; [`ours::check_model`] sees
+/// the weights that follow from it.
+mod dataset {
+    pub(crate) const CLASSES: usize = 3;
+}
+
+/// What the model takes from the example's features, which are not here.
+mod features {
+    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
+    pub(crate) const FEATURES: usize = 193;
+}
+
+use clap::Parser;
+use harness::{Common, Peer, Samples, record};
+use ours::Ours;
+use serde::{Deserialize, Serialize};
+use stepscope::{Device, DeviceKind};
+
+/// Times CrossAsset's training step, ours beside PyTorch's.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Samples in a step [default: 1,256,4096 on a GPU, 1,8 on the emulator]
+    #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(1..))]
+    batches: Option<Vec<u32>>,
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Measure {
+    /// From the batch on the host to the loss on the host.
+    RoundTrip,
+    /// Many steps, each with its upload, and one wait at the end.
+    Queued,
+    /// The same on inputs that are on the device already.
+    Resident,
+    /// [`Measure::Queued`] from pinned memory, which only the peer takes.
+    Pinned,
+    /// Between two events of the device, on inputs that are there already; only the peer has events.
+    Events,
+}
+
+/// A line of the run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    /// What a contender needs for a step.
+    Measured { batch: usize, contender: String, measure: Measure, nanoseconds: Samples },
+    /// Why a contender was not measured, or not further.
+    Missing { batch: usize, contender: String, reason: String },
+    /// What the peer is and trains.
+    Peer { peer: String, device: String, tensors: usize, weights: usize },
+}
+
+/// How much is measured for a batch size, the same on both sides.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    batch: usize,
+    samples: usize,
+    /// Steps in a row to a sample.
+    row: usize,
+}
+
+impl Plan {
+    fn of(batch: usize) -> Self {
+        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row: 10 }
+    }
+}
+
+fn main() -> harness::Result<()> {
+    let Args { common, batches } = Args::parse();
+    let device = Device::open(common.device)?;
+    let kind = device.description().kind;
+    let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
+    let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(|batch| Plan::of(batch as usize)).collect();
+    let mut lines = Vec::new();
+    for &plan in &plans {
+        lines.extend(Ours::new(&device, plan).measure()?);
+        lines.extend(pytorch(kind, plan)?);
+    }
+    table::print(&device, &plans, &lines);
+    println!("samples in {}", record("step", &device, &lines)?);
+    Ok(())
+}
+
+/// The peer's lines: on the GPU beside ours, or on the CPU beside the emulator.
+fn pytorch(kind: DeviceKind, Plan { batch, samples, row }: Plan) -> harness::Result<Vec<Line>> {
+    let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
+    let arguments = format!("--device {device} --batch {batch} --samples {samples} --row {row}");
+    let arguments: Vec<String> = arguments.split(' ').map(str::to_owned).collect();
+    let Peer { mut lines, failed } = Peer::run("step.py", &arguments);
+    for line in &lines {
+        if let Line::Peer { tensors, weights, .. } = line {
+            ours::check_model(*tensors, *weights)?;
+        }
+    }
+    lines.extend(failed.map(|reason| Line::Missing { batch, contender: "PyTorch".into(), reason }));
+    Ok(lines)
+}
