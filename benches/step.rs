@@ -82,8 +82,10 @@ struct Plan {
 }
 
 impl Plan {
-    fn of(batch: usize) -> Self {
-        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row: 10 }
+    /// On the CPU nothing is queued, so two steps make a row.
+    fn of(batch: usize, kind: DeviceKind) -> Self {
+        let row = if kind == DeviceKind::Cuda { 10 } else { 2 };
+        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row }
     }
 }
 
@@ -92,7 +94,7 @@ fn main() -> harness::Result<()> {
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
-    let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(|batch| Plan::of(batch as usize)).collect();
+    let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(|batch| Plan::of(batch as usize, kind)).collect();
     let mut lines = Vec::new();
     for &plan in &plans {
         lines.extend(Ours::new(&device, plan).measure()?);

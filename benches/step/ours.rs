@@ -3,7 +3,8 @@
 //! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
 
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Parameters, Result, Saved, Step, Tape, Tensor,
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters,
+    Result, Saved, Slots, Step, Tape, ops,
 };
 
 use crate::dataset::CLASSES;
@@ -13,6 +14,11 @@ use crate::model::Model;
 use crate::{Line, Measure, Plan};
 
 const SEED: u64 = 7;
+/// The recording whose inputs are on the device already.
+const RESIDENT: u64 = 1;
+
+/// A batch for [`train`]: `[batch, 12, 193]` and `[batch]`.
+type Inside<'s> = (Saved<'s>, Saved<'s, u32>);
 
 /// What outlives the steps.
 struct State {
@@ -20,6 +26,15 @@ struct State {
     parameters: Parameters,
     gradients: Gradients,
     optimizer: AdamW,
+    resident: Resident,
+}
+
+/// A batch on the device.
+struct Resident {
+    len: usize,
+    x: Buffer<f32>,
+    /// Labels as rows with a one at their class.
+    one_hot: Buffer<f32>,
 }
 
 /// A batch on the host.
@@ -35,27 +50,59 @@ pub(crate) struct Ours {
     batch: Batch,
 }
 
+/// What a contender has needed.
+struct Timed {
+    lines: Vec<Line>,
+    /// The losses that were read, in order.
+    losses: Vec<f32>,
+}
+
 /// The step's work on the device: zero gradients, forward, loss, backward, clipping, AdamW. Returns the loss, `[1]`.
-/// `x`: `[batch, 12, 193]`, `labels`: `[batch]`.
-fn train<'s>(step: &Step<'s>, state: &mut State, x: Tensor<'s>, labels: Tensor<'s, u32>) -> Result<Saved<'s>> {
-    let State { model, parameters, gradients, optimizer } = state;
+fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Result<Saved<'s>> {
+    let State { model, parameters, gradients, optimizer, .. } = state;
     let weight = 1.0 / labels.shape().elements() as f32;
     gradients.zero(step)?;
     let tape = Tape::new(step, parameters);
     let logits = model.forward(&tape, &tape.input(x))?;
-    let loss = tape.cross_entropy(&logits, labels.save(), weight)?;
+    let loss = tape.cross_entropy(&logits, labels, weight)?;
     tape.backward(&loss, gradients)?;
     optimizer.apply(step, parameters, gradients)?;
     Ok(*loss.value())
 }
 
+/// [`train`] for a capture.
+fn record<'s>(step: &mut Step<'s>, state: &mut State, slots: &Slots<'s>) -> Result<Output> {
+    let inside =
+        if slots.variant() == RESIDENT { state.resident.bring(step)? } else { (slots.input(0)?, slots.input(1)?) };
+    Ok(slots.output(&train(step, state, inside)?))
+}
+
 impl State {
-    fn new(device: &Device) -> Result<Self> {
+    fn new(device: &Device, batch: &Batch) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
         let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
-        Ok(Self { model, parameters, gradients, optimizer })
+        Ok(Self { model, parameters, gradients, optimizer, resident: Resident::new(device, batch)? })
+    }
+}
+
+impl Resident {
+    fn new(device: &Device, Batch { x, labels }: &Batch) -> Result<Self> {
+        let row = |&label: &u32| (0..CLASSES).map(move |class| if class == label as usize { 1.0 } else { 0.0 });
+        let one_hot: Vec<f32> = labels.iter().flat_map(row).collect();
+        Ok(Self {
+            len: labels.len(),
+            x: Buffer::from_slice(device, x)?,
+            one_hot: Buffer::from_slice(device, &one_hot)?,
+        })
+    }
+
+    /// The batch as tensors of the step: two small launches more than a step that finds them there.
+    fn bring<'s>(&self, step: &Step<'s>) -> Result<Inside<'s>> {
+        let x = ops::copy(step, &step.lend(&self.x, [self.len, SCALES.len(), FEATURES])?)?;
+        let labels = ops::argmax_columns(step, &step.lend(&self.one_hot, [self.len, CLASSES])?)?;
+        Ok((x.save(), labels.save()))
     }
 }
 
@@ -68,9 +115,15 @@ impl Batch {
         Self { x, labels }
     }
 
-    fn upload<'s>(&self, step: &Eager<'s>) -> Result<(Tensor<'s>, Tensor<'s, u32>)> {
+    fn upload<'s>(&self, step: &Eager<'s>) -> Result<Inside<'s>> {
         let len = self.labels.len();
-        Ok((step.upload(&self.x, [len, SCALES.len(), FEATURES])?, step.upload(&self.labels, [len])?))
+        let x = step.upload(&self.x, [len, SCALES.len(), FEATURES])?;
+        Ok((x.save(), step.upload(&self.labels, [len])?.save()))
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        let len = self.labels.len();
+        Inputs::new().with(&self.x, [len, SCALES.len(), FEATURES])?.with(&self.labels, [len])
     }
 }
 
@@ -83,50 +136,66 @@ impl Ours {
     /// The lines of all our contenders.
     ///
     /// # Errors
-    /// Those of the steps.
-    pub(crate) fn measure(&self) -> Result<Vec<Line>> {
-        self.eager()
+    /// Those of the steps; when the contenders do not train alike.
+    pub(crate) fn measure(&self) -> harness::Result<Vec<Line>> {
+        let need = self.need()?;
+        let (eager, captured) = (self.eager(need)?, self.captured(need)?);
+        if eager.losses != captured.losses {
+            return Err(format!("losses differ: eager {:?}, captured {:?}", eager.losses, captured.losses).into());
+        }
+        Ok([eager.lines, captured.lines].concat())
     }
 
-    /// Steps that launch their kernels one by one. An eager step's inputs are its own, so it always uploads.
-    fn eager(&self) -> Result<Vec<Line>> {
-        let mut state = State::new(&self.device)?;
-        let sized = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
-        let need = sized.measure(|step| {
-            let (x, labels) = self.batch.upload(step)?;
-            train(step, &mut state, x, labels).map(drop)
-        })?;
+    fn need(&self) -> Result<Measured> {
+        let mut state = State::new(&self.device, &self.batch)?;
+        let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
+        arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
+    }
+
+    /// Steps that launch their kernels one by one.
+    fn eager(&self, need: Measured) -> Result<Timed> {
+        let mut state = State::new(&self.device, &self.batch)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        self.times("stepscope eager", &[Measure::RoundTrip, Measure::Queued], |measure| {
+        self.times("stepscope eager", |measure| {
             state.optimizer.advance()?;
             arena.step(|step| {
-                let (x, labels) = self.batch.upload(step)?;
-                let loss = train(step, &mut state, x, labels)?;
+                let inside = match measure {
+                    Measure::Resident => state.resident.bring(step)?,
+                    _ => self.batch.upload(step)?,
+                };
+                let loss = train(step, &mut state, inside)?;
                 (measure == Measure::RoundTrip).then(|| step.read_scalar(&loss)).transpose()
             })
         })
     }
 
-    /// Lines of a contender whose `step` runs a step for a measure, and reads the loss where the measure has it.
-    fn times(
-        &self,
-        contender: &str,
-        measures: &[Measure],
-        mut step: impl FnMut(Measure) -> Result<Option<f32>>,
-    ) -> Result<Vec<Line>> {
+    /// Steps that are replays of one graph.
+    fn captured(&self, need: Measured) -> Result<Timed> {
+        let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
+        let (uploaded, resident) = (self.batch.inputs()?, Inputs::new().variant(RESIDENT));
+        let mut captured = arena.capture(State::new(&self.device, &self.batch)?, &uploaded, record)?;
+        self.times("stepscope captured", |measure| {
+            captured.state_mut().optimizer.advance()?;
+            let replay = captured.replay(if measure == Measure::Resident { &resident } else { &uploaded })?;
+            (measure == Measure::RoundTrip).then(|| replay.read_scalar(*replay.outputs())).transpose()
+        })
+    }
+
+    /// What a contender needs whose `step` runs a step for a measure, and reads the loss where the measure has it.
+    fn times(&self, contender: &str, mut step: impl FnMut(Measure) -> Result<Option<f32>>) -> Result<Timed> {
         let Plan { batch, samples, row } = self.plan;
-        let mut line = |&measure: &Measure| {
-            let each = if measure == Measure::RoundTrip { 1 } else { row };
+        let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
+        for (measure, each) in [(Measure::RoundTrip, 1), (Measure::Queued, row), (Measure::Resident, row)] {
             let work = || {
-                let loss = step(measure)?;
-                assert!(loss.is_none_or(f32::is_finite), "{contender} no longer trains: its loss is {loss:?}");
+                timed.losses.extend(step(measure)?);
                 Ok(())
             };
             let settle = || self.device.synchronize(self.device.deadline());
             let nanoseconds = Samples::collect(samples, each, work, settle)?;
-            Ok(Line::Measured { batch, contender: contender.into(), measure, nanoseconds })
-        };
-        measures.iter().map(&mut line).collect()
+            timed.lines.push(Line::Measured { batch, contender: contender.into(), measure, nanoseconds });
+        }
+        assert!(timed.losses.iter().all(|loss| loss.is_finite()), "{contender} does not train: {:?}", timed.losses);
+        Ok(timed)
     }
 }
 
