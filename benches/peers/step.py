@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SCALES, FEATURES, WIDTH, HEADS, HIDDEN, LAYERS, CLASSES = 12, 193, 256, 4, 1024, 2, 3
-WARM_UP, DEADLINE_S = 5, 170
+LEARNING_RATE, WARM_UP, DEADLINE_S = 1e-5, 5, 170
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ class Bench:
         """A function that trains fresh weights by one step on the inputs, and returns the loss on the device."""
         net = CrossAsset().to(self.args.device)
         weights = list(net.parameters())
-        optimizer = torch.optim.AdamW(weights, fused=True, capturable=self.cuda)
+        optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True, capturable=self.cuda)
 
         def forward(x, labels):
             return F.cross_entropy(net(x), labels)

@@ -14,6 +14,8 @@ use crate::model::Model;
 use crate::{Line, Measure, Plan};
 
 const SEED: u64 = 7;
+/// Small, so that hundreds of steps on one batch leave a loss that tells two contenders apart; peers/step.py has the same.
+const LEARNING_RATE: f32 = 1e-5;
 /// The recording whose inputs are on the device already.
 const RESIDENT: u64 = 1;
 
@@ -81,7 +83,7 @@ impl State {
     fn new(device: &Device, batch: &Batch) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
-        let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
+        let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamWConfig::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
         Ok(Self { model, parameters, gradients, optimizer, resident: Resident::new(device, batch)? })
     }
