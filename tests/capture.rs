@@ -385,6 +385,22 @@ on_each_device! {
         assert_eq!(captured.report().replays, 5);
     }
 
+    fn a_graph_repeats_on_the_inputs_that_it_has(device: &Device) {
+        let mut memory = arena(device);
+        let record: Record<Buffer<f32>, Output> = |step, sum, slots| {
+            let mut sum = step.lend_mut(sum, [2])?;
+            ops::add_assign(step, &mut sum, &slots.input(0)?)?;
+            Ok(slots.output(&sum))
+        };
+        let (x, sum) = ([1.0f32, -2.0], Buffer::zeros(device, 2).unwrap());
+        let inputs = Inputs::new().with(&x, [2]).unwrap();
+        let mut captured = memory.capture(sum, &inputs, record).unwrap();
+        captured.replay(&inputs).unwrap();
+        let replay = captured.repeat().unwrap();
+        assert_eq!(replay.read(*replay.outputs()).unwrap(), [2.0, -4.0]);
+        assert_eq!(captured.state().read().unwrap(), [2.0, -4.0]);
+    }
+
     fn variants_are_recorded_on_their_own(device: &Device) {
         let mut memory = arena(device);
         let mut captured = memory.capture((), &Inputs::new(), |step, (), slots| {

@@ -3,8 +3,8 @@
 //! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
 
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters,
-    Result, Saved, Slots, Step, Tape, ops,
+    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters, Result, Saved,
+    Slots, Step, Tape,
 };
 
 use crate::dataset::CLASSES;
@@ -16,8 +16,6 @@ use crate::{Line, Measure, Plan};
 const SEED: u64 = 7;
 /// Small, so that hundreds of steps on one batch leave a loss that tells two contenders apart; peers/step.py has the same.
 const LEARNING_RATE: f32 = 1e-5;
-/// The recording whose inputs are on the device already.
-const RESIDENT: u64 = 1;
 
 /// A batch for [`train`]: `[batch, 12, 193]` and `[batch]`.
 type Inside<'s> = (Saved<'s>, Saved<'s, u32>);
@@ -28,15 +26,6 @@ struct State {
     parameters: Parameters,
     gradients: Gradients,
     optimizer: AdamW,
-    resident: Resident,
-}
-
-/// A batch on the device.
-struct Resident {
-    len: usize,
-    x: Buffer<f32>,
-    /// Labels as rows with a one at their class.
-    one_hot: Buffer<f32>,
 }
 
 /// A batch on the host.
@@ -61,7 +50,7 @@ struct Timed {
 
 /// The step's work on the device: zero gradients, forward, loss, backward, clipping, AdamW. Returns the loss, `[1]`.
 fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Result<Saved<'s>> {
-    let State { model, parameters, gradients, optimizer, .. } = state;
+    let State { model, parameters, gradients, optimizer } = state;
     let weight = 1.0 / labels.shape().elements() as f32;
     gradients.zero(step)?;
     let tape = Tape::new(step, parameters);
@@ -74,37 +63,17 @@ fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Res
 
 /// [`train`] for a capture.
 fn record<'s>(step: &mut Step<'s>, state: &mut State, slots: &Slots<'s>) -> Result<Output> {
-    let inside =
-        if slots.variant() == RESIDENT { state.resident.bring(step)? } else { (slots.input(0)?, slots.input(1)?) };
+    let inside = (slots.input(0)?, slots.input(1)?);
     Ok(slots.output(&train(step, state, inside)?))
 }
 
 impl State {
-    fn new(device: &Device, batch: &Batch) -> Result<Self> {
+    fn new(device: &Device) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
         let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamWConfig::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
-        Ok(Self { model, parameters, gradients, optimizer, resident: Resident::new(device, batch)? })
-    }
-}
-
-impl Resident {
-    fn new(device: &Device, Batch { x, labels }: &Batch) -> Result<Self> {
-        let row = |&label: &u32| (0..CLASSES).map(move |class| if class == label as usize { 1.0 } else { 0.0 });
-        let one_hot: Vec<f32> = labels.iter().flat_map(row).collect();
-        Ok(Self {
-            len: labels.len(),
-            x: Buffer::from_slice(device, x)?,
-            one_hot: Buffer::from_slice(device, &one_hot)?,
-        })
-    }
-
-    /// The batch as tensors of the step: two small launches more than a step that finds them there.
-    fn bring<'s>(&self, step: &Step<'s>) -> Result<Inside<'s>> {
-        let x = ops::copy(step, &step.lend(&self.x, [self.len, SCALES.len(), FEATURES])?)?;
-        let labels = ops::argmax_columns(step, &step.lend(&self.one_hot, [self.len, CLASSES])?)?;
-        Ok((x.save(), labels.save()))
+        Ok(Self { model, parameters, gradients, optimizer })
     }
 }
 
@@ -149,23 +118,19 @@ impl Ours {
     }
 
     fn need(&self) -> Result<Measured> {
-        let mut state = State::new(&self.device, &self.batch)?;
+        let mut state = State::new(&self.device)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
         arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
     }
 
-    /// Steps that launch their kernels one by one.
+    /// Steps that launch their kernels one by one. Each has inputs of its own, so it always uploads.
     fn eager(&self, need: Measured) -> Result<Timed> {
-        let mut state = State::new(&self.device, &self.batch)?;
+        let mut state = State::new(&self.device)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        self.times("stepscope eager", |measure| {
+        self.times("stepscope eager", &[Measure::RoundTrip, Measure::Queued], |measure| {
             state.optimizer.advance()?;
             arena.step(|step| {
-                let inside = match measure {
-                    Measure::Resident => state.resident.bring(step)?,
-                    _ => self.batch.upload(step)?,
-                };
-                let loss = train(step, &mut state, inside)?;
+                let loss = train(step, &mut state, self.batch.upload(step)?)?;
                 (measure == Measure::RoundTrip).then(|| step.read_scalar(&loss)).transpose()
             })
         })
@@ -174,20 +139,27 @@ impl Ours {
     /// Steps that are replays of one graph.
     fn captured(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        let (uploaded, resident) = (self.batch.inputs()?, Inputs::new().variant(RESIDENT));
-        let mut captured = arena.capture(State::new(&self.device, &self.batch)?, &uploaded, record)?;
-        self.times("stepscope captured", |measure| {
+        let inputs = self.batch.inputs()?;
+        let mut captured = arena.capture(State::new(&self.device)?, &inputs, record)?;
+        let measures = [Measure::RoundTrip, Measure::Queued, Measure::Resident];
+        self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;
-            let replay = captured.replay(if measure == Measure::Resident { &resident } else { &uploaded })?;
+            let replay = if measure == Measure::Resident { captured.repeat()? } else { captured.replay(&inputs)? };
             (measure == Measure::RoundTrip).then(|| replay.read_scalar(*replay.outputs())).transpose()
         })
     }
 
     /// What a contender needs whose `step` runs a step for a measure, and reads the loss where the measure has it.
-    fn times(&self, contender: &str, mut step: impl FnMut(Measure) -> Result<Option<f32>>) -> Result<Timed> {
+    fn times(
+        &self,
+        contender: &str,
+        measures: &[Measure],
+        mut step: impl FnMut(Measure) -> Result<Option<f32>>,
+    ) -> Result<Timed> {
         let Plan { batch, samples, row } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
-        for (measure, each) in [(Measure::RoundTrip, 1), (Measure::Queued, row), (Measure::Resident, row)] {
+        for &measure in measures {
+            let each = if measure == Measure::RoundTrip { 1 } else { row };
             let work = || {
                 timed.losses.extend(step(measure)?);
                 Ok(())

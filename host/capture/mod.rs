@@ -195,8 +195,21 @@ impl<S, R> Captured<S, R> {
             Some(found) => self.recordings[found..].rotate_left(1),
             None => self.add(inputs)?,
         }
+        self.run(Some(inputs))
+    }
+
+    /// Queues the graph that was used last, on the inputs that its slots still hold.
+    ///
+    /// # Errors
+    /// Those of the driver; in checked mode [`Error::Overrun`].
+    pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
+        self.run(None)
+    }
+
+    /// Replays the recording that stands last.
+    fn run(&mut self, inputs: Option<&Inputs<'_>>) -> Result<Replay<'_, R>> {
         let device = &self.place.device;
-        let recording = self.recordings.last_mut().expect("one was found or added");
+        let recording = self.recordings.last_mut().expect("one is always kept");
         let outcome = recording.replay(device, inputs, self.place.deadline);
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;
@@ -294,9 +307,9 @@ impl Place {
 }
 
 impl<R> Recording<R> {
-    fn replay(&mut self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
+    fn replay(&mut self, device: &Device, inputs: Option<&Inputs<'_>>, deadline: Duration) -> Result<()> {
         self.state = self.state.after(Event::Replay)?;
-        self.ports.fill(device, inputs, deadline)?;
+        inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline))?;
         self.graph.replay()?;
         self.checks.as_ref().map_or(Ok(()), Checks::replayed)
     }
