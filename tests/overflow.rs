@@ -7,49 +7,15 @@
 
 mod support;
 
-use serde_json::Value;
-use std::path::PathBuf;
-use std::process::{Command, Output};
 use stepscope::Device;
+use support::example::{SMALL, run, text, train};
 use support::on_each_device;
-
-/// Enough to need 28 MiB in a step, and no more.
-const SMALL: [&str; 6] = ["--limit", "100", "--batch", "32", "--folds", "1"];
-
-/// The example beside this test's folder, with arguments, on the device's kind, without settings of the environment.
-fn run(example: &str, device: &Device, arguments: &[&str]) -> Output {
-    let test = std::env::current_exe().expect("this test's path");
-    let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
-    let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
-    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
-    let mut command = Command::new(program);
-    for variable in ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "RUST_LOG"] {
-        command.env_remove(variable);
-    }
-    command.args(["--device", &device.description().kind.to_string()]).args(arguments);
-    command.output().expect("the example starts")
-}
-
-/// A training run's screen and report.
-fn train(device: &Device, memory: &[&str]) -> (String, Value) {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let out = folder.path().to_str().expect("a path in UTF-8");
-    let output = run("crossasset", device, &[&SMALL[..], memory, &["--out", out]].concat());
-    let (screen, errors) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{memory:?}: {screen}{errors}");
-    let report = std::fs::read_to_string(PathBuf::from(out).join("report.json")).expect("a report");
-    (screen, serde_json::from_str(&report).expect("the report is JSON"))
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
 
 on_each_device! {
     /// An overflow changes where tensors lie and nothing else.
     fn a_pool_trains_to_the_same_weights_as_a_large_arena(device: &Device) {
-        let (roomy_screen, roomy) = train(device, &["--arena-mib", "1024"]);
-        let (pooled_screen, pooled) = train(device, &["--arena-mib", "16", "--overflow-mib", "4096"]);
+        let (roomy_screen, roomy) = train(device, &["--arena-mib", "1024", "--capture", "off"]);
+        let (pooled_screen, pooled) = train(device, &["--arena-mib", "16", "--overflow-mib", "4096", "--capture", "off"]);
         assert_eq!(roomy["weights_sha256"].as_str().map(str::len), Some(64));
         assert_eq!(roomy["weights_sha256"], pooled["weights_sha256"]);
         assert_eq!(roomy["arena"]["allocations"], pooled["arena"]["allocations"]);
@@ -70,7 +36,7 @@ on_each_device! {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
         for (pool, told) in [("0", "advice: size the arena"), ("1", "the overflow pool's cap is 1048576 bytes")] {
-            let memory = ["--arena-mib", "16", "--overflow-mib", pool, "--out", out.to_str().unwrap()];
+            let memory = ["--arena-mib", "16", "--overflow-mib", pool, "--capture", "off", "--out", out.to_str().unwrap()];
             let output = run("crossasset", device, &[&SMALL[..], &memory].concat());
             let errors = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{errors}");

@@ -392,7 +392,8 @@ unsafe impl Driver for Cuda {
 
     fn begin_capture(&self) -> Result<()> {
         self.enter()?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // Strict for this thread. The global mode would also make every other thread's allocation fail, another device's too.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as `self`.
         let begun = unsafe { sys::cuStreamBeginCapture_v2(self.capture_stream.as_inner(), mode) };
         self.check("cuStreamBeginCapture", begun)?;
@@ -418,6 +419,9 @@ unsafe impl Driver for Cuda {
         // SAFETY: the graph is alive; without room for nodes the driver tells their number.
         let counted = unsafe { sys::cuGraphGetNodes(raw_graph(graph), std::ptr::null_mut(), &mut count) };
         self.check("cuGraphGetNodes", counted)?;
+        if count == 0 {
+            return Ok(Nodes::default());
+        }
         let mut nodes = vec![std::ptr::null_mut(); count];
         // SAFETY: there is room for `count` nodes.
         let listed = unsafe { sys::cuGraphGetNodes(raw_graph(graph), nodes.as_mut_ptr(), &mut count) };

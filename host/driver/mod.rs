@@ -165,7 +165,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// long as the graph is.
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()>;
 
-    /// Starts a capture in the driver's strictest mode; the same thread must end it.
+    /// Starts a capture in a mode that refuses whatever could be unsafe on this thread, which must also end it.
     fn begin_capture(&self) -> Result<()>;
 
     /// Ends the capture, whatever became of it: after an error too nothing is being captured any more.

@@ -5,6 +5,8 @@
 
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
 
+pub(crate) mod example;
+
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
 ///
 /// ```ignore

@@ -1,0 +1,41 @@
+//! Runs the built examples; `cargo test` and `cargo nextest run` build them first.
+//!
+//! Invariant: no setting of the environment reaches them.
+
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use stepscope::Device;
+
+/// Enough to need 28 MiB in a step, and no more.
+pub(crate) const SMALL: [&str; 6] = ["--limit", "100", "--batch", "32", "--folds", "1"];
+
+/// The example beside this test's folder, with arguments, on the device's kind, without settings of the environment.
+pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output {
+    let test = std::env::current_exe().expect("this test's path");
+    let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
+    let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
+    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
+    let mut command = Command::new(program);
+    for variable in ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "RUST_LOG"] {
+        command.env_remove(variable);
+    }
+    command.args(["--device", &device.description().kind.to_string()]).args(arguments);
+    command.output().expect("the example starts")
+}
+
+/// A training run's screen and report.
+pub(crate) fn train(device: &Device, memory: &[&str]) -> (String, Value) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().to_str().expect("a path in UTF-8");
+    let output = run("crossasset", device, &[&SMALL[..], memory, &["--out", out]].concat());
+    let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{memory:?}: {screen}{errors}");
+    let report = std::fs::read_to_string(PathBuf::from(out).join("report.json")).expect("a report");
+    (screen, serde_json::from_str(&report).expect("the report is JSON"))
+}
+
+/// What a program printed.
+pub(crate) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
