@@ -19,6 +19,7 @@ mod staging;
 pub use device::{Device, DeviceBuilder};
 pub(crate) use graphs::SealedGraph;
 pub(crate) use pins::Pins;
+pub(crate) use staging::Fill;
 
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
