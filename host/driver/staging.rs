@@ -196,17 +196,19 @@ impl Slot {
     }
 }
 
-/// Threads that write pieces, since one alone does not keep up with the link to the device. They are the ring's own: while a
-/// caller waits for a pool that it belongs to, it may be given another's upload to do, which would wait for the ring here.
+/// Threads that write pieces, since one alone does not keep up with the link to the device. They are the ring's own: those of
+/// a shared pool may all be waiting for the ring.
 #[derive(Debug, Default)]
 struct Writers {
     pool: OnceLock<Option<ThreadPool>>,
 }
 
 impl Writers {
-    /// Writes a piece.
+    /// Writes a piece. A thread of a pool does so alone: while it waits for others, it may be given another upload to do, which
+    /// would wait for this one.
     fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
-        let pool = if piece.len() > PART_BYTES { self.pool.get_or_init(Self::start).as_ref() } else { None };
+        let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
+        let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
         let Some(pool) = pool else { return fill(0, piece) };
         let parts = Mutex::new(piece.chunks_mut(PART_BYTES).enumerate());
         let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
