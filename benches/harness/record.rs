@@ -1,0 +1,47 @@
+//! The file of a run: `benches/runs/DATE-GPU-GROUP.json`.
+
+use serde::Serialize;
+use serde_json::json;
+use std::process::Command;
+use stepscope::{Device, DeviceKind};
+
+use super::Result;
+
+/// Writes all of a run's `lines`, with what is needed to run it again, and returns the file's path.
+///
+/// `STEPSCOPE_RUNS` names another folder; `STEPSCOPE_COMMIT` the commit, where the program runs without its repository.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(crate) fn record(group: &str, device: &Device, lines: &impl Serialize) -> Result<String> {
+    let date = told("date", &["-u", "+%Y-%m-%d"]).unwrap_or_else(|| "undated".into());
+    let commit = std::env::var("STEPSCOPE_COMMIT").ok();
+    let run = json!({
+        "date": date,
+        "device": device.description().name,
+        "driver": told("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"]),
+        "commit": commit.or_else(|| told("git", &["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])),
+        "command": std::env::args().collect::<Vec<_>>(),
+        "lines": lines,
+    });
+    let folder = std::env::var("STEPSCOPE_RUNS").unwrap_or_else(|_| "benches/runs".into());
+    std::fs::create_dir_all(&folder)?;
+    let path = format!("{folder}/{date}-{}-{group}.json", short_name(device));
+    stepscope::replace_file(&path, serde_json::to_string(&run)?.as_bytes())?;
+    Ok(path)
+}
+
+/// `h200` for "NVIDIA H200".
+fn short_name(device: &Device) -> String {
+    let description = device.description();
+    match description.kind {
+        DeviceKind::Cuda => description.name.trim_start_matches("NVIDIA ").to_lowercase().replace(' ', "-"),
+        kind => kind.to_string(),
+    }
+}
+
+/// What a program prints, where it exists and ends well.
+fn told(program: &str, arguments: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(arguments).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}

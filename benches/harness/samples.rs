@@ -1,0 +1,56 @@
+//! Samples of one line of a table.
+
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+
+/// Pieces of work before the first sample.
+const WARM_UP: usize = 5;
+
+/// Nanoseconds, one number a sample, in the order of measuring.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Samples(pub(crate) Vec<f64>);
+
+impl Samples {
+    /// `count` samples, after a warm-up. Each times `each` pieces of work in a row and, at their end, `settle`, which
+    /// waits for what they have queued; the time is divided by `each`.
+    ///
+    /// # Errors
+    /// Those of the closures.
+    pub(crate) fn collect<E>(
+        count: usize,
+        each: usize,
+        mut work: impl FnMut() -> Result<(), E>,
+        mut settle: impl FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        for _ in 0..WARM_UP {
+            work()?;
+        }
+        settle()?;
+        let mut sample = || {
+            let start = Instant::now();
+            for _ in 0..each {
+                work()?;
+            }
+            settle()?;
+            Ok(start.elapsed().as_nanos() as f64 / each as f64)
+        };
+        (0..count).map(|_| sample()).collect()
+    }
+
+    /// The sample below which `share` of all lie: 0.5 is the median.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub(crate) fn quantile(&self, share: f64) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+    }
+}
+
+impl FromIterator<f64> for Samples {
+    fn from_iter<I: IntoIterator<Item = f64>>(samples: I) -> Self {
+        Self(samples.into_iter().collect())
+    }
+}
