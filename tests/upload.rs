@@ -474,7 +474,9 @@ on_each_device! {
         let before = plan.count(Call::Upload);
         let mut numbers = 0..TENSORS;
         parameters.load(|_| Some(&bytes[place(numbers.next()?)..][..1024]), Transfer::new()).unwrap();
-        assert_eq!(plan.count(Call::Upload) - before, (1024 * TENSORS).div_ceil(PIECE) as u64);
+        // A piece ends where its slot does, too.
+        let (copies, pieces) = (plan.count(Call::Upload) - before, (1024 * TENSORS).div_ceil(PIECE) as u64);
+        assert!((pieces..=pieces + 4).contains(&copies), "{copies} copies of {pieces} pieces");
         for number in (0..TENSORS).step_by(1009).chain([TENSORS - 1]) {
             let held = parameters.flat().read_range(256 * number, 256).unwrap();
             assert_eq!(bytemuck::cast_slice::<f32, u8>(&held), &bytes[place(number)..][..1024], "{number}");
