@@ -6,9 +6,11 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
+use crate::memory::Mapped;
 use crate::optim::AdamW;
 use crate::params::{Entry, Layout, Parameters, hex};
 use crate::tensor::Shape;
+use crate::upload::Transfer;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use sha2::{Digest, Sha256};
@@ -24,11 +26,11 @@ const DIGEST: &str = "stepscope.sha256";
 /// Names of the moments' tensors, before the parameter's own name.
 const MOMENTS: [&str; 2] = ["adamw.first.", "adamw.second."];
 
-/// A checkpoint's file, read whole.
+/// A checkpoint's file, known to be whole. It stays mapped, and must not be written to meanwhile; replacing it does no harm.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
-    bytes: Vec<u8>,
+    bytes: Mapped,
     notes: HashMap<String, String>,
 }
 
@@ -82,7 +84,7 @@ impl Checkpoint {
     /// [`Error::File`] when it is missing, torn or not of this format.
     pub fn load(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let bytes = fs::read(&path).map_err(|reason| Error::file(&path, reason))?;
+        let bytes = Mapped::open(&path)?;
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|reason| Error::file(&path, reason))?;
         let notes = header.metadata().clone().unwrap_or_default();
         if notes.get(FORMAT).map(String::as_str) != Some("1") {
@@ -112,36 +114,54 @@ impl Checkpoint {
     /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
     ///
     /// # Errors
-    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state.
+    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state; when the upload
+    /// fails, as for [`Parameters::load`].
     pub fn restore(&self, parameters: &mut Parameters, optimizer: Option<&mut AdamW>) -> Result<()> {
+        self.restore_with(parameters, optimizer, Transfer::new())
+    }
+
+    /// [`Checkpoint::restore`] with a deadline or progress: weights and moments are one upload, straight from the file.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::restore`].
+    pub fn restore_with(
+        &self,
+        parameters: &mut Parameters,
+        optimizer: Option<&mut AdamW>,
+        transfer: Transfer<'_>,
+    ) -> Result<()> {
+        self.bytes.check(&self.path)?;
         let tensors = SafeTensors::deserialize(&self.bytes).map_err(|reason| Error::file(&self.path, reason))?;
         let layout = parameters.layout().clone();
         let weights = self.region(&tensors, &layout, "")?;
-        if let Some(optimizer) = optimizer {
-            optimizer.check_layout(&layout)?;
-            let updates = self.note(UPDATES)?;
-            let updates =
-                updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
-            let [first, second] = MOMENTS;
-            let (first, second) = (self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?);
-            optimizer.restore(updates, &first, &second)?;
+        let moments = match &optimizer {
+            None => None,
+            Some(optimizer) => {
+                optimizer.check_layout(&layout)?;
+                let updates = self.note(UPDATES)?;
+                let updates: u64 =
+                    updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
+                let [first, second] = MOMENTS;
+                Some((updates, self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?))
+            }
+        };
+        let mut regions = vec![(parameters.flat_mut(), weights)];
+        if let (Some(optimizer), Some((updates, first, second))) = (optimizer, moments) {
+            regions.extend(optimizer.restore(updates).into_iter().zip([first, second]));
         }
-        parameters.flat_mut().write(0, &weights)
+        layout.upload(&regions, transfer)
     }
 
-    /// The flat region of the tensors whose names start with `prefix`.
-    fn region(&self, tensors: &SafeTensors<'_>, layout: &Layout, prefix: &str) -> Result<Vec<f32>> {
-        let mut values = vec![0.0; layout.elements()];
-        for entry in layout.entries() {
+    /// The bytes of the tensors whose names start with `prefix`, for each parameter.
+    fn region<'f>(&self, tensors: &SafeTensors<'f>, layout: &Layout, prefix: &str) -> Result<Vec<&'f [u8]>> {
+        let bytes = |entry: &Entry| {
             let name = format!("{prefix}{}", entry.name());
             let tensor =
                 tensors.tensor(&name).map_err(|reason| Error::file(&self.path, format!("`{name}`: {reason}")))?;
             self.check(&name, entry, &tensor)?;
-            for (value, bytes) in values[entry.range()].iter_mut().zip(tensor.data().chunks_exact(4)) {
-                *value = f32::from_le_bytes(bytes.try_into().expect("chunks of four bytes"));
-            }
-        }
-        Ok(values)
+            Ok(tensor.data())
+        };
+        layout.entries().iter().map(bytes).collect()
     }
 
     fn check(&self, name: &str, entry: &Entry, tensor: &TensorView<'_>) -> Result<()> {

@@ -82,6 +82,21 @@ pub enum Error {
         /// The first byte that was hit, from the tensor's start.
         offset_bytes: usize,
     },
+    /// Checked mode: what the device holds is not what was uploaded.
+    #[error(
+        "`{tensor}` was damaged on its way to the device, at byte {offset_bytes}: checksum {expected:#018x} when it was staged, \
+         {got:#018x} on the device; upload it again, and if that repeats distrust the machine's memory and its link"
+    )]
+    Damaged {
+        /// The parameter, or the buffer's element type and length.
+        tensor: String,
+        /// The first byte that differs, from the tensor's start.
+        offset_bytes: usize,
+        /// The checksum of the bytes around it as they were staged.
+        expected: u64,
+        /// The checksum of the same bytes on the device.
+        got: u64,
+    },
     /// There is no memory to take without starving others; nothing was taken.
     #[error("{0}")]
     Refused(Box<Refusal>),

@@ -3,7 +3,7 @@
 //! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is alive and borrowed
 //! for the call. That is why [`Step::launch`] is safe.
 
-use crate::driver::Device;
+use crate::driver::{Device, Fill};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Request};
 use crate::step::Step;
@@ -92,6 +92,18 @@ impl<T: Element> Memory<T> {
         assert!(bytes.len() <= self.len * size_of::<T>(), "{} bytes into {} elements", bytes.len(), self.len);
         // SAFETY: the memory is valid by this type's invariant, and large enough.
         unsafe { device.upload(self.address, bytes, deadline) }
+    }
+
+    /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
+    pub(crate) fn upload_with(
+        self,
+        device: &Device,
+        fill: &Fill<'_>,
+        deadline: Duration,
+        staged: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        // SAFETY: the memory is valid by this type's invariant.
+        unsafe { device.upload_with(self.address, self.len * size_of::<T>(), fill, deadline, staged) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

@@ -13,6 +13,7 @@ mod optim;
 mod params;
 mod step;
 mod tensor;
+mod upload;
 
 pub use autograd::{Backward, Tape, Var};
 pub use capture::{CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
@@ -29,6 +30,7 @@ pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
+pub use upload::{Progress, Transfer};
 
 // What must and must not cross threads. A step's things are one thread's: their order is the stream's.
 static_assertions::assert_impl_all!(Device: Send, Sync);

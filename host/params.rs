@@ -11,7 +11,9 @@ use crate::launch::{Lent, LentMut};
 use crate::memory::{ALIGN_BYTES, Buffer};
 use crate::step::Step;
 use crate::tensor::Shape;
+use crate::upload::{Content, Transfer};
 use sha2::{Digest, Sha256};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How a parameter starts.
@@ -79,8 +81,14 @@ impl Entry {
     }
 
     /// The elements' places in a flat region of this layout.
-    pub fn range(&self) -> std::ops::Range<usize> {
+    pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.shape.elements()
+    }
+
+    /// The same in bytes.
+    fn bytes(&self) -> Range<usize> {
+        let Range { start, end } = self.range();
+        start * size_of::<f32>()..end * size_of::<f32>()
     }
 }
 
@@ -187,6 +195,59 @@ impl Layout {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
+    /// Writes what follows byte `offset` of a flat region: each parameter's bytes by `write`, from its entry, its place in the layout
+    /// and the first byte within it, and zeros between.
+    fn fill(&self, offset: usize, mut place: &mut [u8], write: impl Fn(usize, &Entry, usize, &mut [u8])) {
+        let mut at = offset;
+        let mut take = |bytes: usize| {
+            let bytes = bytes.min(place.len());
+            let (part, rest) = std::mem::take(&mut place).split_at_mut(bytes);
+            place = rest;
+            part
+        };
+        let first = self.entries().partition_point(|entry| entry.bytes().end <= offset);
+        for (number, entry) in self.entries().iter().enumerate().skip(first) {
+            let bytes = entry.bytes();
+            let gap = take(bytes.start.saturating_sub(at));
+            gap.fill(0);
+            at += gap.len();
+            let part = take(bytes.end - at);
+            if part.is_empty() {
+                return;
+            }
+            write(number, entry, at - bytes.start, part);
+            at += part.len();
+        }
+        take(usize::MAX).fill(0);
+    }
+
+    /// The name of what holds byte `offset` of a flat region, or precedes it, and where that starts.
+    fn name_at(&self, offset: usize) -> (String, usize) {
+        let entry = &self.entries()[self.entries().partition_point(|entry| entry.bytes().start <= offset) - 1];
+        (entry.name.clone(), entry.bytes().start)
+    }
+
+    /// Overwrites flat regions of this layout, each with its sources in the order of the entries.
+    pub(crate) fn upload(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
+        let Some((first, _)) = regions.first() else { return Ok(()) };
+        let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
+            self.fill(offset, place, |number, _, within, part| {
+                part.copy_from_slice(&sources[number][within..][..part.len()]);
+            });
+        };
+        let fills: Vec<_> = regions
+            .iter()
+            .map(|(_, sources)| move |offset: usize, place: &mut [u8]| fill(sources, offset, place))
+            .collect();
+        let name = |offset| self.name_at(offset);
+        let contents: Vec<_> = regions
+            .iter()
+            .zip(&fills)
+            .map(|((buffer, _), fill)| Content { memory: buffer.memory().cast(), fill, name: &name })
+            .collect();
+        transfer.run(first.device(), &contents)
+    }
+
     /// The members' common shape and distance in elements, and the first.
     pub(crate) fn stack(&self, stack: &Stack) -> Result<(Parameter, Shape, usize)> {
         let [first, ..] = stack.members() else {
@@ -237,18 +298,59 @@ impl Parameters {
     /// # Errors
     /// [`Error::DeviceMemory`] when there is no room.
     pub fn new(device: &Device, layout: &Layout, seed: u64) -> Result<Self> {
-        let mut random = SplitMix64 { state: seed };
-        let mut values = vec![0.0; layout.elements()];
-        for entry in layout.entries() {
-            for value in &mut values[entry.range()] {
-                *value = match entry.initializer {
-                    Initializer::Constant(constant) => constant,
-                    Initializer::Uniform { bound } => bound * (2.0 * random.unit() - 1.0),
-                };
-            }
-        }
-        let values = Buffer::from_slice(device, &values)?;
+        // How many random numbers the parameters before each have used.
+        let drawn: Vec<u64> = layout
+            .entries()
+            .iter()
+            .scan(0, |drawn, entry| {
+                let before = *drawn;
+                if let Initializer::Uniform { .. } = entry.initializer {
+                    *drawn += entry.shape.elements() as u64;
+                }
+                Some(before)
+            })
+            .collect();
+        let fill = |offset: usize, place: &mut [u8]| {
+            layout.fill(offset, place, |number, entry, within, part| {
+                let mut random = SplitMix64::after(seed, drawn[number] + (within / size_of::<f32>()) as u64);
+                for word in part.as_chunks_mut().0 {
+                    let value = match entry.initializer {
+                        Initializer::Constant(constant) => constant,
+                        Initializer::Uniform { bound } => bound * (2.0 * random.unit() - 1.0),
+                    };
+                    *word = value.to_le_bytes();
+                }
+            });
+        };
+        let values = Buffer::allocate(device, layout.elements())?;
+        let content = Content { memory: values.memory().cast(), fill: &fill, name: &|offset| layout.name_at(offset) };
+        Transfer::new().run(device, &[content])?;
         Ok(Self { flat: Flat { layout: layout.clone(), values } })
+    }
+
+    /// Overwrites all weights with what `source` gives for each parameter, in the layout's order: its elements as
+    /// little-endian f32, row-major, at any alignment, from memory or from a mapped file. Small parameters share a copy, large ones take
+    /// several. The sources are not needed any more when it returns.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a parameter without a source or with one of another length, before anything is changed;
+    /// [`Error::Timeout`], [`Error::Damaged`] on a checked device, and what the transfer's progress returns: some weights are
+    /// the new ones then.
+    pub fn load<'b>(
+        &mut self,
+        mut source: impl FnMut(&Entry) -> Option<&'b [u8]>,
+        transfer: Transfer<'_>,
+    ) -> Result<()> {
+        let Flat { layout, values } = &mut self.flat;
+        let checked = |entry: &Entry| {
+            let (expected, found) = (entry.bytes().len(), source(entry));
+            found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
+                let got = found.map_or("none".into(), |bytes| format!("{} bytes", bytes.len()));
+                Error::misuse("load", format!("{expected} bytes for `{}` {}", entry.name, entry.shape), got)
+            })
+        };
+        let sources = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        layout.upload(&[(values, sources)], transfer)
     }
 
     /// Names, shapes and places.
@@ -380,8 +482,15 @@ struct SplitMix64 {
 }
 
 impl SplitMix64 {
+    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+    /// As it is after `count` numbers.
+    fn after(seed: u64, count: u64) -> Self {
+        Self { state: seed.wrapping_add(count.wrapping_mul(Self::STEP)) }
+    }
+
     fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.state = self.state.wrapping_add(Self::STEP);
         let mut mixed = self.state;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

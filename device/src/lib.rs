@@ -26,6 +26,7 @@ mod entries {
     pub mod activation;
     pub mod adamw;
     pub mod attention;
+    pub mod checksum;
     pub mod elementwise;
     pub mod fill;
     pub mod guard;

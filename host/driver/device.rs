@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 const LONGEST_NAP: Duration = Duration::from_micros(500);
 /// Waits shorter than this spin.
 const SPIN: Duration = Duration::from_micros(200);
+/// The environment variable that turns checked mode on (`1`) or off (`0`).
+const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
 
 /// Settings of a device; see [`Device::builder`].
 #[derive(Debug)]
@@ -30,6 +32,7 @@ pub struct DeviceBuilder {
     deadline: Duration,
     faults: Option<FaultPlan>,
     ring: RingSize,
+    checked: bool,
 }
 
 impl DeviceBuilder {
@@ -48,6 +51,14 @@ impl DeviceBuilder {
         self
     }
 
+    /// Whether what is uploaded to buffers is verified on the device, and whether arenas of this device are checked unless they
+    /// say otherwise (default: no). The environment variable `STEPSCOPE_CHECKED` (`1` or `0`) overrides this and them.
+    #[must_use]
+    pub fn checked(mut self, checked: bool) -> Self {
+        self.checked = checked;
+        self
+    }
+
     /// Makes chosen calls of the driver fail, for tests.
     #[must_use]
     pub fn faults(mut self, plan: FaultPlan) -> Self {
@@ -59,8 +70,9 @@ impl DeviceBuilder {
     ///
     /// # Errors
     /// [`Error::NoDevice`] when it is not there or this build cannot drive it, with what to do; [`Error::Timeout`] when
-    /// the driver does not answer.
+    /// the driver does not answer; [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED`.
     pub fn open(self) -> Result<Device> {
+        let checks = Checks { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
             wanted: "any",
             reason: format!("no thread for the driver's calls: {error}"),
@@ -94,9 +106,20 @@ impl DeviceBuilder {
             lost: OnceLock::new(),
             pins: PinTable::default(),
             staging: Mutex::new(Staging::new(self.ring)),
+            checks,
             rehearsal: None,
         };
         Ok(Device { shared: Arc::new(shared) })
+    }
+}
+
+/// Whether the environment asks for checked mode.
+fn checked_variable() -> Result<Option<bool>> {
+    match std::env::var(CHECKED_VARIABLE).as_deref() {
+        Err(_) => Ok(None),
+        Ok("0") => Ok(Some(false)),
+        Ok("1") => Ok(Some(true)),
+        Ok(other) => Err(Error::misuse("device", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
     }
 }
 
@@ -131,8 +154,16 @@ struct Shared {
     lost: OnceLock<String>,
     pins: PinTable,
     staging: Mutex<Staging>,
+    checks: Checks,
     /// The driver again, where it is one that rehearses.
     rehearsal: Option<Arc<Rehearsal>>,
+}
+
+/// Whether the program wants checked mode, and what the environment has to say.
+#[derive(Clone, Copy, Debug)]
+struct Checks {
+    asked: bool,
+    forced: Option<bool>,
 }
 
 thread_local! {
@@ -160,7 +191,7 @@ impl Device {
 
     /// Settings for a device.
     pub fn builder(kind: DeviceKind) -> DeviceBuilder {
-        DeviceBuilder { kind, deadline: DEFAULT_DEADLINE, faults: None, ring: RingSize::default() }
+        DeviceBuilder { kind, deadline: DEFAULT_DEADLINE, faults: None, ring: RingSize::default(), checked: false }
     }
 
     /// What the device is.
@@ -171,6 +202,17 @@ impl Device {
     /// How long a call of the driver may take.
     pub fn deadline(&self) -> Duration {
         self.shared.deadline
+    }
+
+    /// Whether uploads to buffers are verified on the device; see [`DeviceBuilder::checked`].
+    pub fn checked(&self) -> bool {
+        self.checked_unless(None)
+    }
+
+    /// Whether something of this device is checked that has its own setting, or none.
+    pub(crate) fn checked_unless(&self, own: Option<bool>) -> bool {
+        let Checks { asked, forced } = self.shared.checks;
+        forced.or(own).unwrap_or(asked)
     }
 
     /// Why the device was lost, if it was.
@@ -218,7 +260,7 @@ impl Device {
     }
 
     fn rehearsing(&self, rehearsal: Rehearsal) -> Self {
-        let Shared { description, lane, deadline, identity, pins, .. } = &*self.shared;
+        let Shared { description, lane, deadline, identity, pins, checks, .. } = &*self.shared;
         let rehearsal = Arc::new(rehearsal);
         let shared = Shared {
             driver: Arc::clone(&rehearsal) as Arc<dyn Driver>,
@@ -228,7 +270,8 @@ impl Device {
             identity: *identity,
             lost: OnceLock::new(),
             pins: pins.clone(),
-            staging: Mutex::new(Staging::new(RingSize::default())),
+            staging: Mutex::default(),
+            checks: *checks,
             rehearsal: Some(rehearsal),
         };
         Self { shared: Arc::new(shared) }
@@ -346,19 +389,9 @@ impl Device {
         self.bounded("destroy_pool", self.deadline(), move |driver| unsafe { driver.destroy_pool(pool) })
     }
 
-    /// Queues a copy of host bytes, which may be reused on return. Waits at most until the deadline for room to stage them.
-    ///
-    /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes.
-    pub(crate) unsafe fn upload(&self, to: u64, from: &[u8], deadline: Duration) -> Result<()> {
-        self.check("upload")?;
-        if self.shared.rehearsal.is_some() {
-            return Ok(());
-        }
-        let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the caller's promise.
-        unsafe { staging.push(self, to, from, deadline)? };
-        staging.flush(self)
+    /// The ring that uploads pass through; none on a device that rehearses, which has no memory to upload to.
+    pub(super) fn staging(&self) -> Option<&Mutex<Staging>> {
+        self.shared.rehearsal.is_none().then_some(&self.shared.staging)
     }
 
     /// Waits for the work queued before, until the deadline, then copies.
@@ -429,7 +462,7 @@ impl Device {
         if matches!(error, Error::Driver { fatal: true, .. }) { self.lose_to(error) } else { error }
     }
 
-    fn lose_to(&self, error: Error) -> Error {
+    pub(super) fn lose_to(&self, error: Error) -> Error {
         tracing::error!(%error, "device lost");
         // The first cause is the one that matters.
         let _ = self.shared.lost.set(error.to_string());

@@ -138,6 +138,8 @@ pub enum Fault {
     Allocates,
     /// It first takes memory from a pool in stream order, which a capture turns into a memory node.
     AllocatesInStream,
+    /// It succeeds, and one bit of what [`Driver::upload`] copied is wrong.
+    Flips,
 }
 
 /// Which calls meet which fault. Clones share their counts.
@@ -151,6 +153,8 @@ struct Plan {
     faults: HashMap<(Call, u64), Fault>,
     counts: HashMap<Call, u64>,
     stalled: bool,
+    /// Whether the upload that was just met flips a bit.
+    flips: bool,
     /// The newest pool, for [`Fault::AllocatesInStream`].
     pool: Option<Pool>,
     /// The thread that captures.
@@ -166,13 +170,15 @@ impl FaultPlan {
     /// The `number`th call of a kind, counted from 1, meets `fault`.
     ///
     /// # Panics
-    /// For [`Fault::Never`] on a call that queues: it runs on the caller's thread, which nothing could free.
+    /// For [`Fault::Never`] on a call that queues: it runs on the caller's thread, which nothing could free. For [`Fault::Flips`] on
+    /// anything but an upload.
     #[must_use]
     pub fn on(self, call: Call, number: u64, fault: Fault) -> Self {
         assert!(
             fault != Fault::Never || !call.is_direct() || call.looks(),
             "{call:?} runs on the caller's own thread: a call that never returns would hang it"
         );
+        assert!(fault != Fault::Flips || call == Call::Upload, "{call:?} copies nothing to the device");
         self.plan().faults.insert((call, number), fault);
         self
     }
@@ -212,6 +218,10 @@ impl FaultPlan {
             Some(Fault::AllocatesInStream) => {
                 let pool = self.plan().pool.ok_or_else(|| failed(false))?;
                 driver.pool_allocate(pool, 256).map(drop)
+            }
+            Some(Fault::Flips) => {
+                self.plan().flips = true;
+                Ok(())
             }
             Some(Fault::Never) if call.looks() => {
                 self.plan().stalled = true;
@@ -306,7 +316,19 @@ unsafe impl Driver for Faulty {
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         self.meet(Call::Upload)?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.upload(to, from) }
+        unsafe { self.driver.upload(to, from) }?;
+        match from.get(from.len() / 2) {
+            Some(&byte) if std::mem::take(&mut self.plan.plan().flips) => {
+                let flipped = self.driver.allocate_pinned(1)? as *mut u8;
+                // SAFETY: a byte of its own, which stays: no fence of ours tells when it has been copied. The device has room for
+                // it where the byte before was copied to.
+                unsafe {
+                    flipped.write(byte ^ 1);
+                    self.driver.upload(to + from.len() as u64 / 2, std::slice::from_raw_parts(flipped, 1))
+                }
+            }
+            _ => Ok(()),
+        }
     }
 
     fn create_fence(&self) -> Result<Fence> {

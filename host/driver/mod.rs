@@ -22,6 +22,7 @@ pub use device::{Device, DeviceBuilder};
 pub(crate) use graphs::SealedGraph;
 pub(crate) use pins::Pins;
 pub(crate) use rehearsal::Launch;
+pub(crate) use staging::Fill;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;

@@ -1,21 +1,26 @@
 //! The one way host bytes reach the device: a bounded ring of page-locked slots.
 //!
 //! A copy from pageable memory runs on the caller's thread for as long as the driver likes, and one from a mapped file can
-//! stall on the disk inside the driver. So every source is first copied into a slot, and the device copies from there.
-//! Neighbours on the device are gathered into one copy. Invariant: a slot is written again only when the device has passed
-//! the fence behind its last copy; that wait has a deadline, and no other call here blocks.
+//! stall on the disk inside the driver. So every source is first written into a slot, and the device copies from there, piece
+//! by piece. Invariant: a slot is written again only when the device has passed the fence behind its last copy; that wait has
+//! a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
 use super::{Driver, Fence};
 use crate::error::{Error, Result};
-use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// A copy is queued once it has gathered this much, so that the device starts while the host still gathers.
-const PIECE_BYTES: usize = 4 << 20;
-/// Copies larger than this are made by several threads, each with parts of this size.
-const PARALLEL_BYTES: usize = 512 << 10;
-/// Where a copy starts within its slot.
+/// What an upload is made of: writes the bytes that follow an offset into a slot. Offsets are multiples of [`ALIGN_BYTES`]; parts of
+/// a piece are written by several threads.
+pub(crate) type Fill<'f> = dyn Fn(usize, &mut [u8]) + Sync + 'f;
+
+/// The most that is written before its copy is queued, so that the device copies one piece while the host writes the next.
+const PIECE_BYTES: usize = 8 << 20;
+/// The share of a piece that a thread takes at a time.
+const PART_BYTES: usize = 128 << 10;
+/// Where a piece starts within its slot.
 const ALIGN_BYTES: usize = 256;
 
 /// Slots of a ring, and the bytes of each.
@@ -37,11 +42,11 @@ pub(super) struct Staging {
     size: RingSize,
     slots: Vec<Slot>,
     current: usize,
-    gathered: Option<Gathered>,
+    writers: Writers,
 }
 
 /// Page-locked memory.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Slot {
     address: u64,
     fence: Fence,
@@ -49,86 +54,115 @@ struct Slot {
     filled: usize,
 }
 
-/// The copy that is being gathered at the end of the current slot.
-#[derive(Clone, Copy, Debug)]
-struct Gathered {
-    to: u64,
-    start: usize,
-    bytes: usize,
+impl Device {
+    /// Queues a copy of host bytes, which may be reused on return. Waits at most until the deadline for room to stage them.
+    ///
+    /// # Safety
+    /// `to` is device memory of at least `from.len()` bytes.
+    pub(crate) unsafe fn upload(&self, to: u64, from: &[u8], deadline: Duration) -> Result<()> {
+        let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_with(to, from.len(), &fill, deadline, &mut |_| Ok(())) }
+    }
+
+    /// Queues copies of `bytes` bytes that `fill` writes, and tells `staged` after each piece how many have been. Others' uploads
+    /// may go between the pieces.
+    ///
+    /// # Safety
+    /// `to` is device memory of at least `bytes` bytes.
+    pub(crate) unsafe fn upload_with(
+        &self,
+        to: u64,
+        bytes: usize,
+        fill: &Fill<'_>,
+        deadline: Duration,
+        staged: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        self.check("upload")?;
+        let Some(ring) = self.staging() else { return Ok(()) };
+        let start = Instant::now();
+        let mut done = 0;
+        while done < bytes {
+            let waited = start.elapsed();
+            let left = deadline.saturating_sub(waited).min(self.deadline());
+            if left.is_zero() {
+                return Err(self.lose_to(Error::Timeout { call: "upload", waited, report: None }));
+            }
+            let rest = |offset: usize, place: &mut [u8]| fill(done + offset, place);
+            // SAFETY: the caller's promise.
+            done += unsafe { lock(self, ring, left)?.stage(self, to + done as u64, bytes - done, &rest, left)? };
+            staged(done)?;
+        }
+        Ok(())
+    }
+}
+
+/// The ring, once no other thread uses it.
+fn lock<'r>(device: &Device, ring: &'r Mutex<Staging>, deadline: Duration) -> Result<MutexGuard<'r, Staging>> {
+    let mut locked = None;
+    device.wait("upload", deadline, |_| {
+        locked = match ring.try_lock() {
+            Ok(ring) => Some(ring),
+            // A source that panicked has left the ring as it was.
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        Ok(locked.is_some())
+    })?;
+    Ok(locked.expect("the wait has ended with it"))
 }
 
 impl Staging {
     pub(super) fn new(size: RingSize) -> Self {
-        Self { size, slots: Vec::new(), current: 0, gathered: None }
+        Self { size, ..Self::default() }
     }
 
-    /// Stages `from` for the device's memory at `to`; [`Staging::flush`] queues what is still gathered then.
+    /// Writes the first piece of `bytes` into a slot, queues its copy to the device's memory at `to`, and returns its length.
     ///
     /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes, until the copy is done.
-    pub(super) unsafe fn push(
+    /// `to` is device memory of at least `bytes` bytes, until the copy is done.
+    pub(super) unsafe fn stage(
         &mut self,
         device: &Device,
-        mut to: u64,
-        mut from: &[u8],
+        to: u64,
+        bytes: usize,
+        fill: &Fill<'_>,
         deadline: Duration,
-    ) -> Result<()> {
-        while !from.is_empty() {
-            let continues = self.gathered.is_some_and(|gathered| gathered.to + gathered.bytes as u64 == to);
-            if !continues {
-                self.flush(device)?;
-            }
-            let room = self.room(device, !continues, deadline)?;
-            let (part, rest) = from.split_at(from.len().min(room).min(PIECE_BYTES));
-            let slot = &mut self.slots[self.current];
-            // SAFETY: the slot has room for the part, and no queued copy reads there: its last fence was passed, and what was
-            // queued since lies before `filled`.
-            let place =
-                unsafe { std::slice::from_raw_parts_mut((slot.address + slot.filled as u64) as *mut u8, part.len()) };
-            copy(part, place);
-            let gathered = self.gathered.get_or_insert(Gathered { to, start: slot.filled, bytes: 0 });
-            gathered.bytes += part.len();
-            slot.filled += part.len();
-            if gathered.bytes >= PIECE_BYTES {
-                self.flush(device)?;
-            }
-            (to, from) = (to + part.len() as u64, rest);
-        }
-        Ok(())
+    ) -> Result<usize> {
+        let bytes = self.room(device, deadline)?.min(bytes).min(PIECE_BYTES);
+        let slot = &mut self.slots[self.current];
+        let place = (slot.address + slot.filled as u64) as *mut u8;
+        // SAFETY: the slot has room for the piece, and no queued copy reads there: its last fence was passed, and what was
+        // queued since lies before `filled`.
+        let place = unsafe { std::slice::from_raw_parts_mut(place, bytes) };
+        self.writers.write(place, fill);
+        // Also when the next call fails: who knows whether it has queued the copy.
+        slot.filled += bytes.next_multiple_of(ALIGN_BYTES);
+        // SAFETY: the caller's promise; the source is page-locked, and written again only behind a passed fence.
+        device.direct("upload", |driver| unsafe { driver.upload(to, place) })?;
+        Ok(bytes)
     }
 
-    /// Queues the copy that is being gathered.
-    pub(super) fn flush(&mut self, device: &Device) -> Result<()> {
-        let Some(Gathered { to, start, bytes }) = self.gathered.take() else { return Ok(()) };
-        let slot = &self.slots[self.current];
-        // SAFETY: `push` wrote these bytes of the slot, and writes them again only behind a passed fence.
-        let from = unsafe { std::slice::from_raw_parts((slot.address + start as u64) as *const u8, bytes) };
-        // SAFETY: the promise made to `push`; the source is page-locked.
-        device.direct("upload", |driver| unsafe { driver.upload(to, from) })
-    }
-
-    /// Bytes that the current slot can still take, above zero; moves on to the next slot when it is full.
-    fn room(&mut self, device: &Device, align: bool, deadline: Duration) -> Result<usize> {
-        if let Some(slot) = self.slots.get_mut(self.current) {
-            if align {
-                slot.filled = slot.filled.next_multiple_of(ALIGN_BYTES);
+    /// Goes on to the next slot when the current one is full. Returns the room in the current one, above zero.
+    fn room(&mut self, device: &Device, deadline: Duration) -> Result<usize> {
+        let RingSize { slots, slot_bytes } = self.size;
+        let next = match self.slots.get(self.current) {
+            Some(slot) if slot.filled < slot_bytes => return Ok(slot_bytes - slot.filled),
+            Some(slot) => {
+                device.direct("record_fence", |driver| driver.record_fence(slot.fence))?;
+                (self.current + 1) % slots
             }
-            if slot.filled < self.size.slot_bytes {
-                return Ok(self.size.slot_bytes - slot.filled);
-            }
-            self.flush(device)?;
-            let fence = self.slots[self.current].fence;
-            device.direct("record_fence", |driver| driver.record_fence(fence))?;
-            self.current = (self.current + 1) % self.size.slots;
-        }
-        match self.slots.get_mut(self.current) {
+            None => 0,
+        };
+        match self.slots.get_mut(next) {
             Some(slot) => {
                 device.wait("upload", deadline, |driver| driver.poll_fence(slot.fence))?;
                 slot.filled = 0;
             }
-            None => self.slots.push(Slot::new(device, self.size.slot_bytes, deadline)?),
+            None => self.slots.push(Slot::new(device, slot_bytes, deadline)?),
         }
-        Ok(self.size.slot_bytes)
+        self.current = next;
+        Ok(slot_bytes)
     }
 
     /// Gives the slots back, once the device has done what reads them.
@@ -140,14 +174,12 @@ impl Staging {
             }
             std::thread::sleep(Duration::from_micros(50));
         }
-        for Slot { address, fence, .. } in self.slots {
+        // Each whatever became of the others.
+        let ended = self.slots.into_iter().map(|Slot { address, fence, .. }| {
             // SAFETY: all copies are done, and the ring ends here.
-            unsafe {
-                driver.destroy_fence(fence)?;
-                driver.free_pinned(address, self.size.slot_bytes)?;
-            }
-        }
-        Ok(())
+            unsafe { driver.destroy_fence(fence).and(driver.free_pinned(address, self.size.slot_bytes)) }
+        });
+        ended.fold(Ok(()), Result::and)
     }
 }
 
@@ -164,11 +196,38 @@ impl Slot {
     }
 }
 
-fn copy(from: &[u8], to: &mut [u8]) {
-    if from.len() <= PARALLEL_BYTES {
-        to.copy_from_slice(from);
-    } else {
-        let parts = to.par_chunks_mut(PARALLEL_BYTES).zip(from.par_chunks(PARALLEL_BYTES));
-        parts.for_each(|(to, from)| to.copy_from_slice(from));
+/// Threads that write pieces, since one alone does not keep up with the link to the device. They are the ring's own: those of
+/// a shared pool may all be waiting for the ring.
+#[derive(Debug, Default)]
+struct Writers {
+    pool: OnceLock<Option<ThreadPool>>,
+}
+
+impl Writers {
+    /// Writes a piece. A thread of a pool does so alone: while it waits for others, it may be given another upload to do, which
+    /// would wait for this one.
+    fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
+        let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
+        let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
+        let Some(pool) = pool else { return fill(0, piece) };
+        let parts = Mutex::new(piece.chunks_mut(PART_BYTES).enumerate());
+        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let write = || {
+            while let Some((number, part)) = next() {
+                fill(number * PART_BYTES, part);
+            }
+        };
+        pool.in_place_scope(|scope| {
+            (0..pool.current_num_threads()).for_each(|_| scope.spawn(|_| write()));
+            write();
+        });
+    }
+
+    /// One thread less than there are processors: the caller writes too. None where no thread can be had.
+    fn start() -> Option<ThreadPool> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
+        let name = |number| format!("stepscope-upload-{number}");
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name).build();
+        pool.inspect_err(|error| tracing::warn!(%error, "uploads are written by one thread")).ok()
     }
 }

@@ -4,7 +4,10 @@
 
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use crate::launch::launch_on;
 use crate::tensor::Element;
+use crate::upload::{Content, Transfer};
+use kernels::fill::fill;
 use std::marker::PhantomData;
 
 /// `len` elements of device memory, owned.
@@ -22,11 +25,7 @@ impl<T: Element> Buffer<T> {
     /// # Errors
     /// [`Error::DeviceMemory`] when there is no room; [`Error::Misuse`] for no values.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<Self> {
-        if values.is_empty() {
-            return Err(Error::misuse("buffer", "at least one element", "none"));
-        }
-        let address = device.allocate(size_of_val(values))?;
-        let mut buffer = Self { device: device.clone(), address, len: values.len(), element: PhantomData };
+        let mut buffer = Self::allocate(device, values.len())?;
         buffer.write(0, values)?;
         Ok(buffer)
     }
@@ -36,7 +35,25 @@ impl<T: Element> Buffer<T> {
     /// # Errors
     /// As for [`Buffer::from_slice`].
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
-        Self::from_slice(device, &vec![T::zeroed(); len])
+        let buffer = Self::allocate(device, len)?;
+        // The bits of zero are the same in every element type.
+        let memory = buffer.memory().cast::<f32>();
+        launch_on(device, &fill { out: memory.as_out(), length: len, value: 0.0 })?;
+        Ok(buffer)
+    }
+
+    /// A buffer that holds whatever was there.
+    pub(crate) fn allocate(device: &Device, len: usize) -> Result<Self> {
+        let bytes = len.checked_mul(size_of::<T>());
+        let Some(bytes) = bytes.filter(|&bytes| bytes > 0) else {
+            return Err(Error::misuse(
+                "buffer",
+                "at least one element, and bytes that fit an address",
+                len.to_string(),
+            ));
+        };
+        let address = device.allocate(bytes)?;
+        Ok(Self { device: device.clone(), address, len, element: PhantomData })
     }
 
     /// Elements.
@@ -61,10 +78,16 @@ impl<T: Element> Buffer<T> {
     /// Overwrites elements from `start` on, after the work queued before.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they do not fit.
+    /// [`Error::Misuse`] when they do not fit; [`Error::Damaged`] on a checked device.
     pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
         self.check("buffer.write", start, values.len())?;
-        self.memory().part(start, values.len()).upload(&self.device, values, self.device.deadline())
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let content = Content {
+            memory: self.memory().part(start, values.len()).cast(),
+            fill: &|offset, place| place.copy_from_slice(&bytes[offset..][..place.len()]),
+            name: &|_| (format!("{}[{}]", T::NAME, self.len), 0),
+        };
+        Transfer::new().deadline(self.device.deadline()).run(&self.device, &[content])
     }
 
     /// Waits for the work queued before and returns all elements.
@@ -94,7 +117,7 @@ impl<T: Element> Buffer<T> {
 
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: this is what `from_slice` allocated; the buffer owns it, and work that used it was queued before.
+        // SAFETY: this is what `allocate` took; the buffer owns it, and work that used it was queued before.
         unsafe { self.device.free(self.address, self.len * size_of::<T>()) };
     }
 }

@@ -11,9 +11,6 @@ use crate::error::{Error, Result};
 use std::cell::RefCell;
 use std::time::Duration;
 
-/// The environment variable that turns checked mode on (`1`) or off (`0`).
-const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
-
 /// How large an arena is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -61,7 +58,7 @@ pub struct ArenaBuilder {
     growth: Growth,
     step_deadline: Option<Duration>,
     reserve_bytes: Option<u64>,
-    checked: bool,
+    checked: Option<bool>,
 }
 
 impl ArenaBuilder {
@@ -73,7 +70,7 @@ impl ArenaBuilder {
             growth: Growth::Fixed,
             step_deadline: None,
             reserve_bytes: None,
-            checked: false,
+            checked: None,
         }
     }
 
@@ -113,11 +110,11 @@ impl ArenaBuilder {
         self
     }
 
-    /// Whether tensors are guarded and poisoned (default: no). The environment variable `STEPSCOPE_CHECKED` (`1` or `0`)
-    /// overrides it. A write behind a tensor is then [`Error::Overrun`] at the end of its scope.
+    /// Whether tensors are guarded and poisoned (default: as the device). The environment variable `STEPSCOPE_CHECKED` (`1` or
+    /// `0`), as it was when the device was opened, overrides it. A write behind a tensor is then [`Error::Overrun`] at the end of its scope.
     #[must_use]
     pub fn checked(mut self, checked: bool) -> Self {
-        self.checked = checked;
+        self.checked = Some(checked);
         self
     }
 
@@ -145,7 +142,7 @@ impl ArenaBuilder {
         situation.admit(capacity as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))?;
         let mut region = Region::allocate(device.clone(), capacity)?;
         region.reserve_bytes = reserve_bytes;
-        if checked_variable()?.unwrap_or(checked) {
+        if device.checked_unless(checked) {
             region.check()?;
         }
         if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
@@ -179,14 +176,4 @@ fn variable() -> Result<Option<usize>> {
     let value = std::env::var_os(ARENA_VARIABLE).map(|value| value.to_string_lossy().into_owned());
     arena_bytes_from_env(value.as_deref())
         .map_err(|reason| Error::misuse("arena", "a number of GiB in STEPSCOPE_ARENA_GB", reason))
-}
-
-/// Whether the environment asks for checked mode.
-fn checked_variable() -> Result<Option<bool>> {
-    match std::env::var(CHECKED_VARIABLE).as_deref() {
-        Err(_) => Ok(None),
-        Ok("0") => Ok(Some(false)),
-        Ok("1") => Ok(Some(true)),
-        Ok(other) => Err(Error::misuse("arena", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
-    }
 }

@@ -11,6 +11,9 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 /// Runs `code` and returns the names of the kernels that it launched.
 pub(crate) fn launched(code: impl FnOnce()) -> BTreeSet<String> {
     let names = Names::default();
+    // While there is one subscriber alone, tracing asks only the thread that comes first whether anybody listens, and keeps its
+    // answer for all threads: another test's would silence this one.
+    let _second = tracing::Dispatch::new(tracing_subscriber::registry());
     tracing::subscriber::with_default(tracing_subscriber::registry().with(names.clone()), code);
     std::mem::take(&mut *names.0.lock().unwrap())
 }

@@ -18,6 +18,7 @@ mod trial;
 mod activation;
 mod adamw;
 mod attention;
+mod checksum;
 mod elementwise;
 mod fill;
 mod loss;

@@ -8,6 +8,7 @@ use crate::launches::launched;
 use crate::math::{SPECIAL, sample};
 use crate::support::{self, Random};
 use crate::trial::canonical;
+use kernels::checksum::{CHUNK, checksum};
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{matmul_16x64, matmul_64x64, matmul_128x128};
 use std::collections::BTreeSet;
@@ -16,10 +17,11 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Sha
 
 /// The sources of all kernels, and the file that says which there are.
 const LIBRARY: &str = include_str!("../../device/src/lib.rs");
-const SOURCES: [(&str, &str); 12] = [
+const SOURCES: [(&str, &str); 13] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
+    ("checksum", include_str!("../../device/src/kernels/checksum.rs")),
     ("elementwise", include_str!("../../device/src/kernels/elementwise.rs")),
     ("fill", include_str!("../../device/src/kernels/fill.rs")),
     ("guard", include_str!("../../device/src/kernels/guard.rs")),
@@ -43,7 +45,7 @@ fn contracts(source: &str) -> Vec<String> {
 type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
 /// Every op, by the name that a failure gives.
-const CASES: [(&str, Case); 27] = [
+const CASES: [(&str, Case); 28] = [
     ("tanh", |i| i.keep(&ops::tanh(i.step, &i.dense(1)?)?)),
     ("tanh backward", |i| i.keep(&ops::tanh_backward(i.step, &i.dense(1)?, &i.dense(2)?)?)),
     ("gelu", |i| i.keep(&ops::gelu(i.step, &i.dense(1)?)?)),
@@ -64,6 +66,12 @@ const CASES: [(&str, Case); 27] = [
         }
         i.keep(&block)?;
         i.keep(&found)
+    }),
+    ("checksum", |i| {
+        let words: Vec<u32> = i.random.borrow_mut().normals(3 * CHUNK + 5).into_iter().map(f32::to_bits).collect();
+        let (x, mut sums) = (i.step.upload(&words, [words.len()])?, i.step.upload(&[0u32; 8], [8])?);
+        i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
+        i.keep(&sums)
     }),
     ("fill", |i| i.keep(&ops::fill(i.step, [1025], 0.1)?)),
     ("copy", |i| i.keep(&ops::copy(i.step, &i.dense(1)?)?)),

@@ -1,0 +1,53 @@
+//! Checksums of words, by which checked mode proves that an upload arrived.
+//!
+//! Invariant: integers alone, added in any order, so host and device agree whatever the grid. A chunk's sum changes with any
+//! one of its words, and when two different ones are swapped: all weights differ, and the sum cannot wrap.
+
+use crate::contract;
+use crate::vector::load;
+use crate::warp::{LANES, combine_lanes};
+use cuda_std::prelude::*;
+
+/// Words that share a sum.
+pub const CHUNK: usize = 4096;
+/// Threads in a block: each warp takes a chunk.
+const BLOCK: u32 = 256;
+const WARPS: usize = (BLOCK / LANES) as usize;
+
+/// What the word at `index` adds to the sum of its chunk: the word times `2 (index mod CHUNK) + 1`. A whole chunk's sum is below
+/// 2^57.
+#[inline(always)]
+pub fn weighted(index: usize, word: u32) -> u64 {
+    word as u64 * (2 * (index % CHUNK) as u64 + 1)
+}
+
+/// `out[i]` = low and high word of the sum of [`weighted`] over chunk i of x; `x`: `[n]`, `out`: `[ceil(n / CHUNK), 2]`.
+/// Overwrites `out`.
+#[kernel]
+pub unsafe fn checksum(x: &[u32], out: *mut u32) {
+    let chunk = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
+    let start = chunk * CHUNK;
+    if start >= x.len() {
+        return;
+    }
+    let end = if x.len() - start < CHUNK { x.len() } else { start + CHUNK };
+    let mut index = start + warp::lane_id() as usize;
+    let mut sum = 0;
+    // SAFETY: inside `x`, and the chunk has its place in `out`; all lanes of the warp have the same chunk and come here.
+    unsafe {
+        while index < end {
+            sum += weighted(index, load(x, index));
+            index += LANES as usize;
+        }
+        let sum: u64 = combine_lanes(u32::MAX, LANES, sum, |a, b| a + b);
+        if warp::lane_id() == 0 {
+            *out.add(2 * chunk) = sum as u32;
+            *out.add(2 * chunk + 1) = (sum >> 32) as u32;
+        }
+    }
+}
+
+contract! { checksum { block: BLOCK, align: 4 } |k| {
+    Violation::unless_length("out", 2 * k.x.len().div_ceil(CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), WARPS * CHUNK)
+}}
