@@ -9,6 +9,11 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../../examples/scalars/reference.rs"]
+mod reference;
+#[path = "../../examples/scalars/sweep.rs"]
+mod sweep;
+
 mod launches;
 mod shapes;
 mod tolerance;
@@ -26,5 +31,6 @@ mod matmul;
 mod norm;
 mod reduce;
 mod same_bits;
+mod scalars;
 mod softmax;
 mod tokens;

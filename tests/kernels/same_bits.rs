@@ -5,8 +5,7 @@
 //! own trace. The trials of the other modules compare devices too, over all their shapes; this is the short proof.
 
 use crate::launches::launched;
-use crate::math::{SPECIAL, sample};
-use crate::support::{self, Random};
+use crate::support::{self, Random, SPECIAL, sample};
 use crate::trial::canonical;
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{matmul_16x64, matmul_64x64, matmul_128x128};
