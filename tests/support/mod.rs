@@ -1,4 +1,4 @@
-//! What the tests share: the devices to run on, and seeded random numbers, and the numbers at which
+//! What the tests and `examples/same_bits` share: the devices to run on, seeded random numbers, and the numbers at which
 //! kernels go wrong.
 //!
 //! Invariant: a device that was asked for and cannot be opened fails the test; nothing is skipped. A seed names one
