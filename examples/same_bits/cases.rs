@@ -1,8 +1,8 @@
 //! One case for each kernel: seeded inputs of several shapes, special numbers among them, and the kernel's results.
 //!
-//! Invariant: the results depend on the case alone, not on the device, the run or the other cases. Inputs are made by
-//! additions of 24-bit integers, so they have the same bits everywhere. That every kernel has its case is tested in
-//! `tests/kernels/same_bits.rs`.
+//! Invariant: the results depend on the case alone, not on the device, the run or the other cases. Inputs are made
+//! by integers and IEEE 754 additions and multiplications alone, so they have the same bits everywhere. That every kernel has
+//! its case is tested in `tests/kernels/same_bits.rs`.
 
 use crate::support::{Random, SPECIAL, sample};
 use kernels::guard::{guard_check, guard_write};
@@ -18,15 +18,15 @@ pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 macro_rules! matmul {
     ($inputs:ident, $kernel:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
-        for ([m, n, k], flags, beta) in [
-            ([1, 1, 1], 0, 0.0),
-            ([64, 64, 64], TRANSPOSE_A, 1.0),
-            ([129, 65, 17], TRANSPOSE_A | TRANSPOSE_B, 0.0),
-            ([12, 256, 193], TRANSPOSE_B | GELU, 0.0),
-            ([150, 193, 257], GELU | KEEP, 0.5),
+        for (batches, [m, n, k], flags, beta) in [
+            (1, [1, 1, 1], 0, 0.0),
+            (1, [64, 64, 64], TRANSPOSE_A, 1.0),
+            (3, [129, 65, 17], TRANSPOSE_A | TRANSPOSE_B, 0.0),
+            (1, [12, 256, 193], TRANSPOSE_B | GELU, 0.0),
+            (1, [150, 193, 257], GELU | KEEP, 0.5),
         ] {
-            let (a, b, bias) = (i.normals([m, k])?, i.normals([k, n])?, i.normals([n])?);
-            let (mut out, mut pre) = (i.normals([m, n])?, i.normals([m, n])?);
+            let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
+            let (mut out, mut pre) = (i.normals([batches, m, n])?, i.normals([batches, m, n])?);
             let (c, written) = out.in_place();
             i.step.launch($kernel {
                 a: a.slice(),
@@ -41,11 +41,11 @@ macro_rules! matmul {
                 lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
                 ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
                 ldc: n as u32,
-                batches: 1,
-                stride_a: 0,
-                stride_b: 0,
-                stride_c: 0,
-                stride_bias: 0,
+                batches: batches as u32,
+                stride_a: m * k,
+                stride_b: k * n,
+                stride_c: m * n,
+                stride_bias: n,
                 beta,
                 flags,
             })?;
