@@ -34,6 +34,7 @@ mod entries {
     pub mod matmul;
     pub mod norm;
     pub mod reduce;
+    pub mod scalars;
     pub mod softmax;
     pub mod tokens;
 }

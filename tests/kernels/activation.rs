@@ -1,8 +1,8 @@
 //! `ops::{tanh, gelu}` and their backward passes.
 
-use crate::math::{gelu, gelu_derivative, sample, ulps};
+use crate::reference::{gelu, gelu_derivative, ulps};
 use crate::shapes::LENGTHS;
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, on_each_device, sample};
 use crate::tolerance::Closeness;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::math;

@@ -2,9 +2,8 @@
 //!
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
-use crate::math::SPECIAL;
 use crate::shapes::{LENGTHS, ROWS};
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::ops;
 

@@ -1,8 +1,7 @@
 //! `ops::{fill, fill_into, copy, copy_into}`: bits are moved, never computed with.
 
-use crate::math::SPECIAL;
 use crate::shapes::LENGTHS;
-use crate::support::{Random, bits, on_each_device};
+use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
 use stepscope::ops;
 

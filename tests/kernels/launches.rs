@@ -1,36 +1,48 @@
 //! Which kernels a piece of code launches, by the library's own trace events.
 //!
-//! Invariant: only launches of the calling thread count.
+//! Invariant: only launches of the calling thread count. One subscriber serves the whole program, because `tracing` asks
+//! once whether anybody wants an event, and asks the thread that comes first: with a subscriber for one thread, another
+//! thread's first launch would turn the event off for all.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
+use std::sync::Once;
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
+thread_local! {
+    static NAMES: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
+}
+
 /// Runs `code` and returns the names of the kernels that it launched.
 pub(crate) fn launched(code: impl FnOnce()) -> BTreeSet<String> {
-    let names = Names::default();
-    // While there is one subscriber alone, tracing asks only the thread that comes first whether anybody listens, and keeps its
-    // answer for all threads: another test's would silence this one.
-    let _second = tracing::Dispatch::new(tracing_subscriber::registry());
-    tracing::subscriber::with_default(tracing_subscriber::registry().with(names.clone()), code);
-    std::mem::take(&mut *names.0.lock().unwrap())
+    static WATCHED: Once = Once::new();
+    WATCHED.call_once(|| {
+        let watch = tracing_subscriber::registry().with(Watch);
+        tracing::subscriber::set_global_default(watch).expect("no other subscriber");
+        // Ask again about launches that other threads have made meanwhile.
+        tracing::callsite::rebuild_interest_cache();
+    });
+    NAMES.take();
+    code();
+    NAMES.take()
 }
 
-#[derive(Clone, Default)]
-struct Names(Arc<Mutex<BTreeSet<String>>>);
+struct Watch;
 
-impl<S: tracing::Subscriber> Layer<S> for Names {
+impl<S: tracing::Subscriber> Layer<S> for Watch {
     fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
-        event.record(&mut self.clone());
+        event.record(&mut Names);
     }
 }
+
+struct Names;
 
 impl Visit for Names {
     fn record_str(&mut self, field: &Field, value: &str) {
         if field.name() == "kernel" {
-            self.0.lock().unwrap().insert(value.to_owned());
+            NAMES.with_borrow_mut(|names| names.insert(value.to_owned()));
         }
     }
 

@@ -9,6 +9,15 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../../examples/same_bits/cases.rs"]
+mod cases;
+#[path = "../../examples/same_bits/golden.rs"]
+mod golden;
+#[path = "../../examples/scalars/reference.rs"]
+mod reference;
+#[path = "../../examples/scalars/sweep.rs"]
+mod sweep;
+
 mod launches;
 mod shapes;
 mod tolerance;
@@ -27,5 +36,6 @@ mod matmul;
 mod norm;
 mod reduce;
 mod same_bits;
+mod scalars;
 mod softmax;
 mod tokens;

@@ -2,9 +2,8 @@
 //!
 //! Sums have the bits of the documented tree ([`crate::trees`]), which is close to the float64 sum.
 
-use crate::math::SPECIAL;
 use crate::shapes::{LENGTHS, ROWS};
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, SPECIAL, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};

@@ -4,7 +4,7 @@
 //! worst error that a test sees is at least a quarter of what is allowed, or the test fails. Results have the same bits
 //! on every device and in every run, so the worst error is always the same one.
 
-use crate::math;
+use crate::reference::{error_ulps, ulps};
 use std::fmt::Display;
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -59,12 +59,12 @@ impl Exact {
 
     /// The exponential, by the kernels' function.
     pub(crate) fn exp(self) -> Self {
-        self.function(self.value.exp(), self.value.exp(), math::ulps::EXP)
+        self.function(self.value.exp(), self.value.exp(), ulps::EXP)
     }
 
     /// The natural logarithm, by the kernels' function.
     pub(crate) fn ln(self) -> Self {
-        self.function(self.value.ln(), 1.0 / self.value, math::ulps::LOG)
+        self.function(self.value.ln(), 1.0 / self.value, ulps::LOG)
     }
 
     /// The square root, rounded.
@@ -141,7 +141,7 @@ impl Closeness {
     /// Every element of `got` within `ulps` units in the last place of its reference.
     #[track_caller]
     pub(crate) fn check_ulps(&mut self, limit: f64, shape: impl Display, got: &[f32], want: &[f64]) {
-        let errors = got.iter().zip(want).map(|(&got, &want)| ulps(got, want) / limit);
+        let errors = got.iter().zip(want).map(|(&got, &want)| error_ulps(got, want) / limit);
         self.keep(shape, got, want, errors);
     }
 
@@ -182,38 +182,4 @@ fn distance(got: f32, want: f64) -> f64 {
     } else {
         f64::INFINITY
     }
-}
-
-/// The distance in units in the last place of `want` as a float.
-pub(crate) fn ulps(got: f32, want: f64) -> f64 {
-    // Beyond the largest float infinity is right, and stands for 2^128.
-    let end = 2f64.powi(128);
-    let got = if got.is_infinite() && want.abs() >= f64::from(f32::MAX) && want.is_finite() {
-        end.copysign(f64::from(got))
-    } else {
-        f64::from(got)
-    };
-    let error = match (got.is_finite(), want.is_finite()) {
-        (true, true) => (got - want.clamp(-end, end)).abs(),
-        _ if (got.is_nan() && want.is_nan()) || got == want => 0.0,
-        _ => f64::INFINITY,
-    };
-    let exponent = if want == 0.0 { -126 } else { ((want.abs().to_bits() >> 52) as i32 - 1023).clamp(-126, 127) };
-    error / 2f64.powi(exponent - 23)
-}
-
-#[test]
-fn a_unit_in_the_last_place_is_what_it_is() {
-    assert_eq!(ulps(1.0, 1.0), 0.0);
-    assert_eq!(ulps(1.0 + f32::EPSILON, 1.0), 1.0);
-    assert_eq!(ulps(f32::from_bits(1), 0.0), 1.0);
-    assert_eq!(ulps(f32::INFINITY, 1e300), 0.0);
-    assert_eq!(ulps(f32::INFINITY, f64::from(f32::MAX)), 1.0);
-    assert_eq!(ulps(f32::NEG_INFINITY, 1e300), 2f64.powi(25));
-    assert_eq!(ulps(f32::NAN, f64::NAN), 0.0);
-    assert!(
-        ulps(f32::NAN, 1.0).is_infinite()
-            && ulps(1.0, f64::NAN).is_infinite()
-            && ulps(1.0, f64::INFINITY).is_infinite()
-    );
 }

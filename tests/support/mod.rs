@@ -1,4 +1,5 @@
-//! What the tests share: the devices to run on, and seeded random numbers.
+//! What the tests and `examples/same_bits` share: the devices to run on, seeded random numbers, and the numbers at which
+//! kernels go wrong.
 //!
 //! Invariant: a device that was asked for and cannot be opened fails the test; nothing is skipped. A seed names one
 //! stream of numbers, the same on every machine.
@@ -112,6 +113,42 @@ impl Random {
     pub(crate) fn belows(&mut self, len: usize, bound: u32) -> Vec<u32> {
         (0..len).map(|_| self.below(bound)).collect()
     }
+}
+
+/// Numbers at the ends of f32 and of the functions' domains.
+pub(crate) const SPECIAL: [f32; 20] = [
+    0.0,
+    -0.0,
+    f32::from_bits(1),
+    -f32::from_bits(1),
+    f32::from_bits(0x007f_ffff),
+    f32::MIN_POSITIVE,
+    -f32::MIN_POSITIVE,
+    f32::MAX,
+    f32::MIN,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    1.0,
+    -1.0,
+    0.625,
+    -104.0,
+    89.0,
+    88.722_84,
+    12.0,
+    -12.0,
+];
+
+/// Every magnitude of either sign alike, infinities and NaNs among them; then the range `from..to` densely; then
+/// [`SPECIAL`].
+pub(crate) fn sample(seed: u64, from: f32, to: f32) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    let stratum = 1 << 14;
+    let mut values: Vec<f32> =
+        (0..1u32 << 18).map(|high| f32::from_bits(high * stratum + random.below(stratum))).collect();
+    values.extend(random.uniforms(1 << 18, from, to));
+    values.extend(SPECIAL);
+    values
 }
 
 /// The L2 norm of `got - want`, over that of `want` (over 1 when `want` is nothing but zeros).

@@ -1,0 +1,48 @@
+//! The scalar functions of `math.rs` over a range of bit patterns: what `examples/scalars` proves them with.
+//!
+//! Invariant: a thread makes its inputs from its index, so a run over all 2^32 of them uploads nothing.
+
+use crate::math;
+use crate::vector::F4;
+use crate::{contract, for_own_vector, map4};
+use cuda_std::prelude::*;
+
+/// [`math::exp`], as the kernel's `function`.
+pub const EXP: u32 = 0;
+/// [`math::log`].
+pub const LOG: u32 = 1;
+/// [`math::tanh`].
+pub const TANH: u32 = 2;
+/// [`math::gelu`].
+pub const GELU: u32 = 3;
+/// [`math::gelu_derivative`].
+pub const GELU_DERIVATIVE: u32 = 4;
+/// [`math::rsqrt`].
+pub const RSQRT: u32 = 5;
+
+/// `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32, and `f` is one of the numbers above;
+/// `y`: `[length]`. Overwrites `y`.
+#[kernel]
+pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, stride: u32) {
+    for_own_vector!(length, |index, part| {
+        let bits = first.wrapping_add((index as u32).wrapping_mul(stride));
+        let next = |count: u32| f32::from_bits(bits.wrapping_add(stride.wrapping_mul(count)));
+        let x = F4([next(0), next(1), next(2), next(3)]);
+        let result = match function {
+            EXP => map4!(x, math::exp),
+            LOG => map4!(x, math::log),
+            TANH => map4!(x, math::tanh),
+            GELU => map4!(x, math::gelu),
+            GELU_DERIVATIVE => map4!(x, math::gelu_derivative),
+            _ => map4!(x, math::rsqrt),
+        };
+        // SAFETY: the vector lies inside `y`.
+        unsafe { result.store_part(y, index, part) };
+    });
+}
+
+contract! { scalars { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("y", k.length, k.y.len())?;
+    Violation::unless(k.function <= RSQRT, "function", "a number of this module", k.function)?;
+    crate::block::vector_grid(k.length)
+}}

@@ -1,0 +1,280 @@
+//! One case for each kernel: seeded inputs of several shapes, special numbers among them, and the kernel's results.
+//!
+//! Invariant: the results depend on the case alone, not on the device, the run or the other cases. Inputs are made
+//! by integers and IEEE 754 additions and multiplications alone, so they have the same bits everywhere. That every kernel has
+//! its case is tested in `tests/kernels/same_bits.rs`.
+
+use crate::support::{Random, SPECIAL, sample};
+use kernels::checksum::{CHUNK, checksum};
+use kernels::guard::{guard_check, guard_write};
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+use kernels::scalars;
+use std::cell::RefCell;
+use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
+
+/// Runs a kernel and keeps its results.
+pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+
+/// The case of a tile: products with and without tails, each way to store and to end them. The tiles give the same bits.
+macro_rules! matmul {
+    ($inputs:ident, $kernel:ident) => {{
+        let i: &Inputs<'_, '_> = $inputs;
+        for (batches, [m, n, k], flags, beta) in [
+            (1, [1, 1, 1], 0, 0.0),
+            (1, [64, 64, 64], TRANSPOSE_A, 1.0),
+            (3, [129, 65, 17], TRANSPOSE_A | TRANSPOSE_B, 0.0),
+            (1, [12, 256, 193], TRANSPOSE_B | GELU, 0.0),
+            (1, [150, 193, 257], GELU | KEEP, 0.5),
+        ] {
+            let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
+            let (mut out, mut pre) = (i.normals([batches, m, n])?, i.normals([batches, m, n])?);
+            let (c, written) = out.in_place();
+            i.step.launch($kernel {
+                a: a.slice(),
+                b: b.slice(),
+                bias: bias.slice(),
+                c,
+                out: written,
+                pre: pre.out(),
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+                ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+                ldc: n as u32,
+                batches: batches as u32,
+                stride_a: m * k,
+                stride_b: k * n,
+                stride_c: m * n,
+                stride_bias: n,
+                beta,
+                flags,
+            })?;
+            i.keep(&out)?;
+            i.keep(&pre)?;
+        }
+        Ok(())
+    }};
+}
+
+/// Every kernel, by its name, in the order of the files that they are in.
+pub(crate) const CASES: [(&str, Case); 36] = [
+    ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
+    ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
+    ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
+    ("gelu_backward", |i| i.flat(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
+    ("adamw", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| adamw(i, length))),
+    ("attention_forward", |i| {
+        i.heads(|i, [q, k, v, _]| {
+            let (out, probabilities) = ops::attention(i.step, q, k, v, 0.125)?;
+            i.keep(&out)?;
+            i.keep(&probabilities)
+        })
+    }),
+    ("attention_backward", |i| {
+        i.heads(|i, [q, k, v, dout]| {
+            let (_, probabilities) = ops::attention(i.step, q, k, v, 0.125)?;
+            let gradients = ops::attention_backward(i.step, q, k, v, &probabilities, dout, 0.125)?;
+            gradients.iter().try_for_each(|gradient| i.keep(gradient))
+        })
+    }),
+    ("checksum", |i| {
+        let words: Vec<u32> = i.random.borrow_mut().normals(3 * CHUNK + 5).into_iter().map(f32::to_bits).collect();
+        let (x, mut sums) = (i.step.upload(&words, [words.len()])?, i.step.upload(&[0u32; 8], [8])?);
+        i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
+        i.keep(&sums)
+    }),
+    ("add", |i| i.flat(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
+    ("add_assign", |i| {
+        i.flat(|i, [a, b]| {
+            let mut out = ops::copy(i.step, a)?;
+            ops::add_assign(i.step, &mut out, b)?;
+            i.keep(&out)
+        })
+    }),
+    ("scale", |i| i.flat(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
+    ("add_bias", |i| {
+        i.rows(|i, x| {
+            let bias = i.normals([x.shape().as_rows()[1]])?;
+            i.keep(&ops::add_bias(i.step, x, &bias)?)
+        })
+    }),
+    ("fill", |i| [1, 1025, 4099].into_iter().try_for_each(|length| i.keep(&ops::fill(i.step, [length], 0.1)?))),
+    ("copy", |i| i.flat(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
+    ("guard_write", |i| {
+        let mut block = i.step.upload(&[7; 200], [200])?;
+        i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
+        i.keep(&block)
+    }),
+    ("guard_check", |i| {
+        let words: Vec<u32> = (0..200).map(|at| if at == 150 { 7 } else { kernels::guard::PATTERN }).collect();
+        let (block, mut found) = (i.step.upload(&words, [200])?, i.step.upload(&[0; 3], [3])?);
+        for (place, start) in [100, 151, 200].into_iter().enumerate() {
+            i.step.launch(guard_check { block: block.slice(), start, place, found: found.out() })?;
+        }
+        i.keep(&found)
+    }),
+    ("cross_entropy_forward", |i| {
+        i.rows(|i, logits| {
+            let (losses, probabilities) = ops::cross_entropy(i.step, logits, &i.labels(logits)?)?;
+            i.keep(&losses)?;
+            i.keep(&probabilities)
+        })
+    }),
+    ("cross_entropy_backward", |i| {
+        i.rows(|i, logits| {
+            let (labels, upstream) = (i.labels(logits)?, i.normals([1])?);
+            let (_, probabilities) = ops::cross_entropy(i.step, logits, &labels)?;
+            i.keep(&ops::cross_entropy_backward(i.step, &probabilities, &labels, &upstream, 0.1)?)
+        })
+    }),
+    ("matmul_128x128", |i| matmul!(i, matmul_128x128)),
+    ("matmul_64x64", |i| matmul!(i, matmul_64x64)),
+    ("matmul_16x64", |i| matmul!(i, matmul_16x64)),
+    ("rms_norm_forward", |i| {
+        i.rows(|i, x| {
+            let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
+            i.keep(&y)?;
+            i.keep(&scale)
+        })
+    }),
+    ("rms_norm_backward", |i| {
+        i.rows(|i, x| {
+            let (gain, dy) = (i.gain(x)?, i.normals(x.shape())?);
+            let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
+            i.keep(&ops::rms_norm_backward(i.step, x, &gain, &scale, &dy)?)
+        })
+    }),
+    ("rms_norm_gain_partials", |i| {
+        i.rows(|i, x| {
+            let (mut gain, dy) = (i.gain(x)?, i.normals(x.shape())?);
+            let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
+            ops::rms_norm_gain_backward_into(i.step, x, &scale, &dy, &mut gain)?;
+            i.keep(&gain)
+        })
+    }),
+    ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
+    ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
+    ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
+    ("squared_norm", |i| i.long(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),
+    ("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
+    ("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
+    ("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
+    ("scalars", |i| {
+        (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
+            let length = (1 << 17) + 3;
+            let mut y = i.step.empty([length])?;
+            i.step.launch(scalars::scalars { y: y.out(), length, function, first: 0x8000_0001, stride: 32_749 })?;
+            i.keep(&y)
+        })
+    }),
+    ("softmax_forward", |i| i.rows(|i, x| i.keep(&ops::softmax(i.step, x)?))),
+    ("softmax_backward", |i| i.rows(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
+    ("mean_tokens_forward", |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals(shape)?)?))),
+    ("mean_tokens_backward", |i| {
+        i.tokens(|i, [samples, tokens, cols]| {
+            i.keep(&ops::mean_tokens_backward(i.step, &i.normals([samples, cols])?, [samples, tokens, cols])?)
+        })
+    }),
+];
+
+fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+    let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    ops::adamw(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+}
+
+/// Seeded inputs of one case, and what its kernel gave.
+pub(crate) struct Inputs<'i, 's> {
+    step: &'i Eager<'s>,
+    random: RefCell<Random>,
+    results: RefCell<Vec<Vec<u32>>>,
+}
+
+impl<'s> Inputs<'_, 's> {
+    fn normals(&self, shape: impl Into<Shape>) -> Result<Tensor<'s>> {
+        let shape = shape.into();
+        self.step.upload(&self.random.borrow_mut().normals(shape.elements()), shape)
+    }
+
+    /// A gain for the norm of `x`.
+    fn gain(&self, x: &Tensor<'s>) -> Result<Tensor<'s>> {
+        self.normals([x.shape().as_rows()[1]])
+    }
+
+    /// A class for each row of `logits`, one beyond the last among them: a row that does not count.
+    fn labels(&self, logits: &Tensor<'s>) -> Result<Tensor<'s, u32>> {
+        let [rows, classes] = logits.shape().as_rows();
+        self.step.upload(&self.random.borrow_mut().belows(rows, classes as u32 + 1), [rows])
+    }
+
+    /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths.
+    fn flat(&self, op: impl Fn(&Self, &[Tensor<'s>; 2]) -> Result<()>) -> Result<()> {
+        let dense = |seed| {
+            let values = sample(seed, -12.5, 10.0);
+            self.step.upload(&values, [values.len()])
+        };
+        op(self, &[dense(1)?, dense(2)?])?;
+        for length in [1, 5, 1023, 4097] {
+            op(self, &[self.normals([length])?, self.normals([length])?])?;
+        }
+        Ok(())
+    }
+
+    /// The op on arrays shorter than, as long as and longer than what a block reduces.
+    fn long(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+        [1, 5, 4096, 4096 * 70 + 3].into_iter().try_for_each(|length| op(self, &self.normals([length])?))
+    }
+
+    /// The op on rows of several lengths, then on rows of which most hold one special number each.
+    fn rows(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+        for shape in [[300, 3], [65, 64], [12, 193], [129, 256], [4100, 5], [2, 20_001]] {
+            op(self, &self.normals(shape)?)?;
+        }
+        let [rows, cols] = [SPECIAL.len() + 3, 193];
+        let mut values = self.random.borrow_mut().normals(rows * cols);
+        for (row, special) in SPECIAL.into_iter().enumerate() {
+            values[row * cols + row] = special;
+        }
+        op(self, &self.step.upload(&values, [rows, cols])?)
+    }
+
+    /// The op on four arrays of `[samples, tokens, width]`, each a head of attention.
+    fn heads(&self, op: impl Fn(&Self, &[Tensor<'s>; 4]) -> Result<()>) -> Result<()> {
+        for shape in [[4, 12, 256], [3, 16, 128], [2, 1, 64]] {
+            op(self, &[self.normals(shape)?, self.normals(shape)?, self.normals(shape)?, self.normals(shape)?])?;
+        }
+        Ok(())
+    }
+
+    /// The op on shapes of `[samples, tokens, cols]`.
+    fn tokens(&self, op: impl Fn(&Self, [usize; 3]) -> Result<()>) -> Result<()> {
+        [[33, 12, 67], [256, 12, 256], [1, 1, 1]].into_iter().try_for_each(|shape| op(self, shape))
+    }
+
+    /// A result: its bits count, but a NaN's.
+    fn keep<T: Element>(&self, tensor: &Tensor<'s, T>) -> Result<()> {
+        let values = self.step.read(tensor)?;
+        let mut words = bytemuck::cast_slice::<T, u32>(&values).to_vec();
+        if T::NAME == f32::NAME {
+            for word in words.iter_mut().filter(|word| f32::from_bits(**word).is_nan()) {
+                *word = f32::NAN.to_bits();
+            }
+        }
+        self.results.borrow_mut().push(words);
+        Ok(())
+    }
+}
+
+/// Runs a case in an arena of its own; the words of each result.
+pub(crate) fn run(device: &Device, case: Case) -> Result<Vec<Vec<u32>>> {
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
+    arena.step(|step| {
+        let inputs = Inputs { step, random: Random::new(17).into(), results: RefCell::default() };
+        case(&inputs)?;
+        Ok(inputs.results.into_inner())
+    })
+}

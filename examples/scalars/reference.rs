@@ -1,0 +1,118 @@
+//! The scalar functions in float64, to judge the float32 ones by.
+//!
+//! Invariant: each reference is within 1e-5 of a float32's unit in the last place (ulp). Float64 has 29 bits more than
+//! float32, and the functions of the `libm` crate, the same code on every machine, are good to an ulp of it; so cancellation
+//! alone could spoil a reference, and each says how it is avoided. `tests/kernels/scalars.rs` holds them against values of
+//! 60 digits where they are worst.
+
+use kernels::{math, scalars};
+
+/// A function of `device/src/math.rs`.
+pub(crate) struct Function {
+    pub(crate) name: &'static str,
+    /// Its number in the kernel `scalars`.
+    pub(crate) number: u32,
+    /// The function itself, compiled for this CPU.
+    pub(crate) cpu: fn(f32) -> f32,
+    pub(crate) reference: fn(f64) -> f64,
+    /// The largest error in ulp that `math.rs` states, over all inputs.
+    pub(crate) stated_ulps: f64,
+}
+
+pub(crate) const FUNCTIONS: [Function; 6] = [
+    Function { name: "exp", number: scalars::EXP, cpu: math::exp, reference: libm::exp, stated_ulps: ulps::EXP },
+    Function { name: "log", number: scalars::LOG, cpu: math::log, reference: libm::log, stated_ulps: ulps::LOG },
+    Function { name: "tanh", number: scalars::TANH, cpu: math::tanh, reference: libm::tanh, stated_ulps: ulps::TANH },
+    Function { name: "gelu", number: scalars::GELU, cpu: math::gelu, reference: gelu, stated_ulps: ulps::GELU },
+    Function {
+        name: "gelu_derivative",
+        number: scalars::GELU_DERIVATIVE,
+        cpu: math::gelu_derivative,
+        reference: gelu_derivative,
+        stated_ulps: ulps::GELU_DERIVATIVE,
+    },
+    Function { name: "rsqrt", number: scalars::RSQRT, cpu: math::rsqrt, reference: rsqrt, stated_ulps: ulps::RSQRT },
+];
+
+/// The largest errors that `device/src/math.rs` states, for any input.
+pub(crate) mod ulps {
+    pub(crate) const EXP: f64 = 1.009;
+    pub(crate) const LOG: f64 = 0.938;
+    pub(crate) const TANH: f64 = 1.333;
+    pub(crate) const GELU: f64 = 1.122;
+    pub(crate) const GELU_DERIVATIVE: f64 = 1.653;
+    pub(crate) const RSQRT: f64 = 1.491;
+}
+
+/// 2 sqrt(2/pi) and the cubic's factor.
+const GELU: [f64; 2] = [1.595_769_121_605_730_6, 0.044_715];
+
+/// From here on gelu and its derivative are below any float32 at -x, and within 2^-53 of x and 1 at x.
+const GELU_END: f64 = 15.0;
+
+/// The tanh form of GELU, as x times a sigmoid, which loses nothing for negative x.
+pub(crate) fn gelu(x: f64) -> f64 {
+    if x.abs() > GELU_END {
+        return if x > 0.0 { x } else { -0.0 };
+    }
+    x * sigmoid(gelu_argument(x))
+}
+
+/// Its derivative: sigmoid(z) (1 + x z' sigmoid(-z)), whose two terms cancel at the root. There a series about the root
+/// replaces it, with the distance to the root in two parts. Where they meet, the series leaves out 2^-54 of the value and
+/// the formula has lost 12 bits.
+pub(crate) fn gelu_derivative(x: f64) -> f64 {
+    /// The root, and what a float64 leaves of it.
+    const ROOT: [f64; 2] = [-0.752_461_422_071_016_3, 3.635_560_509e-17];
+    const SERIES: [f64; 5] = [
+        0.430_400_091_024_858_5,
+        0.387_518_446_135_788_94,
+        -0.015_782_853_521_848_03,
+        -0.113_944_483_080_958_99,
+        -0.016_619_328_343_052_563,
+    ];
+    if x.abs() > GELU_END {
+        return if x > 0.0 { 1.0 } else { 0.0 };
+    }
+    let distance = (x - ROOT[0]) - ROOT[1];
+    if distance.abs() < 1e-3 {
+        return distance * SERIES.iter().rev().fold(0.0, |sum, factor| sum * distance + factor);
+    }
+    let z = gelu_argument(x);
+    sigmoid(z) * (1.0 + x * sigmoid(-z) * GELU[0] * (1.0 + 3.0 * GELU[1] * x * x))
+}
+
+/// z = 2 sqrt(2/pi) (x + 0.044715 x^3): two terms of one sign.
+fn gelu_argument(x: f64) -> f64 {
+    GELU[0] * (x + GELU[1] * x * x * x)
+}
+
+/// 1 / (1 + e^-z), by e^-|z|, which cannot overflow.
+fn sigmoid(z: f64) -> f64 {
+    let exp = libm::exp(-z.abs());
+    if z < 0.0 { exp / (1.0 + exp) } else { 1.0 / (1.0 + exp) }
+}
+
+pub(crate) fn rsqrt(x: f64) -> f64 {
+    1.0 / x.sqrt()
+}
+
+/// The distance in units in the last place of `want` as a float32; infinite where one is NaN or infinite and the other is
+/// not the same.
+pub(crate) fn error_ulps(got: f32, want: f64) -> f64 {
+    /// 2^128, for which infinity stands.
+    const END: f64 = (1u128 << 127) as f64 * 2.0;
+    let got = if got.is_infinite() && want.abs() >= f64::from(f32::MAX) && want.is_finite() {
+        END.copysign(f64::from(got))
+    } else {
+        f64::from(got)
+    };
+    let error = match (got.is_finite(), want.is_finite()) {
+        (true, true) => (got - want.clamp(-END, END)).abs(),
+        _ if (got.is_nan() && want.is_nan()) || got == want => 0.0,
+        _ => f64::INFINITY,
+    };
+    // The binade of `want`, from the smallest normal float's on; 23 places lie behind its point.
+    let exponent = ((want.to_bits() >> 52) & 0x7ff).clamp(1023 - 126, 1023 + 127);
+    error / f64::from_bits((exponent - 23) << 52)
+}
