@@ -50,6 +50,8 @@ struct Args {
 enum Measure {
     /// From the batch on the host to the loss on the host.
     RoundTrip,
+    /// The host's part of a step with its upload: until all is queued, while the device is idle.
+    Host,
     /// Many steps, each with its upload, and one wait at the end.
     Queued,
     /// The same on inputs that are on the device already.

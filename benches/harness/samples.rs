@@ -38,6 +38,27 @@ impl Samples {
         (0..count).map(|_| sample()).collect()
     }
 
+    /// `count` samples of a piece of work alone, after a warm-up; `settle` waits for what it has queued before the next one.
+    ///
+    /// # Errors
+    /// Those of the closures.
+    pub(crate) fn collect_queueing<E>(
+        count: usize,
+        mut work: impl FnMut() -> Result<(), E>,
+        mut settle: impl FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let mut sample = || {
+            settle()?;
+            let start = Instant::now();
+            work()?;
+            Ok(start.elapsed().as_nanos() as f64)
+        };
+        for _ in 0..WARM_UP {
+            sample()?;
+        }
+        (0..count).map(|_| sample()).collect()
+    }
+
     /// The sample below which `share` of all lie: 0.5 is the median.
     ///
     /// # Panics

@@ -124,6 +124,16 @@ class Bench:
             taken.append((time.perf_counter_ns() - start) / each)
         return taken
 
+    def queueing(self, work):
+        """Nanoseconds until a piece of work is queued, while the device is idle."""
+        taken = []
+        for number in range(WARM_UP + self.args.samples):
+            self.wait()
+            start = time.perf_counter_ns()
+            work()
+            taken.append(time.perf_counter_ns() - start)
+        return taken[WARM_UP:]
+
     def events(self, step):
         """Nanoseconds of a step between two events of the device."""
         taken = []
@@ -147,6 +157,7 @@ class Bench:
             step()
 
         yield "round_trip", self.samples(1, round_trip)
+        yield "host", self.queueing(queued)
         yield "queued", self.samples(self.args.row, queued)
         yield "resident", self.samples(self.args.row, step)
         if self.cuda:

@@ -127,7 +127,7 @@ impl Ours {
     fn eager(&self, need: Measured) -> Result<Timed> {
         let mut state = State::new(&self.device)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        self.times("stepscope eager", &[Measure::RoundTrip, Measure::Queued], |measure| {
+        self.times("stepscope eager", &[Measure::RoundTrip, Measure::Host, Measure::Queued], |measure| {
             state.optimizer.advance()?;
             arena.step(|step| {
                 let loss = train(step, &mut state, self.batch.upload(step)?)?;
@@ -141,7 +141,7 @@ impl Ours {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let inputs = self.batch.inputs()?;
         let mut captured = arena.capture(State::new(&self.device)?, &inputs, record)?;
-        let measures = [Measure::RoundTrip, Measure::Queued, Measure::Resident];
+        let measures = [Measure::RoundTrip, Measure::Host, Measure::Queued, Measure::Resident];
         self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;
             let replay = if measure == Measure::Resident { captured.repeat()? } else { captured.replay(&inputs)? };
@@ -159,13 +159,17 @@ impl Ours {
         let Plan { batch, samples, row } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
         for &measure in measures {
-            let each = if measure == Measure::RoundTrip { 1 } else { row };
+            let each = if matches!(measure, Measure::RoundTrip | Measure::Host) { 1 } else { row };
             let work = || {
                 timed.losses.extend(step(measure)?);
                 Ok(())
             };
             let settle = || self.device.synchronize(self.device.deadline());
-            let nanoseconds = Samples::collect(samples, each, work, settle)?;
+            let nanoseconds = if measure == Measure::Host {
+                Samples::collect_queueing(samples, work, settle)?
+            } else {
+                Samples::collect(samples, each, work, settle)?
+            };
             timed.lines.push(Line::Measured { batch, contender: contender.into(), measure, nanoseconds });
         }
         assert!(timed.losses.iter().all(|loss| loss.is_finite()), "{contender} does not train: {:?}", timed.losses);
