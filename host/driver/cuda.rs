@@ -348,11 +348,13 @@ unsafe impl Driver for Cuda {
             return Ok(());
         }
         self.enter()?;
-        // SAFETY: the stream lives as long as `self`. The copy below is not ordered by it: wait for the stream first.
-        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream.as_inner()) })?;
-        // SAFETY: the caller's promise.
-        let result = unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len()) };
-        self.check("cuMemcpyDtoH", result)
+        let stream = self.stream();
+        // Not the driver's default stream: that one is not to be used while a stream of any device captures.
+        // SAFETY: the caller's promise; `to` is written until the wait below is over.
+        let queued = unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream) };
+        self.check("cuMemcpyDtoHAsync", queued)?;
+        // SAFETY: the stream lives as long as `self`.
+        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     fn load(&self, entry: &Entry) -> Result<()> {
