@@ -144,7 +144,7 @@ unsafe impl Driver for Emulated {
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { emulator::launch(entry, grid, words.as_slice()) }.map_err(Error::from)
+        unsafe { emulator::launch(entry, grid, words) }.map_err(Error::from)
     }
 
     fn poll(&self) -> Result<bool> {
