@@ -40,10 +40,10 @@ fn contracts(source: &str) -> Vec<String> {
     source.split("contract!").skip(1).map(name).filter(|name| !name.is_empty()).collect()
 }
 
-type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
 /// Every op, by the name that a failure gives.
-const CASES: [(&str, Case); 27] = [
+pub(crate) const CASES: [(&str, Case); 27] = [
     ("tanh", |i| i.keep(&ops::tanh(i.step, &i.dense(1)?)?)),
     ("tanh backward", |i| i.keep(&ops::tanh_backward(i.step, &i.dense(1)?, &i.dense(2)?)?)),
     ("gelu", |i| i.keep(&ops::gelu(i.step, &i.dense(1)?)?)),
@@ -179,7 +179,7 @@ fn matmul(i: &Inputs<'_, '_>) -> Result<()> {
 }
 
 /// Seeded inputs of one case, and what its op gave.
-struct Inputs<'i, 's> {
+pub(crate) struct Inputs<'i, 's> {
     step: &'i Eager<'s>,
     random: std::cell::RefCell<Random>,
     results: std::cell::RefCell<Vec<Vec<u32>>>,
@@ -215,7 +215,7 @@ impl<'s> Inputs<'_, 's> {
     }
 }
 
-fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {
+pub(crate) fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().expect("an arena");
     let run = arena.step(|step| {
         let inputs = Inputs { step, random: Random::new(17).into(), results: Vec::new().into() };

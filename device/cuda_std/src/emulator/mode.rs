@@ -29,6 +29,9 @@ pub struct Mode {
 }
 
 impl Mode {
+    /// Watched for races, in the usual order.
+    pub const RACES: Self = Self { races: true, shuffle: None };
+
     /// What `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) ask for, as they were at the first look.
     ///
     /// # Errors
