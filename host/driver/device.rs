@@ -9,6 +9,7 @@ use super::faults::{FaultPlan, Faulty};
 use super::lane::{Lane, TimedOut};
 use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Pool, emulated};
 use crate::error::{Error, Result};
+use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -55,12 +56,12 @@ impl DeviceBuilder {
         let kind = self.kind;
         // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
         let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
-            DeviceKind::Emulated => Ok(emulated()),
+            DeviceKind::Emulated => emulated(),
             DeviceKind::Cuda => cuda(),
-            DeviceKind::Auto => Ok(cuda().unwrap_or_else(|reason| {
+            DeviceKind::Auto => cuda().or_else(|reason| {
                 tracing::debug!(%reason, "no CUDA device, using the emulator");
                 emulated()
-            })),
+            }),
         });
         let mut driver =
             opened.map_err(|TimedOut { waited }| Error::Timeout { call: "open", waited, report: None })??;
@@ -77,8 +78,10 @@ impl DeviceBuilder {
     }
 }
 
-fn emulated() -> Arc<dyn Driver> {
-    Arc::new(emulated::Emulated::new())
+fn emulated() -> Result<Arc<dyn Driver>> {
+    let expected = "0 or 1 in STEPSCOPE_RACES and a seed in STEPSCOPE_SHUFFLE";
+    Mode::from_environment().map_err(|found| Error::misuse("emulator", expected, found))?;
+    Ok(Arc::new(emulated::Emulated::new()))
 }
 
 #[cfg(feature = "cuda")]

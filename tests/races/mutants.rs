@@ -147,6 +147,27 @@ fn block_stride_overlap_is_found() {
     assert_eq!(race(report!(block_stride_overlap, 2000, 2000)), (out(1020), WRITE_WRITE, false));
 }
 
+/// What a race makes of the result depends on the order, and the order on the seed alone.
+#[test]
+fn a_race_shows_in_shuffled_orders() {
+    let device = support::open(DeviceKind::Emulated);
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(4)).build().expect("an arena");
+    let mut sums = |seed: u64| {
+        let sums = Mode { races: false, shuffle: Some(seed) }.scope(|| {
+            arena.step(|step| {
+                let values: Vec<f32> = (0..3 * 64).map(|value| value as f32).collect();
+                let (x, mut out) = (step.upload(&values, [3 * 64])?, step.empty::<f32>([64])?);
+                step.launch(double_buffer_index { x: x.slice(), depths: 3, out: out.out() })?;
+                step.read(&out)
+            })
+        });
+        sums.expect("sums")
+    };
+    let by_seed: Vec<_> = (0..4).map(&mut sums).collect();
+    assert_eq!(by_seed, (0..4).map(&mut sums).collect::<Vec<_>>());
+    assert!(by_seed[1..].iter().all(|sums| *sums != by_seed[0]), "{by_seed:?}");
+}
+
 /// Without race mode the kernels run to their end: nothing else would have told.
 #[test]
 fn plain_emulation_sees_none_of_it() {

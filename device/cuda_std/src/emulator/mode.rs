@@ -35,7 +35,7 @@ impl Mode {
     /// What `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) ask for, as they were at the first look.
     ///
     /// # Errors
-    /// Which of them has no meaning, and what it may be.
+    /// What stands there instead, and where.
     pub fn from_environment() -> Result<Self, String> {
         ENVIRONMENT.clone()
     }
@@ -57,18 +57,16 @@ impl Mode {
     /// # Panics
     /// When the environment's variables have no meaning; who opens a device looks at them first.
     pub(super) fn current() -> Self {
-        SCOPE.get().unwrap_or_else(|| Self::from_environment().unwrap_or_else(|reason| panic!("{reason}")))
+        SCOPE.get().unwrap_or_else(|| Self::from_environment().unwrap_or_else(|found| panic!("no mode: {found}")))
     }
 
     fn parse(races: Option<&str>, shuffle: Option<&str>) -> Result<Self, String> {
         let races = match races {
             None | Some("0") => false,
             Some("1") => true,
-            Some(other) => return Err(format!("{RACES_VARIABLE}: expected 0 or 1, got `{other}`")),
+            Some(other) => return Err(format!("`{other}` in {RACES_VARIABLE}")),
         };
-        let seed = |text: &str| {
-            text.parse().map_err(|_| format!("{SHUFFLE_VARIABLE}: expected a seed below 2^64, got `{text}`"))
-        };
+        let seed = |text: &str| text.parse().map_err(|_| format!("`{text}` in {SHUFFLE_VARIABLE}"));
         Ok(Self { races, shuffle: shuffle.map(seed).transpose()? })
     }
 }
@@ -126,8 +124,8 @@ mod tests {
         assert_eq!(Mode::parse(None, None), mode(false, None));
         assert_eq!(Mode::parse(Some("1"), Some("7")), mode(true, Some(7)));
         assert_eq!(Mode::parse(Some("0"), None), mode(false, None));
-        assert_eq!(Mode::parse(Some("yes"), None).unwrap_err(), "STEPSCOPE_RACES: expected 0 or 1, got `yes`");
-        assert!(Mode::parse(None, Some("-1")).unwrap_err().starts_with("STEPSCOPE_SHUFFLE: expected a seed"));
+        assert_eq!(Mode::parse(Some("yes"), None).unwrap_err(), "`yes` in STEPSCOPE_RACES");
+        assert_eq!(Mode::parse(None, Some("-1")).unwrap_err(), "`-1` in STEPSCOPE_SHUFFLE");
     }
 
     #[test]
