@@ -9,7 +9,7 @@ use kernels::{contract, for_each_vector};
 
 /// `fill`, whose last thread takes one element too many.
 #[kernel]
-pub unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
+pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
     let index = kernels::block::own_index();
     // SAFETY: none: this is the bug.
     unsafe {
@@ -30,7 +30,7 @@ macro_rules! maxima {
     ($($(#[$doc:meta])* $name:ident: |$row:ident| $writes:expr, $place:expr;)*) => {$(
         $(#[$doc])*
         #[kernel]
-        pub unsafe fn $name(x: &[f32], cols: usize, out: *mut f32) {
+        pub(crate) unsafe fn $name(x: &[f32], cols: usize, out: *mut f32) {
             let Some($row) = Row::new(x.len(), cols) else { return };
             let mut largest = F4::splat(f32::NEG_INFINITY);
             // SAFETY: as in `max_columns`, but for the bug.
@@ -61,7 +61,7 @@ maxima! {
 
 /// `sum_all`, with two blocks for each place of the output.
 #[kernel]
-pub unsafe fn cross_block_write(x: &[f32], out: *mut f32) {
+pub(crate) unsafe fn cross_block_write(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`.
     unsafe {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
@@ -79,7 +79,7 @@ contract! { cross_block_write { block: BLOCK, shared: REDUCTION_BYTES } |k| {
 
 /// `copy`, whose blocks stand one vector too close.
 #[kernel]
-pub unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
+pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
     let stride = (BLOCK as usize - 1) * F4::LEN;
     let index = thread::block_idx_x() as usize * stride + thread::thread_idx_x() as usize * F4::LEN;
     if index + F4::LEN <= x.len() {

@@ -29,7 +29,7 @@ unsafe fn combine<const BARRIER: bool>(tile: SharedTile<f32>, value: f32) -> f32
 
 /// `sum_all`, whose warps do not wait for each other's sums.
 #[kernel]
-pub unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
+pub(crate) unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`.
     unsafe {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
@@ -42,7 +42,7 @@ pub unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
 
 /// Sum and sum of squares through one tile, without a barrier before it is used again.
 #[kernel]
-pub unsafe fn missing_last_barrier(x: &[f32], out: *mut f32) {
+pub(crate) unsafe fn missing_last_barrier(x: &[f32], out: *mut f32) {
     // SAFETY: as in `sum_all`; two places a block.
     unsafe {
         let tile = SharedTile::new(0, REDUCTION_BYTES / 4);
@@ -58,17 +58,17 @@ pub unsafe fn missing_last_barrier(x: &[f32], out: *mut f32) {
 }
 
 macro_rules! pairwise {
-    ($($(#[$doc:meta])* $name:ident: $lane:ident => $between:expr;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $lane:ident => { $($between:tt)* };)*) => {$(
         $(#[$doc])*
         #[kernel]
-        pub unsafe fn $name(x: &[f32], out: *mut f32) {
+        pub(crate) unsafe fn $name(x: &[f32], out: *mut f32) {
             let ($lane, index) = (warp::lane_id(), thread::index_1d() as usize);
             // SAFETY: the contract checks both lengths; all lanes meet.
             unsafe {
                 let tile = SharedTile::<f32>::new(0, 64);
                 let own = thread::thread_idx_x();
                 tile.set(own, load(x, index));
-                $between;
+                $($between)*
                 store(out, index, tile.get(own ^ 1) + tile.get(own));
             }
         }
@@ -81,11 +81,11 @@ macro_rules! pairwise {
 
 pairwise! {
     /// Sound: each adds its neighbour's value, once the warp has met.
-    sound_warp_sync: lane => warp::sync_warp(if lane < 16 { 0xffff } else { 0xffff_0000 });
+    sound_warp_sync: lane => { warp::sync_warp(if lane < 16 { 0xffff } else { 0xffff_0000 }); };
     /// Each adds its neighbour's value; the lanes do not wait for each other.
-    missing_warp_sync: _lane => ();
+    missing_warp_sync: _lane => {};
     /// A shuffle stands where the lanes should wait: it moves values, and orders no memory.
-    shuffle_as_fence: lane => warp::warp_shuffle_xor(u32::MAX, lane, 1, 32);
+    shuffle_as_fence: lane => { let _ = warp::warp_shuffle_xor(u32::MAX, lane, 1, 32); };
 }
 
 /// Tokens of an attention matrix.
@@ -95,12 +95,12 @@ macro_rules! attention {
     ($($(#[$doc:meta])* $name:ident: |$i:ident, $j:ident| $place:expr, staged from $first:literal;)*) => {$(
         $(#[$doc])*
         #[kernel]
-        pub unsafe fn $name(x: &[f32], out: *mut f32) {
+        pub(crate) unsafe fn $name(x: &[f32], out: *mut f32) {
             let thread = thread::thread_idx_x();
             // SAFETY: the contract checks both lengths.
             unsafe {
                 let pairs = SharedTile::<f32>::new(0, TOKENS * TOKENS);
-                if thread >= $first {
+                if thread + 1 > $first {
                     pairs.set(thread, load(x, thread as usize));
                 }
                 thread::sync_threads();
@@ -138,7 +138,7 @@ const STAGE: u32 = 64;
 
 /// Sums of 64 columns, staged through two buffers as in `matmul`; the buffer is never changed.
 #[kernel]
-pub unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) {
+pub(crate) unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) {
     let thread = thread::thread_idx_x();
     let mut sum = 0.0;
     let stage = 0;

@@ -22,23 +22,33 @@ pub(super) fn watch(watched: bool) {
 
 /// Whether the running kernel thread is watched. Within one call of a kernel the compiler takes every look for the same.
 #[inline(always)]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[allow(clippy::pointers_in_nomem_asm_block, reason = "the byte is constant for as long as two looks can be merged")]
 fn is_watched() -> bool {
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    {
-        let watched: u32;
-        // SAFETY: reads one byte that is there as long as the OS thread. `nomem` says more than is so: that no write
-        // to memory changes the outcome. No write of a kernel does: the byte is set by `watch` alone, between kernel
-        // calls, in a function that is inlined nowhere.
-        unsafe {
-            let byte = WATCHED.with(Cell::as_ptr);
-            #[cfg(target_arch = "x86_64")]
-            core::arch::asm!("movzx {0:e}, byte ptr [{1}]", lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags));
-            #[cfg(target_arch = "aarch64")]
-            core::arch::asm!("ldrb {0:w}, [{1}]", lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags));
-        }
-        watched != 0
+    let byte = WATCHED.with(Cell::as_ptr);
+    let watched: u32;
+    // SAFETY: reads one byte that is there as long as the OS thread. `nomem` says more than is so: that no write to
+    // memory changes the outcome. No write of a kernel does: the byte is set by `watch` alone, between kernel calls, in a
+    // function that is inlined nowhere.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        core::arch::asm!(
+            "movzx {0:e}, byte ptr [{1}]",
+            lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags)
+        );
+        #[cfg(target_arch = "aarch64")]
+        core::arch::asm!(
+            "ldrb {0:w}, [{1}]",
+            lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags)
+        );
     }
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    watched != 0
+}
+
+/// Whether the running kernel thread is watched.
+#[inline(always)]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn is_watched() -> bool {
     WATCHED.get()
 }
 

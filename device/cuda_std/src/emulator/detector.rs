@@ -123,7 +123,7 @@ impl Wrong {
             Self::Outside { place, bounds } => Cause::OutOfBounds { place, bounds, access: later },
             Self::Unwritten { place } => Cause::Unwritten { place, access: later },
             Self::Conflict { place, conflict: (kind, stamp) } => {
-                Cause::Race { place, earlier: access(kind, stamp), later }
+                Cause::Race { place, earlier: Box::new(access(kind, stamp)), later }
             }
         }
     }

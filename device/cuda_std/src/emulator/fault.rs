@@ -47,7 +47,7 @@ pub enum Cause {
         /// What both used.
         place: Place,
         /// What happened first, this time.
-        earlier: Access,
+        earlier: Box<Access>,
         /// What the faulting thread did.
         later: Access,
     },
