@@ -7,7 +7,6 @@
 
 mod support;
 
-use stepscope::Device;
 use support::example::{SMALL, run, text, train};
 use support::on_each_device;
 

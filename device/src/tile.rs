@@ -2,12 +2,15 @@
 //!
 //! A kernel lays out its shared memory as tiles at fixed byte offsets, whose sum its contract declares. On the GPU a
 //! tile is a 32-bit shared address and every access one `ld.shared` or `st.shared`, unchecked. On the CPU it is a
-//! pointer, and an access outside the tile panics with the index and the tile's length.
+//! pointer, and an access outside the tile panics with the index and the tile's length. Where the emulator watches for
+//! races, it is told of every access first.
 //!
 //! Invariant: values that another thread wrote are read only after a barrier; the tile itself orders nothing.
 
 use crate::vector::F4;
 use core::marker::PhantomData;
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
 
 /// What a tile may hold: 32-bit values.
@@ -101,8 +104,9 @@ impl<T: Element> SharedTile<T> {
 
     /// The value at `index`.
     #[inline(always)]
+    #[track_caller]
     pub fn get(self, index: u32) -> T {
-        self.check(index, 1);
+        self.reads(index, 1);
         // SAFETY: inside the tile, which `new` promised to lie inside shared memory.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -114,8 +118,9 @@ impl<T: Element> SharedTile<T> {
 
     /// Writes `value` at `index`.
     #[inline(always)]
+    #[track_caller]
     pub fn set(self, index: u32, value: T) {
-        self.check(index, 1);
+        self.writes(index, 1);
         // SAFETY: as in `get`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -125,22 +130,43 @@ impl<T: Element> SharedTile<T> {
         }
     }
 
+    /// Before a read of `count` values from `index`.
     #[inline(always)]
-    fn check(self, index: u32, count: u32) {
+    #[track_caller]
+    fn reads(self, index: u32, count: u32) {
         #[cfg(not(target_arch = "nvptx64"))]
+        self.check(Kind::Read, index, count);
+        #[cfg(target_arch = "nvptx64")]
+        let _ = (index, count);
+    }
+
+    /// Before a write of `count` values from `index`.
+    #[inline(always)]
+    #[track_caller]
+    fn writes(self, index: u32, count: u32) {
+        #[cfg(not(target_arch = "nvptx64"))]
+        self.check(Kind::Write, index, count);
+        #[cfg(target_arch = "nvptx64")]
+        let _ = (index, count);
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    #[track_caller]
+    fn check(self, kind: Kind, index: u32, count: u32) {
+        access::shared(kind, self.pointer, self.len, index, count);
         if self.len < count || index > self.len - count {
             out_of_range(index, self.len);
         }
-        #[cfg(target_arch = "nvptx64")]
-        let _ = (index, count);
     }
 }
 
 impl SharedTile<f32> {
     /// The four values from `index`, a multiple of four.
     #[inline(always)]
+    #[track_caller]
     pub fn get4(self, index: u32) -> F4 {
-        self.check(index, 4);
+        self.reads(index, 4);
         // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -154,14 +180,15 @@ impl SharedTile<f32> {
                 return F4([a, b, c, d]);
             }
             #[cfg(not(target_arch = "nvptx64"))]
-            F4::load_raw(self.pointer, index as usize)
+            self.pointer.add(index as usize).cast::<F4>().read()
         }
     }
 
     /// Writes four values from `index`, a multiple of four.
     #[inline(always)]
+    #[track_caller]
     pub fn set4(self, index: u32, value: F4) {
-        self.check(index, 4);
+        self.writes(index, 4);
         // SAFETY: as in `get4`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -174,7 +201,7 @@ impl SharedTile<f32> {
                 );
             }
             #[cfg(not(target_arch = "nvptx64"))]
-            value.store(self.pointer, index as usize);
+            self.pointer.add(index as usize).cast::<F4>().write(value);
         }
     }
 }

@@ -4,11 +4,15 @@
 //! 16-byte aligned (the host's arena aligns to 256 bytes and checks other bases at launch). What is left over at the
 //! end of a row is moved element by element, so that the result of a kernel never depends on which of the two was used.
 //!
-//! On the CPU a read outside a slice panics with the index and the length; on the GPU nothing is checked.
+//! On the CPU a read outside a slice panics with the index and the length; on the GPU nothing is checked. Every access of a
+//! kernel to global memory goes through this file, which tells the emulator of it where that watches for races: kernels
+//! pass a pointer as they got it, and the index.
 
 use crate::map4;
 use core::ops::{Add, Div, Mul, Neg, Sub};
 use cuda_std::GpuFloat;
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::emulator::{Kind, access};
 
 /// Four floats, 16-byte aligned: one `ld.global.v4.f32` or `st.global.v4.f32`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,10 +62,12 @@ impl F4 {
     /// # Safety
     /// `index + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn load(x: &[f32], index: usize) -> Self {
+        reads(x.as_ptr(), index, Self::LEN);
         check_range(index, Self::LEN, x.len());
         // SAFETY: the range lies inside `x`; the caller keeps the alignment.
-        unsafe { Self::load_raw(x.as_ptr(), index) }
+        unsafe { Self::at(x.as_ptr(), index) }
     }
 
     /// Like [`F4::load`], from a pointer.
@@ -69,9 +75,11 @@ impl F4 {
     /// # Safety
     /// `x` is valid for reads of elements `index..index + 4` and `x + index` is 16-byte aligned.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
+        reads(x, index, Self::LEN);
         // SAFETY: the caller's contract.
-        unsafe { x.add(index).cast::<Self>().read() }
+        unsafe { Self::at(x, index) }
     }
 
     /// The part of `x[index..index + 4]` that exists, the other places filled with `fill`.
@@ -79,10 +87,12 @@ impl F4 {
     /// # Safety
     /// As for [`F4::load`] when `part` is whole, else `index + count <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
+        reads(x.as_ptr(), index, part.count());
         check_range(index, part.count(), x.len());
         // SAFETY: the caller's contract.
-        unsafe { Self::load_part_raw(x.as_ptr(), index, part, fill) }
+        unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
     /// Like [`F4::load_part`], from a pointer.
@@ -90,11 +100,29 @@ impl F4 {
     /// # Safety
     /// `x` is valid for reads of these elements, and 16-byte aligned at a whole vector.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
+        reads(x, index, part.count());
+        // SAFETY: the caller's contract.
+        unsafe { Self::part_at(x, index, part, fill) }
+    }
+
+    /// # Safety
+    /// As for [`F4::load_raw`].
+    #[inline(always)]
+    unsafe fn at(x: *const f32, index: usize) -> Self {
+        // SAFETY: the caller's contract.
+        unsafe { x.add(index).cast::<Self>().read() }
+    }
+
+    /// # Safety
+    /// As for [`F4::load_part_raw`].
+    #[inline(always)]
+    unsafe fn part_at(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
         // SAFETY: the caller's contract.
         unsafe {
             match part {
-                Part::Whole => Self::load_raw(x, index),
+                Part::Whole => Self::at(x, index),
                 Part::First(count) => {
                     let x = x.add(index);
                     let element = |at: usize| if at < count { *x.add(at) } else { fill };
@@ -109,7 +137,9 @@ impl F4 {
     /// # Safety
     /// `out` is valid for writes of these elements, in global memory.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn store(self, out: *mut f32, index: usize) {
+        writes(out, index, Self::LEN);
         // SAFETY: the caller's contract.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -132,12 +162,14 @@ impl F4 {
     /// # Safety
     /// `out` is valid for writes of these elements, and 16-byte aligned at a whole vector.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn store_part(self, out: *mut f32, index: usize, part: Part) {
         // SAFETY: the caller's contract.
         unsafe {
             match part {
                 Part::Whole => self.store(out, index),
                 Part::First(count) => {
+                    writes(out, index, count);
                     let out = out.add(index);
                     let [a, b, c, d] = self.0;
                     if count > 0 {
@@ -228,20 +260,62 @@ impl Part {
 /// # Safety
 /// `index < x.len()`. The CPU checks it, the GPU does not.
 #[inline(always)]
+#[track_caller]
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
+    reads(x.as_ptr(), index, 1);
     check_range(index, 1, x.len());
     // SAFETY: the caller's contract.
     unsafe { *x.as_ptr().add(index) }
 }
 
-/// Writes `value` to `out`, or adds it there when `accumulate` is not 0.
+/// `out[index] = value`.
 ///
 /// # Safety
-/// `out` is valid for reads and writes.
+/// `out` is valid for writes of this element.
 #[inline(always)]
-pub unsafe fn put(out: *mut f32, value: f32, accumulate: u32) {
+#[track_caller]
+pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
+    writes(out, index, 1);
     // SAFETY: the caller's contract.
-    unsafe { *out = if accumulate == 0 { value } else { *out + value } }
+    unsafe { *out.add(index) = value }
+}
+
+/// `out[index] = value`, or adds it there when `accumulate` is not 0.
+///
+/// # Safety
+/// `out` is valid for reads and writes of this element.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
+    if accumulate != 0 {
+        reads(out, index, 1);
+    }
+    writes(out, index, 1);
+    // SAFETY: the caller's contract.
+    unsafe {
+        let out = out.add(index);
+        *out = if accumulate == 0 { value } else { *out + value }
+    }
+}
+
+/// Tells the emulator of a read before it happens.
+#[inline(always)]
+#[track_caller]
+fn reads<T>(x: *const T, index: usize, count: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    access::global(Kind::Read, x, index, count);
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (x, index, count);
+}
+
+/// Tells the emulator of a write before it happens.
+#[inline(always)]
+#[track_caller]
+fn writes<T>(out: *mut T, index: usize, count: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    access::global(Kind::Write, out, index, count);
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (out, index, count);
 }
 
 /// The CPU's bounds check: `index..index + count` lies inside `len` elements.

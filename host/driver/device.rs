@@ -12,6 +12,7 @@ use super::rehearsal::{Launch, Rehearsal};
 use super::staging::{RingSize, Staging};
 use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Pool, emulated};
 use crate::error::{Error, Result};
+use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -80,12 +81,12 @@ impl DeviceBuilder {
         let kind = self.kind;
         // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
         let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
-            DeviceKind::Emulated => Ok(emulated()),
+            DeviceKind::Emulated => emulated(),
             DeviceKind::Cuda => cuda(),
-            DeviceKind::Auto => Ok(cuda().unwrap_or_else(|reason| {
+            DeviceKind::Auto => cuda().or_else(|reason| {
                 tracing::debug!(%reason, "no CUDA device, using the emulator");
                 emulated()
-            })),
+            }),
         });
         let mut driver =
             opened.map_err(|TimedOut { waited }| Error::Timeout { call: "open", waited, report: None })??;
@@ -123,8 +124,10 @@ fn checked_variable() -> Result<Option<bool>> {
     }
 }
 
-fn emulated() -> Arc<dyn Driver> {
-    Arc::new(emulated::Emulated::new())
+fn emulated() -> Result<Arc<dyn Driver>> {
+    let expected = "0 or 1 in STEPSCOPE_RACES and a seed in STEPSCOPE_SHUFFLE";
+    Mode::from_environment().map_err(|found| Error::misuse("emulator", expected, found))?;
+    Ok(Arc::new(emulated::Emulated::new()))
 }
 
 #[cfg(feature = "cuda")]

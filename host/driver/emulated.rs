@@ -252,7 +252,7 @@ unsafe impl Driver for Emulated {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { emulator::launch(entry, grid, words.as_slice()) }.map_err(Error::from)
+        unsafe { emulator::launch(entry, grid, words) }.map_err(Error::from)
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -304,7 +304,7 @@ unsafe impl Driver for Emulated {
         for node in &*nodes {
             if let Node::Launch(Launch { entry, grid, words }) = node {
                 // SAFETY: the caller's promise.
-                unsafe { emulator::launch(entry, *grid, words.as_slice()) }?;
+                unsafe { emulator::launch(entry, *grid, words) }?;
             }
         }
         Ok(())

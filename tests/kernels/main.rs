@@ -33,6 +33,7 @@ mod fill;
 mod loss;
 mod math;
 mod matmul;
+mod modes;
 mod norm;
 mod reduce;
 mod same_bits;

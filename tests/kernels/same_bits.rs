@@ -67,7 +67,7 @@ fn contracts_are_found_in_any_form() {
     assert_eq!(contracts("contract!(\n    tile_1x2 { block: 1 } | p | {}\n);\ncontract!(b{"), ["tile_1x2", "b"]);
 }
 
-fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {
+pub(crate) fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {
     cases::run(device, case).unwrap_or_else(|error| panic!("{error}"))
 }
 

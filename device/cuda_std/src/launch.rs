@@ -9,10 +9,12 @@ use core::marker::PhantomData;
 /// One thread of a kernel on the CPU: reads its arguments from packed words and runs to the end.
 #[derive(Clone, Copy)]
 pub struct Thread {
-    /// For any processor.
+    /// For any processor, watched for races or not.
     pub portable: unsafe fn(*const u64),
-    /// For x86-64 with AVX2 and FMA; elsewhere the same as `portable`.
+    /// For x86-64 with AVX2 and FMA, and for any other processor; not watched.
     pub fused: unsafe fn(*const u64),
+    /// As `fused`, but watched.
+    pub watched: unsafe fn(*const u64),
 }
 
 /// A kernel's typed arguments, made by `#[kernel]`.
@@ -24,6 +26,8 @@ pub unsafe trait Kernel: fmt::Debug {
     const NAME: &'static str;
     /// The function on the CPU.
     const THREAD: Thread;
+    /// The names of the parameters that are slices or pointers, in order.
+    const POINTERS: &'static [&'static str];
     /// Writes the arguments as 8-byte words: two for a slice, one for anything else.
     fn pack(&self, words: &mut Words);
 }
@@ -43,8 +47,13 @@ pub unsafe trait Contract: Kernel {
     fn grid(&self) -> Result<Grid, Violation>;
 
     /// The kernel as a driver knows it.
-    const ENTRY: Entry =
-        Entry { name: Self::NAME, block: Self::BLOCK, shared_bytes: Self::SHARED_BYTES, thread: Self::THREAD };
+    const ENTRY: Entry = Entry {
+        name: Self::NAME,
+        block: Self::BLOCK,
+        shared_bytes: Self::SHARED_BYTES,
+        thread: Self::THREAD,
+        pointers: Self::POINTERS,
+    };
 }
 
 /// A kernel without its arguments.
@@ -58,6 +67,8 @@ pub struct Entry {
     pub shared_bytes: u32,
     /// The kernel on the CPU.
     pub thread: Thread,
+    /// The names of the parameters that are slices or pointers, in order.
+    pub pointers: &'static [&'static str],
 }
 
 impl fmt::Debug for Entry {
@@ -90,6 +101,12 @@ impl Grid {
             blocks => Err(Violation::new(axis, format!("at most {most} blocks"), format!("{blocks} blocks"))),
         };
         Ok(Self { x: limit("grid.x", x, 0x7fff_ffff)?, y: limit("grid.y", y, 65_535)?, z: limit("grid.z", z, 65_535)? })
+    }
+
+    /// The place of the block that is the `index`th, x first.
+    pub fn place(self, index: u64) -> [u32; 3] {
+        let (x, y) = (u64::from(self.x), u64::from(self.y));
+        [(index % x) as u32, (index / x % y) as u32, (index / x / y) as u32]
     }
 
     /// All blocks of the grid.
@@ -131,7 +148,7 @@ impl Violation {
 }
 
 macro_rules! device_memory {
-    ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal, $written:literal;)*) => {$(
         $(#[$doc])*
         pub struct $name<'a, T> {
             device: u64,
@@ -185,7 +202,15 @@ macro_rules! device_memory {
         impl<T> Argument for $name<'_, T> {
             #[inline]
             fn pack(&self, words: &mut Words) {
-                words.push_pointer(self.device, self.address);
+                words.push_pointer(
+                    self.device,
+                    Extent {
+                        address: self.address,
+                        length: self.length,
+                        element_bytes: size_of::<T>(),
+                        written: $written,
+                    },
+                );
                 if $words == 2 {
                     words.push(self.length as u64);
                 }
@@ -196,11 +221,11 @@ macro_rules! device_memory {
 
 device_memory! {
     /// A kernel's `&[T]`: read by every thread, written by none.
-    Slice, &'a [T], 2;
+    Slice, &'a [T], 2, false;
     /// A kernel's `*const T`. It may name the same memory as a `*mut T` of the launch, element for element.
-    Pointer, &'a T, 1;
+    Pointer, &'a T, 1, false;
     /// A kernel's `*mut T`: its output, for the launch alone.
-    PointerMut, &'a mut [T], 1;
+    PointerMut, &'a mut [T], 1, true;
 }
 
 macro_rules! shared {
@@ -259,10 +284,32 @@ scalar! {
     f32: |value| u64::from(value.to_bits()), |word| f32::from_bits(word as u32);
 }
 
+/// The memory that one argument of a launch may touch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The first element's address on the device.
+    pub address: u64,
+    /// Elements.
+    pub length: usize,
+    /// Bytes of an element.
+    pub element_bytes: usize,
+    /// Whether the kernel may write it.
+    pub written: bool,
+}
+
+impl Extent {
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> usize {
+        self.length * self.element_bytes
+    }
+}
+
 /// A launch's packed arguments.
 #[derive(Clone, Debug, Default)]
 pub struct Words {
     words: Vec<u64>,
+    /// What the pointers among the words point to.
+    extents: Vec<Extent>,
     /// The device of the first address that names one, and whether all agree.
     device: Option<u64>,
     mixed: bool,
@@ -273,7 +320,7 @@ pub struct Words {
 impl Words {
     /// The arguments of `kernel`.
     pub fn of(kernel: &impl Kernel) -> Self {
-        let mut words = Self { words: Vec::with_capacity(16), ..Self::default() };
+        let mut words = Self { words: Vec::with_capacity(16), extents: Vec::with_capacity(8), ..Self::default() };
         kernel.pack(&mut words);
         words
     }
@@ -284,19 +331,25 @@ impl Words {
         self.words.push(word);
     }
 
-    /// Adds an address on a device.
+    /// Adds the address of memory on a device.
     #[inline]
-    pub fn push_pointer(&mut self, device: u64, address: u64) {
+    pub fn push_pointer(&mut self, device: u64, extent: Extent) {
         if device != ANY_DEVICE {
             self.mixed |= *self.device.get_or_insert(device) != device;
         }
-        self.addresses |= address;
-        self.words.push(address);
+        self.addresses |= extent.address;
+        self.words.push(extent.address);
+        self.extents.push(extent);
     }
 
     /// The words in order.
     pub fn as_slice(&self) -> &[u64] {
         &self.words
+    }
+
+    /// What the pointers among the words point to, in order.
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
     }
 
     /// Whether every address is one of `device`.

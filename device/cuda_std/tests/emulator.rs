@@ -168,7 +168,7 @@ unsafe fn places(y: *mut u32) {
 
 fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
     // SAFETY: each test passes buffers that hold what its kernel touches.
-    unsafe { launch(&K::ENTRY, grid, Words::of(&kernel).as_slice()) }
+    unsafe { launch(&K::ENTRY, grid, &Words::of(&kernel)) }
 }
 
 const ONE: Grid = Grid { x: 1, y: 1, z: 1 };

@@ -7,7 +7,7 @@ use crate::block::divide;
 use crate::contract;
 use crate::math;
 use crate::tile::SharedTile;
-use crate::vector::{F4, load};
+use crate::vector::{F4, load, store};
 use crate::warp::max;
 use cuda_std::prelude::*;
 
@@ -190,7 +190,8 @@ pub unsafe fn attention_forward(
         thread::sync_threads();
 
         for (i, j) in head.pairs() {
-            *probabilities.add(head.probabilities + (i * tokens + j) as usize) = p_tile.get(i * PAIR_ROW + j);
+            let probability = p_tile.get(i * PAIR_ROW + j);
+            store(probabilities, head.probabilities + (i * tokens + j) as usize, probability);
         }
         for (i, column) in head.vectors() {
             mix(tokens, p_tile, i * PAIR_ROW, 1, v_tile, column).store(out, head.index(i, column));

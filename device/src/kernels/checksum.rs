@@ -4,7 +4,7 @@
 //! one of its words, and when two different ones are swapped: all weights differ, and the sum cannot wrap.
 
 use crate::contract;
-use crate::vector::load;
+use crate::vector::{load, store};
 use crate::warp::{LANES, combine_lanes};
 use cuda_std::prelude::*;
 
@@ -41,8 +41,8 @@ pub unsafe fn checksum(x: &[u32], out: *mut u32) {
         }
         let sum: u64 = combine_lanes(u32::MAX, LANES, sum, |a, b| a + b);
         if warp::lane_id() == 0 {
-            *out.add(2 * chunk) = sum as u32;
-            *out.add(2 * chunk + 1) = (sum >> 32) as u32;
+            store(out, 2 * chunk, sum as u32);
+            store(out, 2 * chunk + 1, (sum >> 32) as u32);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Invariant: a guard is written and read word by word, so it may start behind a tensor of any length.
 
 use crate::contract;
-use crate::vector::load;
+use crate::vector::{load, store};
 use cuda_std::prelude::*;
 
 /// The word that guards hold.
@@ -15,7 +15,7 @@ pub unsafe fn guard_write(block: *mut u32, length: usize, start: usize) {
     let index = start + thread::index_1d() as usize;
     if index < length {
         // SAFETY: inside the block, which the contract checks.
-        unsafe { *block.add(index) = PATTERN };
+        unsafe { store(block, index, PATTERN) };
     }
 }
 
@@ -40,7 +40,7 @@ pub unsafe fn guard_check(block: &[u32], start: usize, place: usize, found: *mut
         while index < block.len() && load(block, index) == PATTERN {
             index += 1;
         }
-        *found.add(place) = index as u32;
+        store(found, place, index as u32);
     }
 }
 

@@ -5,7 +5,7 @@
 
 use crate::block::divide;
 use crate::math;
-use crate::vector::{F4, load};
+use crate::vector::{F4, load, store};
 use crate::warp::{Row, max};
 use crate::{contract, for_each_vector, for_own_vector, map4};
 use cuda_std::prelude::*;
@@ -45,7 +45,7 @@ pub unsafe fn cross_entropy_forward(
             let label = load(labels, row.number) as usize;
             let loss =
                 if label < classes { math::log(total) - (load(logits, row.start + label) - largest) } else { f32::NAN };
-            *losses.add(row.number) = loss;
+            store(losses, row.number, loss);
         }
     }
 }

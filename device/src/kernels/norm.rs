@@ -5,7 +5,7 @@
 
 use crate::block::RowChunk;
 use crate::math;
-use crate::vector::{F4, load};
+use crate::vector::{F4, load, store};
 use crate::warp::Row;
 use crate::{contract, for_each_row, for_each_vector};
 use cuda_std::prelude::*;
@@ -29,7 +29,7 @@ pub unsafe fn rms_norm_forward(x: &[f32], gain: &[f32], cols: usize, epsilon: f3
             (x * F4::splat(scale) * gain).store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
-            *inverse_rms.add(row.number) = scale;
+            store(inverse_rms, row.number, scale);
         }
     }
 }

@@ -8,7 +8,7 @@
 
 use crate::block::{REDUCTION_BYTES, RowChunk, block_combine, chunk_fold};
 use crate::tile::SharedTile;
-use crate::vector::{F4, put};
+use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
 use crate::{contract, for_each_row, for_each_vector};
 use cuda_std::prelude::*;
@@ -25,7 +25,7 @@ pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, o
         });
         let total = row.sum(sum);
         if row.is_first_lane() {
-            put(out.add(row.number), total * scale, accumulate);
+            put(out, row.number, total * scale, accumulate);
         }
     }
 }
@@ -68,7 +68,7 @@ pub unsafe fn sum_all(x: &[f32], scale: f32, accumulate: u32, out: *mut f32) {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
         let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
         if thread::thread_idx_x() == 0 {
-            put(out.add(thread::block_idx_x() as usize), total * scale, accumulate);
+            put(out, thread::block_idx_x() as usize, total * scale, accumulate);
         }
     }
 }
@@ -87,7 +87,7 @@ pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
         let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
         if thread::thread_idx_x() == 0 {
-            *out.add(thread::block_idx_x() as usize) = total;
+            store(out, thread::block_idx_x() as usize, total);
         }
     }
 }
@@ -106,7 +106,7 @@ pub unsafe fn max_all(x: &[f32], out: *mut f32) {
         let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
         let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
         if thread::thread_idx_x() == 0 {
-            *out.add(thread::block_idx_x() as usize) = largest;
+            store(out, thread::block_idx_x() as usize, largest);
         }
     }
 }
@@ -129,7 +129,7 @@ pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
         });
         let largest = row.max(largest);
         if row.is_first_lane() {
-            *out.add(row.number) = largest;
+            store(out, row.number, largest);
         }
     }
 }
@@ -159,7 +159,7 @@ pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
         });
         let best = row.combine(best, |a, b| if b > a { b } else { a });
         if row.is_first_lane() {
-            *out.add(row.number) = rank_column(best);
+            store(out, row.number, rank_column(best));
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Invariant: tokens are summed in ascending order, whatever the shape.
 
 use crate::block::divide;
-use crate::vector::{F4, load};
+use crate::vector::{F4, load, store};
 use crate::{contract, for_own_vector};
 use cuda_std::prelude::*;
 
@@ -37,7 +37,7 @@ pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length:
                     at += cols;
                     token += 1;
                 }
-                *y.add(place) = sum / divisor;
+                store(y, place, sum / divisor);
                 place += 1;
             }
         }
@@ -76,7 +76,7 @@ pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *
                 let mut at = first_token(place, tokens, cols);
                 let mut token = 0;
                 while token < tokens {
-                    *dx.add(at) = share;
+                    store(dx, at, share);
                     at += cols;
                     token += 1;
                 }

@@ -157,6 +157,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         quote!(#(#docs)* #[doc = #text] pub #name: #ty)
     });
     let packed = parameters.iter().map(|Parameter { name, .. }| quote!(#launch::Argument::pack(&self.#name, words)));
+    let pointers = parameters.iter().filter(|p| !matches!(p.kind, Kind::Scalar(_))).map(|p| p.name.to_string());
     let mut word = 0usize;
     let unpacked: Vec<Tokens> = parameters
         .iter()
@@ -188,24 +189,34 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled twice: a fused multiply-add is one instruction where the processor has it, a call where not.
-            unsafe fn thread(words: *const u64) {
+            // Compiled three times: a fused multiply-add is one instruction where the processor has it, a call where not;
+            // and what watches memory is compiled in, or out.
+            unsafe fn portable(words: *const u64) {
                 // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
                 unsafe { #name(#(#unpacked),*) }
             }
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma")]
-            unsafe fn thread_fma(words: *const u64) {
-                // SAFETY: as above; the emulator has seen that the processor has AVX2 and FMA.
-                unsafe { #name(#(#unpacked),*) }
+            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
+            unsafe fn fused(words: *const u64) {
+                // SAFETY: as above; the emulator has seen that the processor has AVX2 and FMA, and watches nothing.
+                unsafe {
+                    ::cuda_std::emulator::access::assume_watched(false);
+                    #name(#(#unpacked),*)
+                }
             }
-            #[cfg(not(target_arch = "x86_64"))]
-            use thread as thread_fma;
+            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
+            unsafe fn watched(words: *const u64) {
+                // SAFETY: as above; the emulator watches.
+                unsafe {
+                    ::cuda_std::emulator::access::assume_watched(true);
+                    #name(#(#unpacked),*)
+                }
+            }
 
-            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `thread` reads them.
+            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `portable` reads them.
             unsafe impl #launch::Kernel for #name #elided {
                 const NAME: &'static str = #text;
-                const THREAD: #launch::Thread = #launch::Thread { portable: thread, fused: thread_fma };
+                const THREAD: #launch::Thread = #launch::Thread { portable, fused, watched };
+                const POINTERS: &'static [&'static str] = &[#(#pointers),*];
                 fn pack(&self, words: &mut #launch::Words) {
                     #(#packed;)*
                 }

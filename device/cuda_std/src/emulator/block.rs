@@ -3,16 +3,20 @@
 //! Invariant: at most one thread of a block runs at a time, and a thread goes on only when every thread that it
 //! waits for has come to the same operation at the same source line.
 
+use super::arguments::{Arguments, Span};
 use super::collective::Collective;
-use super::fault::{Cause, Fault};
+use super::detector::Detector;
+use super::fault::{Cause, Fault, Kind};
+use super::mode::Order;
 use super::stack::ColouredStack;
-use super::{CURRENT, current};
+use super::{CURRENT, WARP, access, current};
 use crate::launch::{Entry, Grid};
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
 
-const WARP: u32 = 32;
 /// Bytes before and after the shared memory that must stay as they were.
 const RED_ZONE_BYTES: usize = 256;
 const RED_ZONE: u8 = 0xa5;
@@ -36,6 +40,17 @@ enum State {
     Done,
 }
 
+/// What the blocks of a launch share.
+pub(super) struct Launch<'l> {
+    pub(super) entry: &'l Entry,
+    pub(super) grid: Grid,
+    pub(super) words: &'l [u64],
+    /// Where the launch is watched for races.
+    pub(super) arguments: Option<Arc<Arguments>>,
+    /// The seed of the threads' order.
+    pub(super) shuffle: Option<u64>,
+}
+
 /// A block in flight, as its threads see it.
 pub struct Block {
     grid: Grid,
@@ -47,12 +62,15 @@ pub struct Block {
     words: *const u64,
     /// The thread that runs now.
     running: Cell<u32>,
-    /// The first thread that has not started.
-    fresh: Cell<u32>,
+    /// Threads that have started.
+    started: Cell<u32>,
+    /// The threads' order, where it is not the ascending one.
+    order: Option<RefCell<Order>>,
     yielder: Cell<*const Yielder<(), ()>>,
     states: RefCell<Vec<State>>,
     /// What each thread brought to the collective that was resolved last, or its result.
     exchange: RefCell<Vec<u64>>,
+    detector: Option<RefCell<Detector>>,
 }
 
 impl Block {
@@ -108,6 +126,36 @@ impl Block {
         })
     }
 
+    /// Judges what the running thread is about to do in global memory.
+    pub(super) fn touch_global(
+        &self,
+        kind: Kind,
+        span: Span,
+        location: &'static Location<'static>,
+    ) -> Result<(), Cause> {
+        let Some(detector) = &self.detector else { return Ok(()) };
+        detector.borrow_mut().global(self.running.get(), kind, span, location)
+    }
+
+    /// Judges what the running thread is about to do in shared memory.
+    pub(super) fn touch_shared(
+        &self,
+        kind: Kind,
+        tile: Range<usize>,
+        bytes: Range<usize>,
+        location: &'static Location<'static>,
+    ) -> Result<(), Cause> {
+        let Some(detector) = &self.detector else { return Ok(()) };
+        detector.borrow_mut().shared(self.running.get(), kind, tile, bytes, location)
+    }
+
+    /// The threads that take part in a collective, `thread` among them, go on.
+    fn met(&self, collective: Collective, thread: u32) {
+        if let Some(detector) = &self.detector {
+            detector.borrow_mut().met(collective, thread);
+        }
+    }
+
     /// Suspends the running thread until its collective is resolved.
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
         let thread = self.running.get();
@@ -126,11 +174,16 @@ impl Block {
         }
     }
 
+    /// The thread that comes at `place` in this round.
+    fn thread_at(&self, place: u32) -> u32 {
+        self.order.as_ref().map_or(place, |order| order.borrow().at(place))
+    }
+
     /// Runs threads that have not started, one after another, until none is left.
     fn carry(&self) {
-        while self.fresh.get() < self.threads {
-            let thread = self.fresh.replace(self.fresh.get() + 1);
-            self.running.set(thread);
+        while self.started.get() < self.threads {
+            let place = self.started.replace(self.started.get() + 1);
+            self.running.set(self.thread_at(place));
             // SAFETY: `launch`'s caller promised that the words are this kernel's arguments.
             unsafe { (self.thread)(self.words) };
             // The thread may have waited meanwhile and others may have run.
@@ -164,16 +217,19 @@ impl Carrier {
     }
 
     /// Runs until the thread that it carries waits, or no fresh thread is left.
-    fn resume(&mut self, block: &Block) -> Result<(), String> {
+    fn resume(&mut self, block: &Block) -> Result<(), Cause> {
         block.yielder.set(self.yielder);
         match catch_unwind(AssertUnwindSafe(|| self.coroutine.resume(()))) {
             Ok(CoroutineResult::Yield(())) => Ok(()),
             Ok(CoroutineResult::Return(())) => unreachable!("a carrier loops for ever"),
-            Err(panic) => Err(panic
-                .downcast_ref::<String>()
-                .cloned()
-                .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
-                .unwrap_or_else(|| "a panic without a message".into())),
+            Err(panic) => Err(panic.downcast::<Cause>().map_or_else(
+                |panic| {
+                    let text = panic.downcast_ref::<String>().cloned();
+                    let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+                    Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
+                },
+                |cause| *cause,
+            )),
         }
     }
 }
@@ -184,6 +240,7 @@ struct Entered;
 impl Entered {
     fn new(block: &Block) -> Self {
         CURRENT.set(block);
+        access::watch(block.detector.is_some());
         Self
     }
 }
@@ -191,6 +248,7 @@ impl Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         CURRENT.set(core::ptr::null());
+        access::watch(false);
     }
 }
 
@@ -209,26 +267,33 @@ impl Runner {
     ///
     /// # Safety
     /// As for [`super::launch`].
-    pub(super) unsafe fn run(&mut self, entry: &Entry, grid: Grid, index: u64, words: &[u64]) -> Result<(), Fault> {
-        let (x, y) = (u64::from(grid.x), u64::from(grid.y));
+    pub(super) unsafe fn run(&mut self, launch: &Launch<'_>, index: u64) -> Result<(), Fault> {
+        let Launch { entry, grid, words, arguments, shuffle } = launch;
         let mut states = std::mem::take(&mut self.states);
         let mut exchange = std::mem::take(&mut self.exchange);
         states.clear();
         states.resize(entry.block as usize, State::Fresh);
         exchange.resize(entry.block as usize, 0);
+        let detector = arguments.clone().map(|arguments| Detector::new(arguments, entry, *grid, index).into());
         let block = Block {
-            grid,
-            index: [(index % x) as u32, (index / x % y) as u32, (index / x / y) as u32],
+            grid: *grid,
+            index: grid.place(index),
             threads: entry.block,
             shared: self.shared_memory(entry.shared_bytes as usize),
             shared_bytes: entry.shared_bytes as usize,
-            thread: if has_fused() { entry.thread.fused } else { entry.thread.portable },
+            thread: match &detector {
+                _ if !has_fused() => entry.thread.portable,
+                None => entry.thread.fused,
+                Some(_) => entry.thread.watched,
+            },
             words: words.as_ptr(),
             running: Cell::new(0),
-            fresh: Cell::new(0),
+            started: Cell::new(0),
+            order: shuffle.map(|seed| Order::new(entry.block, seed, index).into()),
             yielder: Cell::new(core::ptr::null()),
             states: RefCell::new(states),
             exchange: RefCell::new(exchange),
+            detector,
         };
         let entered = Entered::new(&block);
         let outcome = self.schedule(&block).and_then(|()| self.check_red_zones(&block));
@@ -248,8 +313,8 @@ impl Runner {
     }
 
     fn run_threads(&mut self, block: &Block, carriers: &mut Vec<Option<Carrier>>) -> Result<(), (u32, Cause)> {
-        let fault = |message| (block.running.get(), Cause::Panic { message });
-        while block.fresh.get() < block.threads {
+        let fault = |cause| (block.running.get(), cause);
+        while block.started.get() < block.threads {
             let mut carrier = self.idle.pop().unwrap_or_else(|| {
                 self.made += 1;
                 Carrier::new(self.made)
@@ -265,7 +330,11 @@ impl Runner {
             if !resolve(block)? {
                 return Ok(());
             }
-            for thread in 0..block.threads {
+            if let Some(order) = &block.order {
+                order.borrow_mut().draw();
+            }
+            for place in 0..block.threads {
+                let thread = block.thread_at(place);
                 if !matches!(block.states.borrow()[thread as usize], State::Ready) {
                     continue;
                 }
@@ -336,6 +405,7 @@ fn resolve(block: &Block) -> Result<bool, (u32, Cause)> {
                 continue;
             }
             complete(&mut states, &mut exchange, wait.collective, lanes);
+            block.met(wait.collective, thread);
             progress = true;
         }
     }
@@ -358,6 +428,7 @@ fn resolve(block: &Block) -> Result<bool, (u32, Cause)> {
         return Err((thread, Cause::Divergence { waits_at, missing, found }));
     }
     complete(&mut states, &mut exchange, wait.collective, lanes.iter().copied());
+    block.met(wait.collective, thread);
     Ok(true)
 }
 

@@ -1,6 +1,8 @@
 //! What a kernel did that a GPU would leave undefined.
 
 use std::fmt;
+use std::ops::Range;
+use std::panic::Location;
 
 /// A kernel that broke the rules of the machine, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +42,74 @@ pub enum Cause {
         /// The bytes that the launch gave the block.
         size: usize,
     },
+    /// Two threads used the same memory, one of them wrote, and nothing orders the two.
+    Race {
+        /// What both used.
+        place: Place,
+        /// What happened first, this time.
+        earlier: Box<Access>,
+        /// What the faulting thread did.
+        later: Access,
+    },
+    /// The thread left the tensor, or the part of the shared memory, that it computes with.
+    OutOfBounds {
+        /// Where it went.
+        place: Place,
+        /// Where it may go: elements of an argument, bytes of shared memory.
+        bounds: Range<i64>,
+        /// What it did there.
+        access: Access,
+    },
+    /// The thread read shared memory that no thread of its block had written.
+    Unwritten {
+        /// Where.
+        place: Place,
+        /// The read.
+        access: Access,
+    },
+}
+
+/// Memory as a kernel knows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// An element of a parameter.
+    Argument {
+        /// The parameter's name.
+        name: &'static str,
+        /// Elements from its start; negative: before it.
+        element: i64,
+    },
+    /// The block's dynamic shared memory.
+    Shared {
+        /// Bytes from its start; negative: before it.
+        byte: i64,
+    },
+    /// Global memory that belongs to no argument of the launch.
+    Address(u64),
+}
+
+/// What is done with memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It is read.
+    Read,
+    /// It is written.
+    Write,
+}
+
+/// A thread's use of memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// Read or written.
+    pub kind: Kind,
+    /// The block's place in the grid.
+    pub block: [u32; 3],
+    /// The thread's place in the block.
+    pub thread: u32,
+    /// Barriers that the block had passed.
+    pub epoch: u32,
+    /// The source line. Of several lanes of a warp that read the same, the line where one of them did.
+    pub location: &'static Location<'static>,
 }
 
 impl std::error::Error for Fault {}
@@ -56,6 +126,43 @@ impl fmt::Display for Fault {
             Cause::SharedOverrun { offset, size } => {
                 write!(f, "this or another thread of the block wrote shared memory at byte {offset} of {size}")
             }
+            Cause::Race { place, earlier, later } => {
+                write!(f, "race on {place}: {later}; before that {earlier}; ")?;
+                f.write_str(if earlier.block == later.block { "no barrier between" } else { "nothing orders blocks" })
+            }
+            Cause::OutOfBounds { place: place @ Place::Argument { .. }, bounds, access } => {
+                write!(f, "out of bounds: {place} of {} elements {access}", bounds.end)
+            }
+            Cause::OutOfBounds { place: place @ Place::Shared { .. }, bounds, access } => {
+                write!(
+                    f,
+                    "out of bounds: {place}, outside the tile of bytes {}..{}, {access}",
+                    bounds.start, bounds.end
+                )
+            }
+            Cause::OutOfBounds { place, access, .. } => write!(f, "out of bounds: {place} {access}"),
+            Cause::Unwritten { place, access } => write!(f, "never written: {place} {access}"),
         }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Argument { name, element } => write!(f, "`{name}`[{element}]"),
+            Self::Shared { byte } => write!(f, "shared byte {byte}"),
+            Self::Address(address) => write!(f, "{address:#x}, which is in no argument,"),
+        }
+    }
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, block: [x, y, z], thread, epoch, location } = self;
+        let done = match kind {
+            Kind::Read => "read",
+            Kind::Write => "written",
+        };
+        write!(f, "{done} by thread {thread} of block ({x}, {y}, {z}) in epoch {epoch} at {location}")
     }
 }

@@ -2,21 +2,38 @@
 //!
 //! A block's threads run one after another on one coroutine, as plain calls, until one of them waits at a barrier
 //! or a lane exchange; only then does the next thread get a coroutine of its own. Blocks run in parallel on rayon's
-//! threads. Invariant: a launch either runs every thread of every block to its end or returns one [`Fault`] that
-//! names kernel, block and thread; which fault does not depend on timing (the lowest block wins).
+//! threads. In a [`Mode`] launches are watched for races, or run in a shuffled order; `docs/races.md` tells how.
+//!
+//! Invariant: a launch either runs every thread of every block to its end or returns one [`Fault`] that names kernel,
+//! block and thread; which fault does not depend on timing (the lowest block wins), but for a race between blocks, which
+//! the later of the two reports.
 
+pub mod access;
+mod arguments;
 mod block;
+mod clock;
 mod collective;
+mod detector;
 mod fault;
+mod mode;
+mod shadow;
+mod site;
 mod stack;
 
 pub use collective::Collective;
-pub use fault::{Cause, Fault};
+pub use fault::{Access, Cause, Fault, Kind, Place};
+pub use mode::Mode;
 
-use crate::launch::{Entry, Grid};
-use block::{Block, Runner};
+use crate::launch::{Entry, Grid, Words};
+use arguments::Arguments;
+use block::{Block, Launch, Runner};
+use mode::Order;
 use rayon::prelude::*;
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+/// Threads in a warp.
+const WARP: u32 = 32;
 
 thread_local! {
     static CURRENT: Cell<*const Block> = const { Cell::new(core::ptr::null()) };
@@ -39,14 +56,24 @@ pub fn current<R>(ask: impl FnOnce(&Block) -> R) -> R {
 /// Runs every thread of `grid` and returns when all have ended.
 ///
 /// # Safety
-/// `words` are the arguments of `entry` ([`crate::launch::Words::of`]), and its contract accepted them for this grid.
+/// `words` are the arguments of `entry` ([`Words::of`]), and its contract accepted them for this grid.
 ///
 /// # Errors
-/// The first [`Fault`] by block order. Blocks of a higher number may not have run.
-pub unsafe fn launch(entry: &Entry, grid: Grid, words: &[u64]) -> Result<(), Fault> {
+/// The first [`Fault`] by block order. Blocks that come later may not have run.
+///
+/// # Panics
+/// When the environment asks for a [`Mode`] that there is not.
+pub unsafe fn launch(entry: &Entry, grid: Grid, words: &Words) -> Result<(), Fault> {
     let blocks = grid.blocks();
+    let Mode { races, shuffle } = Mode::current();
+    let arguments = races.then(|| Arc::new(Arguments::new(entry, words)));
+    let launch = Launch { entry, grid, words: words.as_slice(), arguments, shuffle };
     // SAFETY: the caller's promise, block by block.
-    let run = |index: u64| RUNNER.with_borrow_mut(|runner| unsafe { runner.run(entry, grid, index, words) });
+    let run = |index: u64| RUNNER.with_borrow_mut(|runner| unsafe { runner.run(&launch, index) });
+    if let Some(seed) = shuffle {
+        let blocks = u32::try_from(blocks).expect("a shuffled launch has fewer than 2^32 blocks");
+        return Order::new(blocks, seed, u64::MAX).iter().try_for_each(|index| run(u64::from(index)));
+    }
     match blocks {
         0 => Ok(()),
         1 => run(0),

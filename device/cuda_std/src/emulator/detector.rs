@@ -1,0 +1,130 @@
+//! One block's view of a watched launch: its clocks, the cells of its shared memory, and the launch's arguments.
+//!
+//! Invariant: an access that returns `Ok` lies inside what the kernel was given, reads no shared memory that the block
+//! has not written, and follows every conflicting access that came before it.
+
+use super::WARP;
+use super::arguments::{Arguments, Span};
+use super::clock::{Clock, Stamp};
+use super::collective::Collective;
+use super::fault::{Access, Cause, Kind, Place};
+use super::shadow::{Cell, Conflict};
+use super::site::Sites;
+use crate::launch::{Entry, Grid};
+use std::ops::Range;
+use std::panic::Location;
+use std::sync::Arc;
+
+/// Bytes of shared memory that a cell stands for.
+const WORD: usize = 4;
+
+/// Watches the threads of one block.
+pub(super) struct Detector {
+    arguments: Arc<Arguments>,
+    grid: Grid,
+    clock: Clock,
+    /// By word.
+    shared: Vec<Cell>,
+    shared_bytes: usize,
+    sites: Sites,
+}
+
+/// What is wrong with an access.
+pub(super) enum Wrong {
+    /// It lies outside of what it belongs to.
+    Outside { place: Place, bounds: Range<i64> },
+    /// It reads shared memory that the block has not written.
+    Unwritten { place: Place },
+    /// Nothing orders it after an earlier one.
+    Conflict { place: Place, conflict: Conflict },
+}
+
+impl Detector {
+    /// For block `index` of the grid.
+    pub(super) fn new(arguments: Arc<Arguments>, entry: &Entry, grid: Grid, index: u64) -> Self {
+        let block = u32::try_from(index).expect("a watched launch has fewer than 2^32 blocks");
+        let shared_bytes = entry.shared_bytes as usize;
+        Self {
+            arguments,
+            grid,
+            clock: Clock::new(block, entry.block),
+            shared: vec![Cell::default(); shared_bytes.div_ceil(WORD)],
+            shared_bytes,
+            sites: Sites::new(),
+        }
+    }
+
+    /// The threads that take part in a collective, `thread` among them, have all come to it.
+    pub(super) fn met(&mut self, collective: Collective, thread: u32) {
+        match collective {
+            Collective::Barrier | Collective::BarrierCount | Collective::BarrierAnd | Collective::BarrierOr => {
+                self.clock.barrier();
+            }
+            Collective::Warp(mask) => self.clock.warp_barrier(thread / WARP, mask),
+            // They exchange values; CUDA promises no order of memory.
+            Collective::Ballot(_) | Collective::Shuffle { .. } => {}
+        }
+    }
+
+    /// Judges an access to global memory.
+    pub(super) fn global(
+        &mut self,
+        thread: u32,
+        kind: Kind,
+        span: Span,
+        location: &'static Location<'static>,
+    ) -> Result<(), Cause> {
+        let now = self.clock.now(thread, self.sites.of(location));
+        self.arguments.touch(span, kind, &now).map_err(|wrong| wrong.cause(self.grid, kind, now.stamp))
+    }
+
+    /// Judges an access to `bytes` of the shared memory, which the kernel computes as part of `tile`.
+    pub(super) fn shared(
+        &mut self,
+        thread: u32,
+        kind: Kind,
+        tile: Range<usize>,
+        bytes: Range<usize>,
+        location: &'static Location<'static>,
+    ) -> Result<(), Cause> {
+        let now = self.clock.now(thread, self.sites.of(location));
+        let wrong = |wrong: Wrong| Err(wrong.cause(self.grid, kind, now.stamp));
+        if bytes.start < tile.start || bytes.end > tile.end.min(self.shared_bytes) {
+            let bounds = tile.start as i64..tile.end.min(self.shared_bytes) as i64;
+            return wrong(Wrong::Outside { place: Place::Shared { byte: bytes.start as i64 }, bounds });
+        }
+        let first = bytes.start / WORD;
+        for (at, cell) in self.shared[first..bytes.end.div_ceil(WORD)].iter_mut().enumerate() {
+            let place = || Place::Shared { byte: ((first + at) * WORD) as i64 };
+            if kind == Kind::Read && !cell.is_written() {
+                return wrong(Wrong::Unwritten { place: place() });
+            }
+            if let Err(conflict) = cell.touch(kind, &now) {
+                return wrong(Wrong::Conflict { place: place(), conflict });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Wrong {
+    /// The fault of a thread that did `kind` at `now`.
+    #[cold]
+    fn cause(self, grid: Grid, kind: Kind, now: Stamp) -> Cause {
+        let access = |kind, stamp: Stamp| Access {
+            kind,
+            block: grid.place(u64::from(stamp.block)),
+            thread: u32::from(stamp.thread),
+            epoch: stamp.epoch.get() - 1,
+            location: stamp.site.location(),
+        };
+        let later = access(kind, now);
+        match self {
+            Self::Outside { place, bounds } => Cause::OutOfBounds { place, bounds, access: later },
+            Self::Unwritten { place } => Cause::Unwritten { place, access: later },
+            Self::Conflict { place, conflict: (kind, stamp) } => {
+                Cause::Race { place, earlier: Box::new(access(kind, stamp)), later }
+            }
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Every kernel in every mode of the emulator: watched for races, and in shuffled orders.
+//!
+//! Invariant: no kernel is reported, and none gives other bits in another order of its threads or blocks. The cases are
+//! those of [`cases`](crate::cases), which launch every kernel that there is.
+
+use crate::cases::CASES;
+use crate::same_bits::run;
+use crate::support;
+use crate::trial::canonical;
+use cuda_std::emulator::Mode;
+use std::time::{Duration, Instant};
+use stepscope::DeviceKind;
+
+/// The words of everything that a case keeps.
+type Outputs = Vec<Vec<u32>>;
+
+/// What every case gives in `mode`, all NaNs alike, and how long it took.
+fn outputs(mode: Mode) -> (Vec<Outputs>, Duration) {
+    let device = support::open(DeviceKind::Emulated);
+    let start = Instant::now();
+    let mut outputs: Vec<Outputs> = mode.scope(|| CASES.iter().map(|(_, case)| run(&device, *case)).collect());
+    let elapsed = start.elapsed();
+    for word in outputs.iter_mut().flatten().flatten() {
+        *word = canonical(f32::from_bits(*word));
+    }
+    (outputs, elapsed)
+}
+
+#[track_caller]
+fn assert_equal(plain: &[Outputs], other: &[Outputs], mode: Mode) {
+    for (((name, _), plain), other) in CASES.iter().zip(plain).zip(other) {
+        assert!(plain == other, "{name} gives other bits in {mode:?}");
+    }
+}
+
+#[test]
+fn no_kernel_races() {
+    let (plain, plain_time) = outputs(Mode::default());
+    let (watched, watched_time) = outputs(Mode::RACES);
+    assert_equal(&plain, &watched, Mode::RACES);
+    let ratio = watched_time.as_secs_f64() / plain_time.as_secs_f64();
+    println!("{} cases: {plain_time:.2?} plain, {watched_time:.2?} watched, {ratio:.1} times", CASES.len());
+}
+
+#[test]
+fn every_order_gives_the_same_bits() {
+    let (plain, _) = outputs(Mode::default());
+    for seed in 1..=4 {
+        // The last is watched, too: what it reports would depend on the order.
+        let mode = Mode { races: seed == 4, shuffle: Some(seed) };
+        assert_equal(&plain, &outputs(mode).0, mode);
+    }
+}

@@ -1,0 +1,173 @@
+//! Copies of kernels with a bug planted in their use of shared memory, and two sound ones.
+
+use cuda_std::prelude::*;
+use kernels::block::{BLOCK, CHUNK, REDUCTION_BYTES, chunk_fold};
+use kernels::contract;
+use kernels::tile::SharedTile;
+use kernels::vector::{F4, load, store};
+use kernels::warp::{LANES, add, combine_lanes, sum4};
+
+/// `block_combine`, with a barrier where `BARRIER`.
+#[inline(always)]
+unsafe fn combine<const BARRIER: bool>(tile: SharedTile<f32>, value: f32) -> f32 {
+    // SAFETY: whole warps.
+    let value = unsafe { combine_lanes(u32::MAX, LANES, value, add) };
+    if warp::lane_id() == 0 {
+        tile.set(thread::thread_idx_x() / LANES, value);
+    }
+    if BARRIER {
+        thread::sync_threads();
+    }
+    let mut total = tile.get(0);
+    let mut at = 1;
+    while at < BLOCK / LANES {
+        total += tile.get(at);
+        at += 1;
+    }
+    total
+}
+
+/// `sum_all`, whose warps do not wait for each other's sums.
+#[kernel]
+pub(crate) unsafe fn missing_barrier(x: &[f32], out: *mut f32) {
+    // SAFETY: as in `sum_all`.
+    unsafe {
+        let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
+        let total = combine::<false>(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum));
+        if thread::thread_idx_x() == 0 {
+            store(out, thread::block_idx_x() as usize, total);
+        }
+    }
+}
+
+/// Sum and sum of squares through one tile, without a barrier before it is used again.
+#[kernel]
+pub(crate) unsafe fn missing_last_barrier(x: &[f32], out: *mut f32) {
+    // SAFETY: as in `sum_all`; two places a block.
+    unsafe {
+        let tile = SharedTile::new(0, REDUCTION_BYTES / 4);
+        let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
+        let squares = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
+        let sum = combine::<true>(tile, sum4(sum));
+        let squares = combine::<true>(tile, sum4(squares));
+        if thread::thread_idx_x() == 0 {
+            store(out, 2 * thread::block_idx_x() as usize, sum);
+            store(out, 2 * thread::block_idx_x() as usize + 1, squares);
+        }
+    }
+}
+
+macro_rules! pairwise {
+    ($($(#[$doc:meta])* $name:ident: $lane:ident => { $($between:tt)* };)*) => {$(
+        $(#[$doc])*
+        #[kernel]
+        pub(crate) unsafe fn $name(x: &[f32], out: *mut f32) {
+            let ($lane, index) = (warp::lane_id(), thread::index_1d() as usize);
+            // SAFETY: the contract checks both lengths; all lanes meet.
+            unsafe {
+                let tile = SharedTile::<f32>::new(0, 64);
+                let own = thread::thread_idx_x();
+                tile.set(own, load(x, index));
+                $($between)*
+                store(out, index, tile.get(own ^ 1) + tile.get(own));
+            }
+        }
+        contract! { $name { block: 64, shared: 256 } |k| {
+            Violation::unless_length("out", k.x.len(), k.out.len())?;
+            Grid::cover(k.x.len(), 64)
+        }}
+    )*};
+}
+
+pairwise! {
+    /// Sound: each adds its neighbour's value, once the warp has met.
+    sound_warp_sync: lane => { warp::sync_warp(if lane < 16 { 0xffff } else { 0xffff_0000 }); };
+    /// Each adds its neighbour's value; the lanes do not wait for each other.
+    missing_warp_sync: _lane => {};
+    /// A shuffle stands where the lanes should wait: it moves values, and orders no memory.
+    shuffle_as_fence: lane => { let _ = warp::warp_shuffle_xor(u32::MAX, lane, 1, 32); };
+}
+
+/// Tokens of an attention matrix.
+const TOKENS: u32 = 8;
+
+macro_rules! attention {
+    ($($(#[$doc:meta])* $name:ident: |$i:ident, $j:ident| $place:expr, staged from $first:literal;)*) => {$(
+        $(#[$doc])*
+        #[kernel]
+        pub(crate) unsafe fn $name(x: &[f32], out: *mut f32) {
+            let thread = thread::thread_idx_x();
+            // SAFETY: the contract checks both lengths.
+            unsafe {
+                let pairs = SharedTile::<f32>::new(0, TOKENS * TOKENS);
+                if thread + 1 > $first {
+                    pairs.set(thread, load(x, thread as usize));
+                }
+                thread::sync_threads();
+                if thread < TOKENS {
+                    let ($i, mut $j) = (thread, 0);
+                    while $j < TOKENS {
+                        let exp = kernels::math::exp(pairs.get($i * TOKENS + $j));
+                        pairs.set($place, exp);
+                        $j += 1;
+                    }
+                }
+                thread::sync_threads();
+                store(out, thread as usize, pairs.get(thread));
+            }
+        }
+        contract! { $name { block: TOKENS * TOKENS, shared: TOKENS * TOKENS * 4 } |k| {
+            Violation::unless_length("x", 64, k.x.len())?;
+            Violation::unless_length("out", 64, k.out.len())?;
+            Grid::new(1, 1, 1)
+        }}
+    )*};
+}
+
+attention! {
+    /// Sound: the exponentials of the scores, a row a thread, as in `attention_forward`.
+    sound_rows: |i, j| i * TOKENS + j, staged from 0;
+    /// Row and column swapped where the scores are written back.
+    swapped_index: |i, j| j * TOKENS + i, staged from 0;
+    /// The first score is never staged.
+    unwritten_shared: |i, j| i * TOKENS + j, staged from 1;
+}
+
+/// Floats of one stage of [`double_buffer_index`].
+const STAGE: u32 = 64;
+
+/// Sums of 64 columns, staged through two buffers as in `matmul`; the buffer is never changed.
+#[kernel]
+pub(crate) unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) {
+    let thread = thread::thread_idx_x();
+    let mut sum = 0.0;
+    let stage = 0;
+    let mut depth = 0;
+    // SAFETY: the contract checks both lengths; two stages fill the shared memory.
+    unsafe {
+        while depth < depths {
+            let tile = SharedTile::<f32>::new(stage * STAGE * 4, STAGE);
+            tile.set(thread, load(x, (depth * STAGE + thread) as usize));
+            thread::sync_threads();
+            sum += tile.get(STAGE - 1 - thread);
+            depth += 1;
+        }
+        store(out, thread as usize, sum);
+    }
+}
+
+contract! { double_buffer_index { block: STAGE, shared: 2 * STAGE * 4 } |k| {
+    Violation::unless_length("x", (k.depths * STAGE) as usize, k.x.len())?;
+    Violation::unless_length("out", STAGE as usize, k.out.len())?;
+    Grid::new(1, 1, 1)
+}}
+
+contract! { missing_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", k.x.len().div_ceil(CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), CHUNK)
+}}
+
+contract! { missing_last_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", 2 * k.x.len().div_ceil(CHUNK), k.out.len())?;
+    Grid::cover(k.x.len(), CHUNK)
+}}
