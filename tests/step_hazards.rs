@@ -14,7 +14,7 @@ mod support;
 use perceptron::Perceptron;
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Error, Gradients, Initializer, Layout, Parameter, Parameters,
-    Result, Step, Tape, Var, ops,
+    Result, Stack, Step, Tape, Var, ops,
 };
 use support::{Random, bits, on_each_device, relative_l2};
 
@@ -40,7 +40,8 @@ fn batches() -> Vec<Batch> {
 /// A transformer layer with a head: every kind of saved tensor.
 struct Model {
     norm: Parameter,
-    qkv: [Parameter; 3],
+    qkv: Stack,
+    qk_norm: Stack,
     out: Parameter,
     inner: [Parameter; 2],
     outer: [Parameter; 2],
@@ -50,8 +51,9 @@ struct Model {
 impl Model {
     fn new() -> (Self, Layout) {
         let mut layout = Layout::builder();
+        let qkv = layout.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
+        let qk_norm = layout.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
         let mut matrix = |name: &str, rows, cols| layout.add(name, [rows, cols], Initializer::fan_in(rows));
-        let qkv = ["q", "k", "v"].map(|name| matrix(name, WIDTH, WIDTH));
         let out = matrix("out", WIDTH, WIDTH);
         let (inner, outer) = (matrix("inner", WIDTH, HIDDEN), matrix("outer", HIDDEN, WIDTH));
         let head = matrix("head", WIDTH, CLASSES);
@@ -59,6 +61,7 @@ impl Model {
         let model = Self {
             norm: vector("norm", WIDTH, 1.0),
             qkv,
+            qk_norm,
             out,
             inner: [inner, vector("inner.bias", HIDDEN, 0.0)],
             outer: [outer, vector("outer.bias", WIDTH, 0.0)],
@@ -79,9 +82,9 @@ impl Model {
         let x = step.upload(&batch.x[rows.start * sample..rows.end * sample], [rows.len(), TOKENS, WIDTH])?;
         let labels = step.upload(&batch.labels[rows.clone()], [rows.len()])?.save();
         let x = tape.input(x);
-        let h = tape.rms_norm(&x, self.norm, 1e-6)?;
-        let [q, k, v] = self.qkv.map(|weight| tape.linear(&h, weight, None));
-        let h = tape.linear_residual(&tape.attention(&q?, &k?, &v?, 0.125)?, self.out, None, &x)?;
+        let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
+        let mixed = tape.attention(&qkv, &self.qk_norm, 1e-6, 0.125)?;
+        let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
         let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
         let logits = tape.linear(&tape.mean_tokens(&h)?, self.head[0], Some(self.head[1]))?;

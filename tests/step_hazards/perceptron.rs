@@ -85,12 +85,11 @@ impl<'s> Keeper<'s> for Pool {
 }
 
 /// What forward leaves for backward, by the keeper's numbers.
-struct Activations<'s> {
+struct Activations {
     loss: f32,
-    labels: Saved<'s, u32>,
     inputs: [usize; Perceptron::LAYERS],
     before_gelu: Vec<usize>,
-    probabilities: usize,
+    dlogits: usize,
 }
 
 impl Perceptron {
@@ -115,8 +114,8 @@ impl Perceptron {
         (0..BATCHES).map(|_| batch()).collect()
     }
 
-    fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations<'s>> {
-        let labels = step.upload(&batch.labels, [ROWS])?.save();
+    fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations> {
+        let labels = step.upload(&batch.labels, [ROWS])?;
         let mut inputs = [keeper.keep(step, step.upload(&batch.x, [ROWS, WIDTH])?)?; Self::LAYERS];
         let mut before_gelu = Vec::new();
         for layer in 1..Self::LAYERS {
@@ -128,18 +127,13 @@ impl Perceptron {
         }
         let last = Self::LAYERS - 1;
         let logits = ops::matmul(step, &keeper.kept(step, inputs[last])?, &self.weight(step, last)?)?;
-        let (losses, probabilities) = ops::cross_entropy(step, &logits, &labels)?;
-        let loss = step.read_scalar(&ops::scaled_sum(step, &losses, Self::WEIGHT)?)?;
-        let probabilities = keeper.keep(step, probabilities)?;
-        Ok(Activations { loss, labels, inputs, before_gelu, probabilities })
+        let (loss, dlogits) = ops::cross_entropy(step, &logits, &labels, Self::WEIGHT)?;
+        let (loss, dlogits) = (step.read_scalar(&loss)?, keeper.keep(step, dlogits)?);
+        Ok(Activations { loss, inputs, before_gelu, dlogits })
     }
 
-    fn backward<'s>(&mut self, step: &Step<'s>, keeper: &mut impl Keeper<'s>, forward: &Activations<'s>) -> Result<()> {
-        let upstream = ops::fill(step, [1], 1.0)?;
-        let probabilities = keeper.kept(step, forward.probabilities)?;
-        let dlogits = ops::cross_entropy_backward(step, &probabilities, &forward.labels, &upstream, Self::WEIGHT)?;
-        drop(probabilities);
-        let mut dy = keeper.keep(step, dlogits)?;
+    fn backward<'s>(&mut self, step: &Step<'s>, keeper: &mut impl Keeper<'s>, forward: &Activations) -> Result<()> {
+        let mut dy = forward.dlogits;
         for layer in (0..Self::LAYERS).rev() {
             let mut dx = None;
             if layer > 0 {
