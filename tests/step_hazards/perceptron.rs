@@ -85,11 +85,13 @@ impl<'s> Keeper<'s> for Pool {
 }
 
 /// What forward leaves for backward, by the keeper's numbers.
-struct Activations {
+struct Activations<'s> {
     loss: f32,
+    /// -1 at each row's label, else 0.
+    less: Saved<'s>,
     inputs: [usize; Perceptron::LAYERS],
     before_gelu: Vec<usize>,
-    dlogits: usize,
+    probabilities: usize,
 }
 
 impl Perceptron {
@@ -114,8 +116,11 @@ impl Perceptron {
         (0..BATCHES).map(|_| batch()).collect()
     }
 
-    fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations> {
+    fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations<'s>> {
         let labels = step.upload(&batch.labels, [ROWS])?;
+        let mut less = vec![0.0; ROWS * WIDTH];
+        batch.labels.iter().enumerate().for_each(|(row, &label)| less[row * WIDTH + label as usize] = -1.0);
+        let less = step.upload(&less, [ROWS, WIDTH])?.save();
         let mut inputs = [keeper.keep(step, step.upload(&batch.x, [ROWS, WIDTH])?)?; Self::LAYERS];
         let mut before_gelu = Vec::new();
         for layer in 1..Self::LAYERS {
@@ -127,13 +132,14 @@ impl Perceptron {
         }
         let last = Self::LAYERS - 1;
         let logits = ops::matmul(step, &keeper.kept(step, inputs[last])?, &self.weight(step, last)?)?;
-        let (loss, dlogits) = ops::cross_entropy(step, &logits, &labels, Self::WEIGHT)?;
-        let (loss, dlogits) = (step.read_scalar(&loss)?, keeper.keep(step, dlogits)?);
-        Ok(Activations { loss, inputs, before_gelu, dlogits })
+        let (loss, _) = ops::cross_entropy(step, &logits, &labels, Self::WEIGHT)?;
+        let probabilities = keeper.keep(step, ops::softmax(step, &logits)?)?;
+        Ok(Activations { loss: step.read_scalar(&loss)?, less, inputs, before_gelu, probabilities })
     }
 
-    fn backward<'s>(&mut self, step: &Step<'s>, keeper: &mut impl Keeper<'s>, forward: &Activations) -> Result<()> {
-        let mut dy = forward.dlogits;
+    fn backward<'s>(&mut self, step: &Step<'s>, keeper: &mut impl Keeper<'s>, forward: &Activations<'s>) -> Result<()> {
+        let errors = ops::add(step, &keeper.kept(step, forward.probabilities)?, &forward.less)?;
+        let mut dy = keeper.keep(step, ops::scale(step, &errors, Self::WEIGHT)?)?;
         for layer in (0..Self::LAYERS).rev() {
             let mut dx = None;
             if layer > 0 {
