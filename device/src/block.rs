@@ -153,11 +153,7 @@ impl ColumnTile {
         let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
         let (begin, after) = (number * chunk * cols, (number + 1) * chunk * cols);
         let end = if after < length { after } else { length };
-        let part = if cols.is_multiple_of(F4::LEN) {
-            Part::Whole
-        } else {
-            Part::first(if column < cols { cols - column } else { 0 })
-        };
+        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols.saturating_sub(column)) };
         let row = (thread::thread_idx_x() / TILE_QUADS) as usize;
         let first = if column < cols { begin + row * cols + column } else { end };
         Self { first, end, part, place: (start, number), cols }

@@ -113,16 +113,15 @@ impl<'i> Head<'i> {
 
     /// The softmax of the scores, by these scales.
     fn probabilities(self, scales: &[Vec<Exact>; 2]) -> Rows {
-        let normed = |part: usize| -> Rows {
-            let rows = self.part(part).into_iter().zip(&scales[part]);
-            let row = |(row, &scale): (Vec<Exact>, &Exact)| {
-                row.into_iter().enumerate().map(|(column, x)| x * scale * self.gain(part, column)).collect()
-            };
-            rows.map(row).collect()
+        let gained = |part: usize| -> Rows {
+            let row =
+                |row: Vec<Exact>| row.into_iter().enumerate().map(|(column, x)| x * self.gain(part, column)).collect();
+            self.part(part).into_iter().map(row).collect()
         };
-        let (q, k) = (normed(0), normed(1));
-        let row = |q: &Vec<Exact>| {
-            let scores: Vec<Exact> = k.iter().map(|k| dot(q, k) * Exact::given(SCALE)).collect();
+        let (q, k) = (gained(0), gained(1));
+        let row = |(q, &scale): (&Vec<Exact>, &Exact)| {
+            let score = |(k, &k_scale): (&Vec<Exact>, &Exact)| dot(q, k) * scale * k_scale * Exact::given(SCALE);
+            let scores: Vec<Exact> = k.iter().zip(&scales[1]).map(score).collect();
             // The kernel's maximum has an error too, but it is the same one for all: it cancels.
             let largest =
                 Exact::given(scores.iter().fold(f64::NEG_INFINITY, |largest, score| largest.max(score.value)));
@@ -130,7 +129,7 @@ impl<'i> Head<'i> {
             let inverse = Exact::given(1.0) / Exact::sum(self.tokens(), exps.iter().copied());
             exps.into_iter().map(|exp| exp * inverse).collect()
         };
-        q.iter().map(row).collect()
+        q.iter().zip(&scales[0]).map(row).collect()
     }
 
     /// The gradients of q, k and v, and of the gains of q and k without a sum over heads, from what the kernel is given.

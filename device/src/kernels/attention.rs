@@ -17,8 +17,8 @@ use cuda_std::prelude::*;
 pub const HEAD: usize = 64;
 /// The most tokens that a block holds.
 pub const MAX_TOKENS: usize = 16;
-/// Threads in a block: one for each vector of 12 tokens.
-pub const ATTENTION_BLOCK: u32 = 192;
+/// Threads in a block: one for every two vectors of 12 tokens.
+pub const ATTENTION_BLOCK: u32 = 96;
 
 /// Vectors in a head's row.
 const QUADS: u32 = (HEAD / F4::LEN) as u32;
@@ -34,9 +34,9 @@ const FACTORS_LEN: u32 = 2 * MAX_TOKENS as u32;
 pub const FORWARD_BYTES: u32 = (3 * ROWS_LEN + 2 * PAIRS_LEN + FACTORS_LEN) * 4;
 /// Shared bytes of the backward kernel: five arrays of rows, three of pairs, and the factors.
 pub const BACKWARD_BYTES: u32 = (5 * ROWS_LEN + 3 * PAIRS_LEN + FACTORS_LEN) * 4;
-/// Threads of the backward kernel that sum rows; those after the second warp sum columns meanwhile.
-const ROW_THREADS: u32 = 64;
-const _: () = assert!(ATTENTION_BLOCK - ROW_THREADS == 2 * HEAD as u32 && FACTORS_LEN <= ROW_THREADS);
+/// Threads of the backward kernel that sum rows, the first warp; the others sum columns meanwhile.
+const ROW_THREADS: u32 = 32;
+const _: () = assert!(ATTENTION_BLOCK - ROW_THREADS == HEAD as u32 && FACTORS_LEN <= ROW_THREADS);
 
 /// One (sample, head): where its rows and its probabilities lie.
 #[derive(Clone, Copy)]
@@ -144,6 +144,18 @@ fn dot(a: SharedTile<f32>, i: u32, b: SharedTile<f32>, j: u32) -> f32 {
     sum4(sum)
 }
 
+/// `sum_i a[i, column] b[i, column]`, i ascending.
+#[inline(always)]
+fn column_dot(tokens: u32, a: SharedTile<f32>, b: SharedTile<f32>, column: u32) -> f32 {
+    let mut sum = 0.0;
+    let mut at = column;
+    while at < tokens * ROW {
+        sum = GpuFloat::mul_add(a.get(at), b.get(at), sum);
+        at += ROW;
+    }
+    sum
+}
+
 /// `sum_j factor pairs[first + j step] rows[j, column..column + 4]`, j ascending.
 #[inline(always)]
 fn mix(
@@ -189,7 +201,7 @@ unsafe fn tiles<const N: usize, const M: usize>() -> ([SharedTile<f32>; N], [Sha
 }
 
 /// `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`, p = softmax over j of `scale Q[b, i, h] . K[b, j, h]`, where
-/// `Q[b, i, h] = q s gains[0]`, `s = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns, and K the same of k with
+/// `Q[b, i, h] = s q gains[0]`, `s = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns, and K the same of k with
 /// `gains[1]`; `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q, `probabilities` (p):
 /// `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens, heads]`; tokens <= 16. A block a (sample, head).
 /// Overwrites `out`, `probabilities` and `inverse_rms`.
@@ -212,27 +224,26 @@ pub unsafe fn attention_forward(
         let ([q, k, v], [scores, exps], factors) = tiles::<3, 2>();
         for (row, column) in head.vectors() {
             let (from, to) = (head.index(row, column), row * ROW + column);
-            q.set4(to, F4::load(qkv, from));
-            k.set4(to, F4::load(qkv, from + head.length));
+            q.set4(to, F4::load(qkv, from) * F4::load(gains, column as usize));
+            k.set4(to, F4::load(qkv, from + head.length) * F4::load(gains, HEAD + column as usize));
             v.set4(to, F4::load(qkv, from + 2 * head.length));
         }
-        thread::sync_threads();
-        if let Some((factor, part, row)) = head.row() {
-            let rows = if part == 0 { q } else { k };
-            let factor_of_row = math::rsqrt(dot(rows, row, rows, row) / HEAD as f32 + epsilon);
-            factors.set(factor, factor_of_row);
-            store(inverse_rms, head.scale_index(part, row), factor_of_row);
-        }
-        thread::sync_threads();
-        for (row, column) in head.vectors() {
-            let at = row * ROW + column;
-            let (q_factor, k_factor) = (F4::splat(factors.get(row)), F4::splat(factors.get(tokens + row)));
-            q.set4(at, q.get4(at) * q_factor * F4::load(gains, column as usize));
-            k.set4(at, k.get4(at) * k_factor * F4::load(gains, HEAD + column as usize));
+        if let Some((place, part, row)) = head.row() {
+            let mut squares = F4::splat(0.0);
+            let mut column = 0;
+            while column < HEAD as u32 {
+                let x = F4::load(qkv, part as usize * head.length + head.index(row, column));
+                squares = squares.fma(x, x);
+                column += F4::LEN as u32;
+            }
+            let factor = math::rsqrt(sum4(squares) / HEAD as f32 + epsilon);
+            factors.set(place, factor);
+            store(inverse_rms, head.scale_index(part, row), factor);
         }
         thread::sync_threads();
         for (i, j) in head.pairs() {
-            scores.set(i * PAIR_ROW + j, dot(q, i, k, j) * scale);
+            let score = dot(q, i, k, j) * factors.get(i) * factors.get(tokens + j) * scale;
+            scores.set(i * PAIR_ROW + j, score);
         }
         thread::sync_threads();
         for (i, j) in head.pairs() {
@@ -352,15 +363,10 @@ pub unsafe fn attention_backward(
         }
         let thread = thread::thread_idx_x();
         if thread >= ROW_THREADS {
-            let place = thread - ROW_THREADS;
-            let (d, n) = if place < HEAD as u32 { (dq, q) } else { (dk, k) };
-            let mut sum = 0.0;
-            let mut at = place % HEAD as u32;
-            while at < tokens * ROW {
-                sum = GpuFloat::mul_add(d.get(at), n.get(at), sum);
-                at += ROW;
-            }
-            store(dgains, thread::block_idx_x() as usize * 2 * HEAD + place as usize, sum);
+            let column = thread - ROW_THREADS;
+            let place = thread::block_idx_x() as usize * 2 * HEAD + column as usize;
+            store(dgains, place, column_dot(tokens, dq, q, column));
+            store(dgains, place + HEAD, column_dot(tokens, dk, k, column));
         }
         thread::sync_threads();
 

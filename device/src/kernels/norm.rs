@@ -204,7 +204,7 @@ pub unsafe fn rms_norm_backward(
         let mut start = 0;
         while start < cols {
             let column = start + quad as usize * F4::LEN;
-            let part = Part::first(if column < cols { cols - column } else { 0 });
+            let part = Part::first(cols.saturating_sub(column));
             if column < cols {
                 let sum = if cols.is_multiple_of(F4::LEN) {
                     backward.columns(group, column, Part::Whole)
