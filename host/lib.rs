@@ -11,6 +11,7 @@ mod memory;
 pub mod ops;
 mod optim;
 mod params;
+mod random;
 mod step;
 mod tensor;
 mod upload;
@@ -28,6 +29,7 @@ pub use memory::{
 };
 pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use random::SplitMix64;
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
 pub use upload::{Progress, Transfer};

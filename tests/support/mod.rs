@@ -54,23 +54,19 @@ pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
     device
 }
 
-/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// Numbers for tests, from the library's generator.
 #[derive(Clone, Debug)]
 pub(crate) struct Random {
-    state: u64,
+    bits: stepscope::SplitMix64,
 }
 
 impl Random {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { state: seed }
+        Self { bits: stepscope::SplitMix64::new(seed) }
     }
 
     pub(crate) fn next_u64(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.state;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        self.bits.next_u64()
     }
 
     /// In `0..bound`, `bound` above zero.
@@ -85,7 +81,7 @@ impl Random {
 
     /// In `[0, 1)`, a multiple of 2^-24.
     pub(crate) fn unit(&mut self) -> f32 {
-        (self.next_u64() >> 40) as f32 / (1u32 << 24) as f32
+        self.bits.unit()
     }
 
     /// In `[low, high)`.
