@@ -64,9 +64,10 @@ mod tests {
     fn units_are_spread_over_zero_to_one() {
         let mut random = SplitMix64::new(1);
         let mut tenths = [0; 10];
-        for _ in 0..10_000 {
+        for _ in 0..100_000 {
             tenths[(10.0 * random.unit()) as usize] += 1;
         }
-        assert!(tenths.iter().all(|&count| (900..1100).contains(&count)), "{tenths:?}");
+        // Five standard deviations to either side.
+        assert!(tenths.iter().all(|&count| (9_525..10_475).contains(&count)), "{tenths:?}");
     }
 }
