@@ -1,6 +1,8 @@
 //! A safetensors file that is put together in memory: named tensors, and notes about them.
+//!
+//! Invariant: the same tensors and notes are the same bytes, so that traces of two devices can be compared by their digests.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
@@ -10,7 +12,7 @@ use stepscope::{Element, Error, Result, Shape, replace_file};
 #[derive(Default)]
 pub(crate) struct TensorFile {
     tensors: Vec<(String, Dtype, Shape, Vec<u8>)>,
-    notes: HashMap<String, String>,
+    notes: BTreeMap<String, String>,
 }
 
 impl TensorFile {
@@ -36,6 +38,9 @@ impl TensorFile {
             let view = TensorView::new(*dtype, shape.extents().to_vec(), bytes).map_err(refused)?;
             views.push((name, view));
         }
-        replace_file(path, &safetensors::serialize(views, Some(self.notes.clone())).map_err(refused)?)
+        // All notes as one: the format keeps no order of several.
+        let notes = serde_json::to_string(&self.notes).expect("a map of texts has a JSON form");
+        let notes = HashMap::from([("notes".to_owned(), notes)]);
+        replace_file(path, &safetensors::serialize(views, Some(notes)).map_err(refused)?)
     }
 }

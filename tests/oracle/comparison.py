@@ -1,5 +1,7 @@
 """What both checks share: reading a trace, comparing with a reference, and what is wrong with a trace."""
 
+import json
+
 import numpy
 from safetensors import safe_open
 
@@ -12,9 +14,10 @@ def read(path):
     """The tensors of a safetensors file by name, and its notes."""
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+            notes = json.loads((file.metadata() or {})["notes"])
+            return {name: file.get_tensor(name) for name in file.keys()}, notes
     except Exception as error:  # the reader raises several kinds
-        raise BadTrace(f"{path}: cannot be read as safetensors: {error}") from error
+        raise BadTrace(f"{path}: is no trace: {error!r}") from error
 
 
 def as_float64(tensor):
