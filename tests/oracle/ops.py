@@ -150,6 +150,7 @@ def check(path):
         error, limit = errors[worst(share)]
         print(f"{op:<16} {len(errors):>8} {error:>12.2e} {limit:>10.2e}")
     count = sum(len(errors) for errors in by_op.values())
-    print("\n".join(failed))
+    for failure in failed:
+        print(failure)
     print(f"{functions} functions in {len(by_op)} ops, {count} results: {'FAIL' if failed else 'pass'}")
     return not failed
