@@ -112,6 +112,14 @@ pub unsafe fn chunk_fold(x: &[f32], start: F4, fill: f32, combine: impl Fn(f32, 
     value.zip(vectors[3], &combine)
 }
 
+/// The total of four sums to which the rows of a chunk were added in turns, the last row to the fourth: `(0 + 1) + (2 + 3)`.
+/// Where terms cancel, as in a bias's gradient, sums of every fourth row stay smaller than one of all, and so do their
+/// rounding errors; and four chains wait less for each other.
+#[inline(always)]
+pub fn in_turns([first, second, third, fourth]: [F4; 4]) -> F4 {
+    (first + second) + (third + fourth)
+}
+
 /// A thread's part of `[rows, cols]` reduced over its rows to `[ceil(rows / 64), cols]`: four columns of one chunk of
 /// [`ROW_CHUNK`] rows. Blocks of [`COLUMN_BLOCK`] threads run over the columns first, then over the chunks.
 pub struct RowChunk {

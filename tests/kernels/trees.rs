@@ -52,17 +52,19 @@ fn chunk(values: &[f32], term: &dyn Fn(f32, f32) -> f32) -> f32 {
     threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("eight warps")
 }
 
-/// Each column over the rows, ascending, in chunks of 64, and the sums of the chunks again until one is left.
-/// `term(sum, index)` adds element `index` to a sum.
+/// Each column over the rows in chunks of 64, and the sums of the chunks again until one is left. A chunk's rows are added in
+/// turns to four sums, the last row to the fourth. `term(sum, index)` adds element `index` to a sum.
 pub(crate) fn rows(rows: usize, cols: usize, term: &dyn Fn(f32, usize) -> f32) -> Vec<f32> {
     let chunks = rows.div_ceil(64);
-    let mut sums = vec![0.0; chunks * cols];
+    let mut sums = vec![[0.0; 4]; chunks * cols];
     for row in 0..rows {
+        let last = rows.min(row / 64 * 64 + 64) - 1;
         for column in 0..cols {
-            let sum = &mut sums[row / 64 * cols + column];
+            let sum = &mut sums[row / 64 * cols + column][3 - (last - row) % 4];
             *sum = term(*sum, row * cols + column);
         }
     }
+    let sums: Vec<f32> = sums.into_iter().map(four).collect();
     match chunks {
         0 => vec![0.0; cols],
         1 => sums,
@@ -70,9 +72,10 @@ pub(crate) fn rows(rows: usize, cols: usize, term: &dyn Fn(f32, usize) -> f32) -
     }
 }
 
-/// The additions in a row of a term in [`rows`].
+/// The additions in a row of a term in [`rows`]; those of zeros do not count.
 pub(crate) fn rows_depth(rows: usize) -> usize {
-    if rows <= 64 { rows } else { 64 + rows_depth(rows.div_ceil(64)) }
+    let own = rows.min(rows.min(64).div_ceil(4) + 2);
+    if rows <= 64 { own } else { own + rows_depth(rows.div_ceil(64)) }
 }
 
 fn four([a, b, c, d]: [f32; 4]) -> f32 {

@@ -155,6 +155,19 @@ pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
     (difference / if size == 0.0 { 1.0 } else { size }).sqrt()
 }
 
+/// The largest relative L2 error of an f32 result whose longest sum has `length` terms: `8 u sqrt(length)`; none without
+/// a sum or any other rounding, for `length` 0.
+///
+/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random sign each addition
+/// rounds a partial sum that grows as the root of its terms; the errors add up as a random walk, to about
+/// `u sqrt(length / 6)` of the result. The factor 8 leaves room for the same again in the forward pass that a gradient
+/// is taken at, for up to three such sums in a row, and for the 2 units in the last place of exp and tanh. A wrong term,
+/// index or sign is an error of order 1. The bounds of single elements, which `tests/kernels/tolerance.rs` derives, grow
+/// with the length by the same law.
+pub(crate) fn tolerance(length: usize) -> f64 {
+    8.0 * 2f64.powi(-24) * (length as f64).sqrt()
+}
+
 /// The bits of each number, for comparisons that tell 0 from -0 and one NaN from another.
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()

@@ -3,7 +3,7 @@
 //!
 //! Invariant: the sums of a row follow from its length alone.
 
-use crate::block::RowChunk;
+use crate::block::{RowChunk, in_turns};
 use crate::math;
 use crate::vector::{F4, load, store};
 use crate::warp::Row;
@@ -78,25 +78,26 @@ contract! { rms_norm_backward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// `partials[i, c]` = sum of `dy[r, c] x[r, c] inverse_rms[r]` over the rows r of chunk i, ascending: the gradient of
-/// the gain, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows); `x`, `dy`: `[rows, cols]`, `inverse_rms`:
+/// `partials[i, c]` = sum of `dy[r, c] x[r, c] inverse_rms[r]` over the rows r of chunk i, [in turns](in_turns): the
+/// gradient of the gain, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows); `x`, `dy`: `[rows, cols]`, `inverse_rms`:
 /// `[rows]`, `partials`: `[ceil(rows / 64), cols]`. Four columns a thread. Overwrites `partials`.
 #[kernel]
 pub unsafe fn rms_norm_gain_partials(x: &[f32], inverse_rms: &[f32], dy: &[f32], cols: usize, partials: *mut f32) {
     // SAFETY: the contract checks `cols`.
     let Some(rows) = (unsafe { RowChunk::new(x.len(), cols) }) else { return };
     let mut row = rows.first_row();
-    let mut sum = F4::splat(0.0);
+    let mut sums = [F4::splat(0.0); 4];
     // SAFETY: the chunk's columns lie inside `x` and `dy`, its rows inside `inverse_rms`, its place inside `partials`.
     unsafe {
         for_each_row!(rows, cols, |index, part| {
             let scale = load(inverse_rms, row);
             let x = F4::load_part(x, index, part, 0.0);
             let dy = F4::load_part(dy, index, part, 0.0);
-            sum = sum.fma(x * F4::splat(scale), dy);
+            let [first, second, third, fourth] = sums;
+            sums = [second, third, fourth, first.fma(x * F4::splat(scale), dy)];
             row += 1;
         });
-        sum.store_part(partials, rows.place, rows.part);
+        in_turns(sums).store_part(partials, rows.place, rows.part);
     }
 }
 

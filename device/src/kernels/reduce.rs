@@ -6,7 +6,7 @@
 //!
 //! A sum that `accumulate`s (1) is added to what `out` holds; otherwise (0) it overwrites.
 
-use crate::block::{REDUCTION_BYTES, RowChunk, block_combine, chunk_fold};
+use crate::block::{REDUCTION_BYTES, RowChunk, block_combine, chunk_fold, in_turns};
 use crate::tile::SharedTile;
 use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
@@ -36,19 +36,20 @@ contract! { sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, ascending; `x`: `[rows, cols]`,
+/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, [in turns](in_turns); `x`: `[rows, cols]`,
 /// `out`: `[ceil(rows / 64), cols]`. Four columns a thread.
 #[kernel]
 pub unsafe fn sum_rows(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
     // SAFETY: the contract checks `cols`.
     let Some(rows) = (unsafe { RowChunk::new(x.len(), cols) }) else { return };
-    let mut sum = F4::splat(0.0);
+    let mut sums = [F4::splat(0.0); 4];
     // SAFETY: the chunk's columns lie inside `x`, its place inside `out`.
     unsafe {
         for_each_row!(rows, cols, |index, part| {
-            sum = sum + F4::load_part(x, index, part, 0.0);
+            let [first, second, third, fourth] = sums;
+            sums = [second, third, fourth, first + F4::load_part(x, index, part, 0.0)];
         });
-        let sum = sum * F4::splat(scale);
+        let sum = in_turns(sums) * F4::splat(scale);
         let sum = if accumulate == 0 { sum } else { F4::load_part_raw(out, rows.place, rows.part, 0.0) + sum };
         sum.store_part(out, rows.place, rows.part);
     }
