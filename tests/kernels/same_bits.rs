@@ -76,7 +76,9 @@ on_each_device! {
         let emulated = support::open(DeviceKind::Emulated);
         let mut text = String::new();
         for (name, case) in CASES {
-            let results = run(device, case);
+            let mut results = Vec::new();
+            // What ci/sanitize counts.
+            launched(|| results = run(device, case)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
             // The digest tells that there is a difference, this tells where.
             if let Some(place) = difference(name, &run(&emulated, case), &results) {
                 println!("{place}");
