@@ -35,7 +35,7 @@ pub const KEEP: u32 = 8;
 pub const T16X16: Tile = Tile { warps: [2, 1], each: [2, 2], depth: 64, stages: 4, at_once: 8, latency: 20, cycles: 8 };
 /// 32 x 32, 128 threads.
 pub const T32X32: Tile =
-    Tile { warps: [4, 1], each: [2, 4], depth: 32, stages: 3, at_once: 4, latency: 40, cycles: 23 };
+    Tile { warps: [4, 1], each: [2, 4], depth: 32, stages: 3, at_once: 4, latency: 41, cycles: 22 };
 /// 32 x 64, 128 threads.
 pub const T32X64: Tile =
     Tile { warps: [2, 2], each: [4, 4], depth: 32, stages: 3, at_once: 2, latency: 45, cycles: 30 };
