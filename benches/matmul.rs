@@ -15,6 +15,7 @@ mod case;
 
 use case::Case;
 use clap::Parser;
+use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use stepscope::ops::{self, Gemm, TILES, Tile};
@@ -118,8 +119,8 @@ fn ours(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
     let mut state = State {
         gemm: case.gemm(),
         row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
-        a: Buffer::from_slice(device, &values(a, 1))?,
-        b: Buffer::from_slice(device, &values(b, 2))?,
+        a: Buffer::from_slice(device, &spread(a, 1))?,
+        b: Buffer::from_slice(device, &spread(b, 2))?,
         out: Buffer::zeros(device, out)?,
     };
     let (chosen, want) = measure(device, &mut state)?;
@@ -137,12 +138,6 @@ fn ours(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
 
 fn blocks(case: Case, tile: Tile) -> usize {
     case.batches * case.m.div_ceil(tile.rows() as usize) * case.n.div_ceil(tile.cols() as usize)
-}
-
-/// `len` values in `[-1, 1)`, spread evenly (multiples of the golden ratio, less their whole part).
-fn values(len: usize, seed: u32) -> Vec<f32> {
-    let unit = |at: u32| (at.wrapping_mul(0x9e37_79b9).wrapping_mul(seed) >> 8) as f32 / (1 << 24) as f32;
-    (0..len as u32).map(|at| 2.0 * unit(at) - 1.0).collect()
 }
 
 /// Samples of one multiply, and the bits of the first outputs.

@@ -188,6 +188,7 @@ impl SharedTile<f32> {
 
     /// The two values from `index`, a multiple of two.
     #[inline(always)]
+    #[track_caller]
     pub fn get2(self, index: u32) -> [f32; 2] {
         #[cfg(target_arch = "nvptx64")]
         {
@@ -235,6 +236,7 @@ impl SharedTile<f32> {
     /// # Safety
     /// `from < x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn copy(self, index: u32, x: &[f32], from: usize) {
         // SAFETY: inside the tile and inside `x`.
         unsafe {
@@ -254,6 +256,7 @@ impl SharedTile<f32> {
     /// # Safety
     /// `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
         // SAFETY: as in `copy`.
         unsafe {

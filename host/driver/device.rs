@@ -260,12 +260,11 @@ impl Device {
 
     /// The same device without memory or kernels: what is allocated on it is counted and nothing else.
     pub(crate) fn counting(&self) -> Self {
-        self.rehearsing(Rehearsal::of(self.description().clone()))
+        self.rehearsing(Arc::new(Rehearsal::of(self.description().clone())))
     }
 
-    fn rehearsing(&self, rehearsal: Rehearsal) -> Self {
+    fn rehearsing(&self, rehearsal: Arc<Rehearsal>) -> Self {
         let Shared { description, lane, deadline, identity, pins, checks, .. } = &*self.shared;
-        let rehearsal = Arc::new(rehearsal);
         let shared = Shared {
             driver: Arc::clone(&rehearsal) as Arc<dyn Driver>,
             description: description.clone(),
@@ -290,15 +289,14 @@ impl Device {
     /// reach the real one, and memory that it drops is freed later.
     pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
         self.check("capture")?;
-        let rehearsal = self.rehearsing(Rehearsal::listing(self.description().clone(), pins.clone()));
+        let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
             RECORDING.set(Some(self.identity()));
             let _recording = Recording;
-            record(&rehearsal)
+            record(&self.rehearsing(Arc::clone(&rehearsal)))
         };
         self.free_waiting();
-        let launches = rehearsal.shared.rehearsal.as_ref().map_or_else(Vec::new, |rehearsal| rehearsal.launches());
-        Ok((outcome?, launches))
+        Ok((outcome?, rehearsal.take_launches()))
     }
 
     /// What tells this device's memory from another's.
