@@ -11,6 +11,7 @@ mod memory;
 pub mod ops;
 mod optim;
 mod params;
+mod random;
 mod step;
 mod tensor;
 mod upload;
@@ -28,16 +29,55 @@ pub use memory::{
 };
 pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use random::SplitMix64;
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
 pub use upload::{Progress, Transfer};
 
-// What must and must not cross threads. A step's things are one thread's: their order is the stream's.
-static_assertions::assert_impl_all!(Device: Send, Sync);
-static_assertions::assert_impl_all!(Arena: Send);
-static_assertions::assert_impl_all!(Parameters: Send, Sync);
-static_assertions::assert_impl_all!(Error: Send, Sync);
-static_assertions::assert_not_impl_any!(Tensor<'static>: Send, Sync, Clone);
-static_assertions::assert_not_impl_any!(Saved<'static>: Send, Sync);
-static_assertions::assert_not_impl_any!(Step<'static>: Send, Sync, Clone);
-static_assertions::assert_not_impl_any!(Eager<'static>: Send, Sync, Clone);
+/// What must and must not cross threads, and what must not be copied. A step's things are one thread's: their order is the
+/// stream's, and their life the scope's.
+mod threads {
+    use super::*;
+    use static_assertions::{assert_impl_all, assert_not_impl_any};
+
+    // What outlives steps may be moved to another thread; what only looks may be shared too.
+    assert_impl_all!(Device: Send, Sync, Clone);
+    assert_impl_all!(Buffer<f32>: Send, Sync);
+    assert_impl_all!(Parameters: Send, Sync);
+    assert_impl_all!(Gradients: Send, Sync);
+    assert_impl_all!(AdamW: Send, Sync);
+    assert_impl_all!(Layout: Send, Sync, Clone);
+    assert_impl_all!(Checkpoint: Send, Sync);
+    assert_impl_all!(Recording: Send, Sync);
+    assert_impl_all!(ArenaReport: Send, Sync, Clone);
+    assert_impl_all!(faults::FaultPlan: Send, Sync, Clone);
+    assert_impl_all!(Error: Send, Sync);
+    // What owns memory has one owner.
+    assert_not_impl_any!(Buffer<f32>: Clone);
+    assert_not_impl_any!(Parameters: Clone);
+    assert_not_impl_any!(Gradients: Clone);
+    assert_not_impl_any!(AdamW: Clone);
+    assert_impl_all!(Arena: Send);
+    assert_not_impl_any!(Arena: Sync, Clone);
+
+    // What belongs to a step stays on its thread.
+    assert_not_impl_any!(Step<'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Eager<'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Scratch<'static, 'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Tensor<'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Saved<'static>: Send, Sync);
+    assert_not_impl_any!(Lent<'static, 'static>: Send, Sync);
+    assert_not_impl_any!(LentMut<'static, 'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Tape<'static, 'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Var<'static>: Send, Sync);
+
+    // A capture goes where its state may go; while it is being recorded or replayed it is one thread's. What goes in, and
+    // the names of what comes out, are plain values.
+    assert_impl_all!(Captured<(), ()>: Send);
+    assert_not_impl_any!(Captured<(), ()>: Sync, Clone);
+    assert_not_impl_any!(Captured<std::rc::Rc<()>, ()>: Send, Sync);
+    assert_not_impl_any!(Slots<'static>: Send, Sync, Clone);
+    assert_not_impl_any!(Replay<'static, ()>: Send, Sync, Clone);
+    assert_impl_all!(Inputs<'static>: Send, Sync);
+    assert_impl_all!(Output: Send, Sync, Copy);
+}

@@ -9,6 +9,7 @@ use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::launch::{Lent, LentMut};
 use crate::memory::{ALIGN_BYTES, Buffer};
+use crate::random::SplitMix64;
 use crate::step::Step;
 use crate::tensor::Shape;
 use crate::upload::{Content, Transfer};
@@ -485,32 +486,5 @@ impl Gradients {
     /// All gradients as one flat region of the layout.
     pub fn flat(&self) -> &Buffer<f32> {
         &self.flat.values
-    }
-}
-
-/// Vigna's SplitMix64: integers alone, so the same weights on every machine.
-struct SplitMix64 {
-    state: u64,
-}
-
-impl SplitMix64 {
-    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-
-    /// As it is after `count` numbers.
-    fn after(seed: u64, count: u64) -> Self {
-        Self { state: seed.wrapping_add(count.wrapping_mul(Self::STEP)) }
-    }
-
-    fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(Self::STEP);
-        let mut mixed = self.state;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// In `[0, 1)`, a multiple of 2^-24.
-    fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u32 << 24) as f32
     }
 }

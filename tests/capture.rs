@@ -5,10 +5,11 @@
 
 #![allow(dead_code, reason = "not every part of the shared support is used here")]
 
+#[path = "support/overrun.rs"]
+mod overrun;
 mod support;
 
-use cuda_std::launch::{Contract, Grid, Violation};
-use cuda_std::prelude::*;
+use overrun::one_too_far;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
@@ -522,24 +523,5 @@ fn an_overrun_in_a_graph_is_named_at_the_replay() {
         assert_eq!((tensor.as_str(), *offset_bytes), ("f32[100]", 400));
         assert!(site.contains("tests/capture.rs"), "{site}");
         captured.replay(&inputs[0]).unwrap();
-    }
-}
-
-/// out[length] = 0: one element too far.
-#[kernel]
-unsafe fn one_too_far(out: *mut f32, length: usize) {
-    if thread::index_1d() == 0 {
-        // SAFETY: none, this is the planted bug; the word lies in the tensor's guard.
-        unsafe { *out.add(length) = 0.0 };
-    }
-}
-
-// SAFETY: deliberately wrong, and harmless: the word past the tensor is the arena's own.
-unsafe impl Contract for one_too_far<'_> {
-    const BLOCK: u32 = 32;
-    const SHARED_BYTES: u32 = 0;
-    const ALIGN: u64 = 4;
-    fn grid(&self) -> std::result::Result<Grid, Violation> {
-        Grid::new(1, 1, 1)
     }
 }

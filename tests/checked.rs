@@ -2,10 +2,11 @@
 
 #![allow(dead_code, reason = "not every part of the shared support is used here")]
 
+#[path = "support/overrun.rs"]
+mod overrun;
 mod support;
 
-use cuda_std::launch::{Contract, Grid, Violation};
-use cuda_std::prelude::*;
+use overrun::one_too_far;
 use stepscope::{Arena, Buffer, Capacity, Device, Error, Overflow, Result, Target, ops};
 use support::{Random, bits, on_each_device};
 
@@ -14,25 +15,6 @@ const POISON: [u32; 2] = [0x7fc0_dead, 0xdead_beef];
 
 fn checked(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).checked(true).build().unwrap()
-}
-
-/// out[length] = 0: one element too far.
-#[kernel]
-unsafe fn one_too_far(out: *mut f32, length: usize) {
-    if thread::index_1d() == 0 {
-        // SAFETY: none, this is the planted bug; the word lies in the tensor's guard.
-        unsafe { *out.add(length) = 0.0 };
-    }
-}
-
-// SAFETY: deliberately wrong, and harmless: the word past the tensor is the arena's own.
-unsafe impl Contract for one_too_far<'_> {
-    const BLOCK: u32 = 32;
-    const SHARED_BYTES: u32 = 0;
-    const ALIGN: u64 = 4;
-    fn grid(&self) -> std::result::Result<Grid, Violation> {
-        Grid::new(1, 1, 1)
-    }
 }
 
 #[track_caller]

@@ -16,18 +16,7 @@ use stepscope::{
     Arena, Capacity, Device, Eager, Error, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape,
     Var, ops,
 };
-use support::{Random, on_each_device, relative_l2};
-
-/// The largest relative L2 error of a gradient whose longest sum has `length` terms: `8 u sqrt(length)`.
-///
-/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random sign each addition
-/// rounds a partial sum that grows as the root of its terms; the errors add up as a random walk, to about
-/// `u sqrt(length / 6)` of the result. The factor 8 leaves room for the same again in the forward pass that the
-/// gradient is taken at, for up to three such sums in a row, and for the 2 units in the last place of exp and tanh.
-/// The differences themselves are good to about 1e-9. A wrong term, index or sign is an error of order 1.
-fn tolerance(length: usize) -> f64 {
-    8.0 * 2f64.powi(-24) * (length as f64).sqrt()
-}
+use support::{Random, on_each_device, relative_l2, tolerance};
 
 /// Seeds of each test's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..6;

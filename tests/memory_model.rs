@@ -30,18 +30,16 @@ mod rules;
 #[path = "memory_model/world.rs"]
 mod world;
 
-use program::{Kind, Planned, Program};
+use program::{CALLS, Kind, Planned, Program};
 use rules::{Planted, Rule, Tally, Violation};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use stepscope::DeviceKind;
 use stepscope::faults::{Call, Fault};
-use support::on_each_device;
+use support::{Random, on_each_device};
 use world::{Rig, World};
 
-/// The deadline of every call in a program in which one stalls.
-pub(crate) const STALL_DEADLINE: Duration = Duration::from_millis(60);
 /// A stalling program during which the machine stood still for longer than this says nothing about deadlines.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Programs in which a call stalls, of a run: each leaves a thread behind that waits for ever.
@@ -82,7 +80,7 @@ fn program(device: DeviceKind, number: u64, count: u64) -> (Kind, Program) {
         _ if number % 2 == 1 => Kind::Faulty,
         _ => Kind::Sound,
     };
-    (kind, Program::new(number, kind))
+    (kind, Program::draw(&mut Random::new(number), kind))
 }
 
 /// Runs a program, on the rig at hand if both are clean.
@@ -140,22 +138,6 @@ fn run_all(device: DeviceKind, count: u64) -> Tally {
     all.into_inner().unwrap()
 }
 
-/// The calls of a step's life: memory, copies, launches. Captures and staged uploads have tests of their own.
-const CALLS: [Call; 12] = [
-    Call::FreeBytes,
-    Call::Allocate,
-    Call::Free,
-    Call::CreatePool,
-    Call::PoolAllocate,
-    Call::PoolFree,
-    Call::TrimPool,
-    Call::DestroyPool,
-    Call::Upload,
-    Call::Download,
-    Call::Launch,
-    Call::Poll,
-];
-
 fn summary(tally: &Tally) -> String {
     let met = |call: Call| tally.met.iter().filter(|(met, _)| *met == call).count();
     let calls: Vec<String> = CALLS.into_iter().map(|call| format!("{call:?} {}", met(call))).collect();
@@ -209,7 +191,7 @@ fn enough(tally: &Tally, device: DeviceKind) {
 /// touch must pass.
 fn finds(planted: Planted, rule: Rule) {
     for number in PLANTED {
-        let mut program = Program::new(number, Kind::Sound);
+        let mut program = Program::draw(&mut Random::new(number), Kind::Sound);
         let mut kind = Kind::Sound;
         match planted {
             Planted::LeakedBlock => {

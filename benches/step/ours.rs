@@ -9,6 +9,7 @@ use stepscope::{
 
 use crate::dataset::CLASSES;
 use crate::features::{FEATURES, SCALES};
+use crate::harness::values::spread;
 use crate::harness::{self, Samples};
 use crate::model::Model;
 use crate::{Line, Measure, Plan};
@@ -77,10 +78,9 @@ impl State {
 }
 
 impl Batch {
-    /// Inputs spread evenly over `[-1, 1)` (multiples of the golden ratio, less their whole part), and every class in turn.
+    /// Inputs spread evenly, and every class in turn.
     fn new(len: usize) -> Self {
-        let unit = |at: u32| (at.wrapping_mul(0x9e37_79b9) >> 8) as f32 / (1 << 24) as f32;
-        let x = (0..(len * SCALES.len() * FEATURES) as u32).map(|at| 2.0 * unit(at) - 1.0).collect();
+        let x = spread(len * SCALES.len() * FEATURES, 1);
         let labels = (0..len).map(|at| (at % CLASSES) as u32).collect();
         Self { x, labels }
     }

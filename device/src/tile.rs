@@ -7,6 +7,8 @@
 //!
 //! Invariant: values that another thread wrote are read only after a barrier; the tile itself orders nothing.
 
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::vector;
 use crate::vector::F4;
 use core::marker::PhantomData;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -184,6 +186,26 @@ impl SharedTile<f32> {
         }
     }
 
+    /// The two values from `index`, a multiple of two.
+    #[inline(always)]
+    #[track_caller]
+    pub fn get2(self, index: u32) -> [f32; 2] {
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let (a, b): (f32, f32);
+            // SAFETY: inside the tile; 8-byte aligned by the contracts of `new` and of `index`.
+            unsafe {
+                core::arch::asm!(
+                    "ld.shared.v2.f32 {{{0}, {1}}}, [{2}];",
+                    out(reg32) a, out(reg32) b, in(reg32) self.address + index * 4, options(nostack)
+                );
+            }
+            [a, b]
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        [self.get(index), self.get(index + 1)]
+    }
+
     /// Writes four values from `index`, a multiple of four.
     #[inline(always)]
     #[track_caller]
@@ -203,6 +225,70 @@ impl SharedTile<f32> {
             #[cfg(not(target_arch = "nvptx64"))]
             self.pointer.add(index as usize).cast::<F4>().write(value);
         }
+    }
+}
+
+/// Copies from global memory that run while their thread goes on. What they write may be read after [`wait_copies`] by
+/// the same thread, and by the others of its block after a barrier that follows. The emulator copies at once.
+impl SharedTile<f32> {
+    /// Starts to copy `x[from]` to `index`.
+    ///
+    /// # Safety
+    /// `from < x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy(self, index: u32, x: &[f32], from: usize) {
+        // SAFETY: inside the tile and inside `x`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+                "cp.async.ca.shared.global [{0}], [%global], 4; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.set(index, vector::load(x, from));
+        }
+    }
+
+    /// Starts to copy `x[from..from + 4]` to `index`; both are multiples of four and `x` starts on a 16-byte boundary.
+    ///
+    /// # Safety
+    /// `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
+        // SAFETY: as in `copy`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.set4(index, F4::load(x, from));
+        }
+    }
+}
+
+/// Makes a group of the copies that this thread has started since its last group.
+#[inline(always)]
+pub fn commit_copies() {
+    // SAFETY: it only marks a point in the thread's copies.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe {
+        core::arch::asm!("cp.async.commit_group;", options(nostack));
+    }
+}
+
+/// Waits until at most `PENDING` groups of this thread's copies, its newest, are under way.
+#[inline(always)]
+pub fn wait_copies<const PENDING: u32>() {
+    // SAFETY: it only waits; the compiler moves no access to memory across it.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe {
+        core::arch::asm!("cp.async.wait_group {0};", const PENDING, options(nostack));
     }
 }
 

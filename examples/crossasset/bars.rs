@@ -109,7 +109,7 @@ pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
     parse_bars(path, File::open(path).map_err(unreadable)?)
 }
 
-fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Vec<Bar>, BarsError> {
+pub(crate) fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Vec<Bar>, BarsError> {
     let file = || path.to_owned();
     match parse_rows(&mut source) {
         Ok(bars) => Ok(bars),

@@ -79,8 +79,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", default_value = "target/crossasset")]
     pub(crate) out: PathBuf,
 
-    /// Write the first step's input, loss, weights and gradients to this safetensors file
-    #[arg(long, value_name = "FILE")]
+    /// Write the first three updates' inputs, losses, gradients and weights to this safetensors file, for tests/oracle
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     pub(crate) trace: Option<PathBuf>,
 
     /// Write the first batch's memory, event by event, to this file (PyTorch's memory snapshot) and, as a picture, to the
@@ -214,7 +214,7 @@ mod tests {
         let args = parse(
             "--bars a.csv --bars b.csv --device cuda --epochs 3 --folds 4 --batch 32 --micro-batch 1 --limit 99 \
              --seed 0 --arena-mib 64 --overflow-mib 4096 --learning-rate 1e-3 --weight-decay 0 --clip 0.5 --horizon 5 --out o \
-             --trace t --resume r",
+             --memory m --resume r",
         )
         .unwrap();
         assert_eq!(args.bars, [PathBuf::from("a.csv"), PathBuf::from("b.csv")]);
@@ -246,6 +246,7 @@ mod tests {
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),
             ("--horizon 0", "--horizon"),
+            ("--trace t --resume r", "--resume"),
             ("--device gpu", "emulated"),
             ("extra.csv", "extra.csv"),
         ] {

@@ -20,6 +20,8 @@ mod random;
 mod report;
 mod screen;
 mod synthetic;
+mod tensor_file;
+mod trace;
 mod train;
 
 use std::error::Error;

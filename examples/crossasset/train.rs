@@ -1,13 +1,11 @@
-//! From batches to weights: the steps of training and validation, checkpoints, and the trace of the first batch.
+//! From batches to weights: the steps of training and validation, and checkpoints.
 
 use std::path::{Path, PathBuf};
 
-use bytemuck::{bytes_of, cast_slice};
-use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
 use serde::{Deserialize, Serialize};
 use stepscope::{
     AdamWConfig, Arena, ArenaReport, Capacity, Captured, Checkpoint, Device, Error, Layout, Output, Overflow, Result,
-    Schedule, Shape, Tape, ops, replace_file,
+    Schedule, Tape, ops, replace_file,
 };
 
 use crate::cli::{Args, Switch};
@@ -16,6 +14,7 @@ use crate::learner::{Learner, MicroBatch, Part, Told};
 use crate::model::Model;
 use crate::report::{BatchResult, CaptureUse, EpochResult};
 use crate::screen::Progress;
+use crate::trace::Trace;
 
 /// The checkpoint's note with [`Position`].
 const POSITION: &str = "crossasset.position";
@@ -47,8 +46,8 @@ pub(crate) struct Trainer<'r> {
     learner: Option<Stage>,
     /// What captures that are over did.
     captured: Option<CaptureUse>,
-    /// Whether the trace is still to be written.
-    trace: Option<&'r PathBuf>,
+    /// The first fold's trace, until it is complete.
+    trace: Option<Trace>,
     /// Whether the memory of a batch is still to be written.
     memory: Option<&'r PathBuf>,
 }
@@ -79,7 +78,7 @@ impl<'r> Trainer<'r> {
             arena: Arena::builder(device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?,
             learner: None,
             captured: None,
-            trace: args.trace.as_ref(),
+            trace: None,
             memory: args.memory.as_ref(),
         })
     }
@@ -95,6 +94,8 @@ impl<'r> Trainer<'r> {
             schedule: Schedule::WarmupCosine { warmup: WARMUP.min(updates / 10), total: updates, floor: FLOOR },
             ..AdamWConfig::default()
         };
+        let traced = self.args.trace.as_ref().filter(|_| fold.index == 0);
+        self.trace = traced.map(|path| Trace::new(path.clone(), &config));
         self.captured = self.capture();
         // The last fold's graphs give their part of the arena back.
         self.learner = None;
@@ -173,10 +174,12 @@ impl<'r> Trainer<'r> {
             loss += f64::from(told.loss);
             head_gradient_l2 = told.head_squared.map_or(0.0, |squared| f64::from(squared).sqrt());
         }
-        if let Some(path) = self.trace.take() {
-            self.write_trace(path, fold, samples, loss as f32)?;
+        if let Some(mut trace) = self.trace.take() {
+            trace.before_update(&self.on_host(fold, samples), loss as f32, self.learner())?;
             let Learner { parameters, gradients, optimizer, .. } = learner_of(&mut self.learner);
             self.arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))?;
+            let complete = trace.after_update(self.learner())?;
+            self.trace = (!complete).then_some(trace);
         }
         if let (Some(path), Some(recording)) = (self.memory.take(), self.arena.recording()) {
             replace_file(path, &recording.pickle())?;
@@ -225,32 +228,6 @@ impl<'r> Trainer<'r> {
         self.dataset.batch_features(samples, &mut batch.x);
         self.dataset.batch_labels(fold, samples, &mut batch.labels);
         batch
-    }
-
-    /// Writes input, labels, loss, weights and gradients of a batch, before its update.
-    fn write_trace(&self, path: &Path, fold: &Fold, samples: &[usize], loss: f32) -> Result<()> {
-        let batch = self.on_host(fold, samples);
-        let MicroBatch { x, labels } = &batch;
-        let Learner { parameters, gradients, .. } = self.learner();
-        let mut tensors = vec![
-            ("input".to_owned(), Dtype::F32, Shape::from(batch.shape()), cast_slice(x)),
-            ("label".to_owned(), Dtype::U32, Shape::from([samples.len()]), cast_slice(labels)),
-            ("loss".to_owned(), Dtype::F32, Shape::from([1]), bytes_of(&loss)),
-        ];
-        let (weights, gradients) = (parameters.flat().read()?, gradients.flat().read()?);
-        for entry in parameters.layout().entries() {
-            for (kind, values) in [("weight", &weights), ("gradient", &gradients)] {
-                let name = format!("{kind}.{}", entry.name());
-                tensors.push((name, Dtype::F32, entry.shape(), cast_slice(&values[entry.range()])));
-            }
-        }
-        let refused = |reason: SafeTensorError| Error::File { path: path.into(), reason: reason.to_string() };
-        let views = tensors
-            .iter()
-            .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(*dtype, shape.extents().to_vec(), bytes)?)))
-            .collect::<std::result::Result<Vec<_>, _>>()
-            .map_err(refused)?;
-        replace_file(path, &safetensors::serialize(views, None).map_err(refused)?)
     }
 
     /// Writes weights, optimiser and position.

@@ -7,7 +7,8 @@
 use crate::support::{Random, SPECIAL, sample};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::guard::{guard_check, guard_write};
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
+use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
 use kernels::scalars;
 use std::cell::RefCell;
 use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
@@ -58,7 +59,7 @@ macro_rules! matmul {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 36] = [
+pub(crate) const CASES: [(&str, Case); 38] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -129,9 +130,11 @@ pub(crate) const CASES: [(&str, Case); 36] = [
             i.keep(&dlogits)
         })
     }),
-    ("matmul_128x128", |i| matmul!(i, matmul_128x128)),
-    ("matmul_64x64", |i| matmul!(i, matmul_64x64)),
-    ("matmul_16x64", |i| matmul!(i, matmul_16x64)),
+    ("matmul_16x16", |i| matmul!(i, matmul_16x16)),
+    ("matmul_32x32", |i| matmul!(i, matmul_32x32)),
+    ("matmul_32x64", |i| matmul!(i, matmul_32x64)),
+    ("matmul_64x128", |i| matmul!(i, matmul_64x128)),
+    ("matmul_128x256", |i| matmul!(i, matmul_128x256)),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;

@@ -279,7 +279,7 @@ impl Place {
         record: Record<S, R>,
     ) -> Result<(usize, usize)> {
         // Addresses that are no memory: nothing is launched.
-        let everywhere = (1 << 40, 1 << 46);
+        let everywhere = (1 << 40, Region::EVERYTHING);
         let (run, _) = rehearse(device, everywhere, (guard_bytes, None), (key, 0, &device.pins()), state, record)?;
         Ok((run.bytes, run.tensors))
     }
@@ -292,7 +292,7 @@ impl Place {
         let checks = if *guard_bytes > 0 { Some(Checks::recorded(device, tensors)?) } else { None };
         let pins = device.pins();
         // The section goes back to no driver while the graph may write it.
-        pins.add(&[*address]);
+        pins.add([*address]);
         let life = State::Warm.after(Event::Record)?;
         let (place, guards, names) = ((*address, section.bytes()), (*guard_bytes, checks), (key, identity, &pins));
         let captured = rehearse(device, place, guards, names, state, record)

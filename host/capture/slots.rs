@@ -134,7 +134,7 @@ impl<'s> Slots<'s> {
     pub fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Output<T> {
         let Ports { outputs, pins, recording, .. } = self.ports;
         let memory = tensor.memory();
-        pins.add(&[memory.as_slice().address()]);
+        pins.add([memory.as_slice().address()]);
         let mut outputs = outputs.borrow_mut();
         outputs.push(memory.cast());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }

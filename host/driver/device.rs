@@ -19,10 +19,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The longest sleep between two looks at the stream.
-const LONGEST_NAP: Duration = Duration::from_micros(500);
-/// Waits shorter than this spin.
-const SPIN: Duration = Duration::from_micros(200);
+/// Waits shorter than this look again at once, and let other threads run in between: a step of training lasts milliseconds, and
+/// a nap would make it longer.
+const AWAKE: Duration = Duration::from_millis(20);
+/// A longer wait naps for this share of what it has waited, so that it ends that much late at most ..
+const NAP_SHARE: u32 = 64;
+/// .. but not longer than this.
+const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// The environment variable that turns checked mode on (`1`) or off (`0`).
 const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
 
@@ -239,7 +242,6 @@ impl Device {
         mut done: impl FnMut(&dyn Driver) -> Result<bool>,
     ) -> Result<()> {
         let start = Instant::now();
-        let mut nap = Duration::ZERO;
         loop {
             if self.direct(name, &mut done)? {
                 return Ok(());
@@ -248,23 +250,21 @@ impl Device {
             if waited >= deadline {
                 return Err(self.lose_to(Error::Timeout { call: name, waited, report: None }));
             }
-            if waited < SPIN {
-                std::hint::spin_loop();
+            if waited < AWAKE {
+                std::thread::yield_now();
             } else {
-                nap = (nap * 2).clamp(Duration::from_micros(20), LONGEST_NAP).min(deadline - waited);
-                std::thread::sleep(nap);
+                std::thread::sleep((waited / NAP_SHARE).min(LONGEST_NAP).min(deadline - waited));
             }
         }
     }
 
     /// The same device without memory or kernels: what is allocated on it is counted and nothing else.
     pub(crate) fn counting(&self) -> Self {
-        self.rehearsing(Rehearsal::of(self.description().clone()))
+        self.rehearsing(Arc::new(Rehearsal::of(self.description().clone())))
     }
 
-    fn rehearsing(&self, rehearsal: Rehearsal) -> Self {
+    fn rehearsing(&self, rehearsal: Arc<Rehearsal>) -> Self {
         let Shared { description, lane, deadline, identity, pins, checks, .. } = &*self.shared;
-        let rehearsal = Arc::new(rehearsal);
         let shared = Shared {
             driver: Arc::clone(&rehearsal) as Arc<dyn Driver>,
             description: description.clone(),
@@ -289,15 +289,14 @@ impl Device {
     /// reach the real one, and memory that it drops is freed later.
     pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
         self.check("capture")?;
-        let rehearsal = self.rehearsing(Rehearsal::listing(self.description().clone(), pins.clone()));
+        let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
             RECORDING.set(Some(self.identity()));
             let _recording = Recording;
-            record(&rehearsal)
+            record(&self.rehearsing(Arc::clone(&rehearsal)))
         };
         self.free_waiting();
-        let launches = rehearsal.shared.rehearsal.as_ref().map_or_else(Vec::new, |rehearsal| rehearsal.launches());
-        Ok((outcome?, launches))
+        Ok((outcome?, rehearsal.take_launches()))
     }
 
     /// What tells this device's memory from another's.

@@ -1,6 +1,6 @@
 //! What a live graph names is not freed under it.
 //!
-//! A graph holds bare addresses. Whoever records one pins every word of every launch, before the borrow that made the
+//! A graph holds bare addresses. Whoever records one pins the addresses of every launch, before the borrow that made the
 //! address valid can end; a free of memory in which a pinned address lies waits until the last such pin is gone. Invariant:
 //! no memory goes back to the driver while a live graph can reach it, whatever the owner of the memory does.
 
@@ -18,7 +18,7 @@ pub(super) struct PinTable {
 #[derive(Debug, Default)]
 struct Table {
     next: u64,
-    /// Words of each live set. A word that is no address pins at most what it happens to name.
+    /// Addresses of each live set.
     sets: BTreeMap<u64, BTreeSet<u64>>,
     /// Address and bytes of what was freed meanwhile.
     waiting: Vec<(u64, usize)>,
@@ -27,7 +27,7 @@ struct Table {
 impl Table {
     fn holds(&self, address: u64, bytes: usize) -> bool {
         let range = address..address.saturating_add(bytes as u64);
-        self.sets.values().any(|words| words.range(range.clone()).next().is_some())
+        self.sets.values().any(|addresses| addresses.range(range.clone()).next().is_some())
     }
 }
 
@@ -83,10 +83,10 @@ struct Set {
 }
 
 impl Pins {
-    /// Pins every word that is an address.
-    pub(crate) fn add(&self, words: &[u64]) {
+    /// Pins the memory in which these addresses lie.
+    pub(crate) fn add(&self, addresses: impl IntoIterator<Item = u64>) {
         if let Some(set) = self.set.table.table().sets.get_mut(&self.set.identity) {
-            set.extend(words);
+            set.extend(addresses);
         }
     }
 }
@@ -105,8 +105,8 @@ mod tests {
     fn what_a_set_names_waits_until_the_set_is_gone() {
         let table = PinTable::default();
         let (first, second) = (table.pins(), table.pins());
-        first.add(&[0x1000, 7]);
-        second.add(&[0x1010]);
+        first.add([0x1000, 7]);
+        second.add([0x1010]);
         assert!(table.postpone(0x1000, 0x100));
         assert!(!table.postpone(0x2000, 0x100), "nothing names it");
         assert!(!table.postpone(0x0f00, 0x100), "the end is not inside");

@@ -42,10 +42,11 @@ impl Rehearsal {
         Self { listed: Some(Listed { launches: Mutex::default(), pins }), ..Self::of(description) }
     }
 
-    /// The launches so far.
-    pub(super) fn launches(&self) -> Vec<Launch> {
-        let listed = self.listed.as_ref();
-        listed.map_or_else(Vec::new, |listed| listed.launches.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    /// The launches since it was last asked.
+    pub(super) fn take_launches(&self) -> Vec<Launch> {
+        let take =
+            |listed: &Listed| std::mem::take(&mut *listed.launches.lock().unwrap_or_else(PoisonError::into_inner));
+        self.listed.as_ref().map_or_else(Vec::new, take)
     }
 }
 
@@ -130,7 +131,7 @@ unsafe impl Driver for Rehearsal {
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         let Some(Listed { launches, pins }) = &self.listed else { return Ok(()) };
-        pins.add(words.as_slice());
+        pins.add(words.extents().iter().map(|extent| extent.address));
         let launch = Launch { entry: *entry, grid, words: words.clone() };
         launches.lock().unwrap_or_else(PoisonError::into_inner).push(launch);
         Ok(())

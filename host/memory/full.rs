@@ -23,7 +23,7 @@ impl Region {
         let cause = self.counters.borrow().cause(padded, capacity);
         let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));
-        if self.owned_bytes == 0 {
+        if self.is_lent() {
             return Err(Error::CaptureNeeds { bytes: needed, available: capacity });
         }
         let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };

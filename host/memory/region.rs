@@ -70,6 +70,9 @@ pub(crate) struct Region {
 }
 
 impl Region {
+    /// Bytes of a region that is addresses alone: as many as a step may want.
+    pub(crate) const EVERYTHING: usize = 1 << 46;
+
     /// Takes the memory from the device.
     pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
         let address = device.allocate(capacity)?;
@@ -118,11 +121,14 @@ impl Region {
 
     /// A region without memory on which a step of this one can be measured.
     pub(super) fn counting(&self) -> Result<Self> {
-        // Addresses alone, as many as a step may want.
-        const EVERYTHING: usize = 1 << 46;
-        let mut region = Self::allocate(self.device.counting(), EVERYTHING)?;
+        let mut region = Self::allocate(self.device.counting(), Self::EVERYTHING)?;
         region.guard_bytes = self.guard_bytes;
         Ok(region)
+    }
+
+    /// Whether the memory is somebody else's: the region is of a step that is rehearsed.
+    pub(super) fn is_lent(&self) -> bool {
+        self.owned_bytes == 0
     }
 
     /// Bytes at the end that no later step uses while the section is alive, and their address. Call it between steps.
@@ -300,7 +306,7 @@ impl Region {
     fn verify(&self, mark: Mark) -> Result<()> {
         let Some(checks) = &self.checks else { return Ok(()) };
         checks.borrow_mut().verify(&self.device, mark.guards)?;
-        if self.owned_bytes == 0 {
+        if self.is_lent() {
             // A recorded step's results are read after it; its next replay poisons each tensor again.
             return Ok(());
         }
@@ -439,7 +445,7 @@ impl Drop for Region {
                 tracing::debug!(%error, "the overflow pool stays until the process ends");
             }
         }
-        if self.owned_bytes > 0 {
+        if !self.is_lent() {
             // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive. Captured steps pin it.
             unsafe { self.device.free(self.address, self.owned_bytes) };
         }

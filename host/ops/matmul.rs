@@ -5,7 +5,9 @@ use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
 use cuda_std::launch::{PointerMut, Slice};
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+use kernels::matmul::*;
+
+pub use kernels::matmul::{TILES, Tile};
 
 /// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
 ///
@@ -42,6 +44,8 @@ pub struct Gemm {
     pub stride_bias: usize,
     /// What the old content counts.
     pub beta: f32,
+    /// Which tile computes it, of [`TILES`]; none: the one that should be done first. The bits are the same.
+    pub tile: Option<Tile>,
 }
 
 impl Gemm {
@@ -60,6 +64,12 @@ impl Gemm {
     #[must_use]
     pub fn transpose_b(self) -> Self {
         Self { transpose_b: true, ldb: self.k, ..self }
+    }
+
+    /// Computed by this tile.
+    #[must_use]
+    pub fn tile(self, tile: Tile) -> Self {
+        Self { tile: Some(tile), ..self }
     }
 
     /// Adds to what is there.
@@ -198,38 +208,68 @@ fn queue<'s>(
             pre.out()
         }
     };
+    let tile = form.tile.unwrap_or_else(|| fastest(form, step.device().description().processors as usize));
     macro_rules! launch {
-        ($kernel:ident) => {
-            step.launch($kernel {
-                a: a.slice(),
-                b: b.slice(),
-                bias: bias.map_or_else(Slice::empty, Source::slice),
-                c: residual.map_or(own, Source::pointer),
-                out,
-                pre,
-                m: word("m", form.m)?,
-                n: word("n", form.n)?,
-                k: word("k", form.k)?,
-                lda: word("lda", form.lda)?,
-                ldb: word("ldb", form.ldb)?,
-                ldc: word("ldc", form.ldc)?,
-                batches: word("batches", form.batches)?,
-                stride_a: form.stride_a,
-                stride_b: form.stride_b,
-                stride_c: form.stride_c,
-                stride_bias: form.stride_bias,
-                beta: form.beta,
-                flags,
-            })
+        ($($kernel:ident: $tile:ident,)*) => {
+            match tile {
+                $($tile => step.launch($kernel {
+                    a: a.slice(),
+                    b: b.slice(),
+                    bias: bias.map_or_else(Slice::empty, Source::slice),
+                    c: residual.map_or(own, Source::pointer),
+                    out,
+                    pre,
+                    m: word("m", form.m)?,
+                    n: word("n", form.n)?,
+                    k: word("k", form.k)?,
+                    lda: word("lda", form.lda)?,
+                    ldb: word("ldb", form.ldb)?,
+                    ldc: word("ldc", form.ldc)?,
+                    batches: word("batches", form.batches)?,
+                    stride_a: form.stride_a,
+                    stride_b: form.stride_b,
+                    stride_c: form.stride_c,
+                    stride_bias: form.stride_bias,
+                    beta: form.beta,
+                    flags,
+                }),)*
+                tile => Err(Error::misuse("matmul", "one of `ops::TILES`", format!("{tile:?}"))),
+            }
         };
     }
-    // The tile changes speed alone: every element is the same chain in each of them.
-    let large_tiles = form.m.div_ceil(128) * form.n.div_ceil(128) * form.batches;
-    if form.m <= 32 {
-        launch!(matmul_16x64)
-    } else if large_tiles >= step.device().description().processors as usize {
-        launch!(matmul_128x128)
-    } else {
-        launch!(matmul_64x64)
+    kernels::matmul_tiles!(launch!)
+}
+
+/// The tile whose last block should end first: blocks that share a multiprocessor hide each other's latency, one alone does not.
+fn fastest(form: &Gemm, processors: usize) -> Tile {
+    let cost = |tile: &&Tile| {
+        let along = |extent: usize, tile: u32| extent.div_ceil(tile as usize);
+        let blocks = along(form.m, tile.rows()).saturating_mul(along(form.n, tile.cols())).saturating_mul(form.batches);
+        blocks.div_ceil(processors).saturating_mul(tile.cycles as usize).max(tile.latency as usize)
+    };
+    *TILES.iter().min_by_key(cost).expect("there are tiles")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The shapes of CrossAsset and of large squares, on an H200 and a GB10.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        let tile = |m, n, k, processors| fastest(&Gemm::new(m, n, k), processors);
+        for (m, n, k, on_h200, on_gb10) in [
+            (12, 256, 1024, [16, 16], [16, 16]),
+            (256, 1024, 3072, [32, 32], [32, 64]),
+            (3072, 256, 1024, [32, 64], [64, 128]),
+            (3072, 1024, 256, [64, 128], [128, 256]),
+            (1024, 1024, 1024, [64, 128], [64, 128]),
+            (8192, 8192, 8192, [128, 256], [128, 256]),
+        ] {
+            for (processors, want) in [(132, on_h200), (48, on_gb10)] {
+                let tile = tile(m, n, k, processors);
+                assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! `ops::{matmul, linear, linear_residual, linear_gelu, gemm_into}` and the three tiles below them.
+//! `ops::{matmul, linear, linear_residual, linear_gelu, gemm_into}` and every tile below them.
 //!
 //! The contract is bits: each output is one chain of fused multiply-adds over ascending k, then the bias, then beta
 //! times the old content, then gelu. The reference here is that chain as a plain loop, and it is close to float64.
@@ -9,12 +9,12 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
 use cuda_std::launch::Slice;
 use kernels::math;
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, matmul_16x64, matmul_64x64, matmul_128x128};
+use kernels::matmul::*;
 use stepscope::ops::{self, Gemm};
 use stepscope::{Device, Result, Source, Target, Tensor};
 
-/// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16, the model's 193.
-const SHAPES: [[usize; 3]; 17] = [
+/// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16, the model's 193, more than all stages of 64.
+const SHAPES: [[usize; 3]; 18] = [
     [1, 1, 1],
     [1, 1, 0],
     [3, 4, 0],
@@ -26,6 +26,7 @@ const SHAPES: [[usize; 3]; 17] = [
     [64, 64, 32],
     [65, 63, 48],
     [70, 130, 193],
+    [13, 20, 333],
     [127, 129, 15],
     [128, 128, 16],
     [129, 257, 31],
@@ -151,39 +152,44 @@ impl Case {
     }
 }
 
-/// Runs one tile's kernel on a case: `out` and `pre`.
-macro_rules! run {
-    ($kernel:ident, $device:expr, $case:expr) => {
-        trial($device, |trial| {
-            let case: &Case = $case;
-            let upload = |values: &[f32]| trial.upload(values, [values.len()]);
-            let (a, b, bias) = (upload(&case.a)?, upload(&case.b)?, upload(&case.bias)?);
-            let (mut out, mut pre) = (upload(&case.old)?, upload(&case.old)?);
-            let (c, written) = out.in_place();
-            trial.launch($kernel {
-                a: a.slice(),
-                b: b.slice(),
-                bias: if case.bias.is_empty() { Slice::empty() } else { bias.slice() },
-                c,
-                out: written,
-                pre: pre.out(),
-                m: case.form.m as u32,
-                n: case.form.n as u32,
-                k: case.form.k as u32,
-                lda: case.form.lda as u32,
-                ldb: case.form.ldb as u32,
-                ldc: case.form.ldc as u32,
-                batches: case.form.batches as u32,
-                stride_a: case.form.stride_a,
-                stride_b: case.form.stride_b,
-                stride_c: case.form.stride_c,
-                stride_bias: case.form.stride_bias,
-                beta: case.form.beta,
-                flags: case.flags,
-            })?;
-            Ok([trial.output(&out)?, trial.output(&pre)?])
-        })
-    };
+/// Runs a case on every tile's kernel: its name, `out` and `pre`.
+fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])> {
+    let mut results = Vec::new();
+    macro_rules! run {
+        ($($kernel:ident: $tile:ident,)*) => {$(
+            let result = trial(device, |trial| {
+                let upload = |values: &[f32]| trial.upload(values, [values.len()]);
+                let (a, b, bias) = (upload(&case.a)?, upload(&case.b)?, upload(&case.bias)?);
+                let (mut out, mut pre) = (upload(&case.old)?, upload(&case.old)?);
+                let (c, written) = out.in_place();
+                trial.launch($kernel {
+                    a: a.slice(),
+                    b: b.slice(),
+                    bias: if case.bias.is_empty() { Slice::empty() } else { bias.slice() },
+                    c,
+                    out: written,
+                    pre: pre.out(),
+                    m: case.form.m as u32,
+                    n: case.form.n as u32,
+                    k: case.form.k as u32,
+                    lda: case.form.lda as u32,
+                    ldb: case.form.ldb as u32,
+                    ldc: case.form.ldc as u32,
+                    batches: case.form.batches as u32,
+                    stride_a: case.form.stride_a,
+                    stride_b: case.form.stride_b,
+                    stride_c: case.form.stride_c,
+                    stride_bias: case.form.stride_bias,
+                    beta: case.form.beta,
+                    flags: case.flags,
+                })?;
+                Ok([trial.output(&out)?, trial.output(&pre)?])
+            });
+            results.push((stringify!($kernel), result));
+        )*};
+    }
+    kernels::matmul_tiles!(run!);
+    results
 }
 
 fn gemm(device: &Device, case: &Case) -> Vec<f32> {
@@ -205,17 +211,13 @@ on_each_device! {
                     let case = Case::new(shape, transpose, variant);
                     let name = format!("{:?}, flags {}", case.form, case.flags);
                     let want = case.chain();
-                    let results = [
-                        run!(matmul_16x64, device, &case),
-                        run!(matmul_64x64, device, &case),
-                        run!(matmul_128x128, device, &case),
-                    ];
-                    for (tile, got) in ["16x64", "64x64", "128x128"].into_iter().zip(&results) {
-                        assert_same(format_args!("tile {tile}, {name}"), &got[0], &want[0]);
-                        assert_same(format_args!("tile {tile}, {name}, before gelu"), &got[1], &want[1]);
+                    let results = each_tile(device, &case);
+                    for (tile, got) in &results {
+                        assert_same(format_args!("{tile}, {name}"), &got[0], &want[0]);
+                        assert_same(format_args!("{tile}, {name}, before gelu"), &got[1], &want[1]);
                     }
                     if case.flags & GELU == 0 {
-                        let sums: Vec<f32> = case.places().map(|(place, _)| results[0][0][place]).collect();
+                        let sums: Vec<f32> = case.places().map(|(place, _)| results[0].1[0][place]).collect();
                         closeness.check(&name, &sums, &case.exact());
                     }
                 }
@@ -250,29 +252,28 @@ on_each_device! {
         }
     }
 
-    /// The op picks each tile where it should, and the result is the chain.
-    fn the_op_uses_all_three_tiles(device: &Device) {
-        let processors = device.description().processors as usize;
-        let batches = |batches| Variant { batches, ..VARIANTS[1] };
-        let mut expected = vec![
-            ([32, 100, 40], batches(1), "matmul_16x64"),
-            ([12, 256, 193], batches(processors), "matmul_16x64"),
-            ([33, 100, 40], batches(processors), "matmul_128x128"),
-            ([65, 128 * processors, 20], batches(1), "matmul_128x128"),
-        ];
-        if processors > 1 {
-            expected.push(([33, 100, 40], batches(processors - 1), "matmul_64x64"));
-            expected.push(([128, 128, 193], batches(1), "matmul_64x64"));
+    /// The op launches the tile that it is told, and without being told the result is the same.
+    fn the_op_takes_any_tile(device: &Device) {
+        let mut case = Case::new([33, 100, 40], TRANSPOSE_B, Variant { batches: 2, ..VARIANTS[1] });
+        let want = &case.chain()[0];
+        assert_same("its own choice", &gemm(device, &case), want);
+        macro_rules! take {
+            ($($kernel:ident: $tile:ident,)*) => {$(
+                case.form = case.form.tile($tile);
+                let names = launched(|| assert_same(stringify!($kernel), &gemm(device, &case), want));
+                let names: Vec<_> = names.iter().filter(|name| name.starts_with("matmul")).collect();
+                assert_eq!(names, [stringify!($kernel)]);
+            )*};
         }
-        for (shape, variant, kernel) in expected {
-            let case = Case::new(shape, TRANSPOSE_B, variant);
-            let want = &case.chain()[0];
-            let names = launched(|| assert_same(format_args!("{shape:?}"), &gemm(device, &case), want));
-            assert!(names.contains(kernel), "{shape:?}, {variant:?}: {names:?}");
-            let others = names.iter().filter(|name| name.starts_with("matmul") && *name != kernel);
-            // On a GPU the emulator runs it too, with as many processors as it has.
-            assert!(others.count() == 0 || device.description().capability.is_some(), "{names:?}");
-        }
+        kernels::matmul_tiles!(take!);
+        let unknown = Tile { stages: 1, ..TILES[0] };
+        case.form = case.form.tile(unknown);
+        trial(device, |trial| {
+            let (a, b, mut out) = (trial.upload(&case.a, [case.a.len()])?, trial.upload(&case.b, [case.b.len()])?, trial.upload(&case.old, [case.old.len()])?);
+            let refused = ops::gemm_into(trial, &case.form, &a, &b, None::<&Tensor<'_>>, &mut out);
+            assert_refused(refused, &["one of `ops::TILES`", "stages: 1"]);
+            Ok(())
+        });
     }
 
     fn large(device: &Device) {
@@ -366,7 +367,7 @@ on_each_device! {
                 (Gemm { stride_c: 0, ..sound }, "stride_c"),
             ] {
                 let refused = ops::gemm_into(trial, &form, &a, &b, Some(&bias), &mut out);
-                assert_refused(refused, &["kernel `matmul_16x64`", &format!("`{argument}`: expected")]);
+                assert_refused(refused, &["kernel `matmul_", &format!("`{argument}`: expected")]);
             }
             let huge = Gemm { m: 1 << 32, ..sound };
             assert_refused(ops::gemm_into(trial, &huge, &a, &b, Some(&bias), &mut out), &["matmul", "`m` below 2^32"]);

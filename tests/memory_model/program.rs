@@ -1,6 +1,7 @@
 //! Random programs: an arena's settings, what its steps do, and the fault that one call of the driver meets.
 //!
-//! Invariant: a seed and a [`Kind`] name one program, the same on every machine.
+//! Invariant: the numbers drawn from [`Random`] and a [`Kind`] name one program, the same on every machine. The fuzzer
+//! (`fuzz/targets/arena.rs`) draws them from its bytes.
 
 use crate::support::Random;
 use std::time::Duration;
@@ -13,6 +14,23 @@ pub(crate) const LENGTHS: [usize; 7] = [1, 16, 64, 65, 200, 400, 2500];
 pub(crate) const HUGE: [usize; 3] = [1 << 40, usize::MAX / 4, usize::MAX];
 /// Which of [`LENGTHS`] the persistent buffer has.
 pub(crate) const KEPT: usize = 2;
+/// The deadline of every call in a program in which one stalls.
+pub(crate) const STALL_DEADLINE: Duration = Duration::from_millis(60);
+/// The calls of a step's life: memory, copies, launches. Captures and staged uploads have tests of their own.
+pub(crate) const CALLS: [Call; 12] = [
+    Call::FreeBytes,
+    Call::Allocate,
+    Call::Free,
+    Call::CreatePool,
+    Call::PoolAllocate,
+    Call::PoolFree,
+    Call::TrimPool,
+    Call::DestroyPool,
+    Call::Upload,
+    Call::Download,
+    Call::Launch,
+    Call::Poll,
+];
 /// The longest delay of a call that is only slow.
 const SLOW: Duration = Duration::from_millis(1);
 
@@ -92,8 +110,7 @@ pub(crate) enum Op {
 }
 
 impl Program {
-    pub(crate) fn new(seed: u64, kind: Kind) -> Self {
-        let random = &mut Random::new(seed);
+    pub(crate) fn draw(random: &mut Random, kind: Kind) -> Self {
         let capacity_bytes = 256 * random.extent(1, 24);
         let pool = chance(random, 70).then(|| {
             let cap = 256 * random.extent(1, 96);
@@ -124,12 +141,12 @@ impl Planned {
                 _ => Fault::Delay(SLOW),
             },
             Kind::Stalling if chance(random, 75) => Fault::Never,
-            Kind::Stalling => Fault::Delay(2 * super::STALL_DEADLINE),
+            Kind::Stalling => Fault::Delay(2 * STALL_DEADLINE),
         };
         // What runs on the caller's own thread cannot be given up.
         let stalls =
             |call: &Call| kind != Kind::Stalling || fault == Fault::Never && *call == Call::Poll || !call.is_direct();
-        let calls: Vec<Call> = super::CALLS.into_iter().filter(stalls).collect();
+        let calls: Vec<Call> = CALLS.into_iter().filter(stalls).collect();
         let call = calls[random.below(calls.len() as u32) as usize];
         let most = match call {
             Call::CreatePool | Call::DestroyPool => 1,

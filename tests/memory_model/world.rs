@@ -5,8 +5,7 @@
 //! follows from the reference and from the fault that it met. Invariant: the first violation ends the program and is what
 //! it returns.
 
-use crate::STALL_DEADLINE;
-use crate::program::{Action, Ending, KEPT, Kind, LENGTHS, Op, Planned, Program};
+use crate::program::{Action, Ending, KEPT, Kind, LENGTHS, Op, Planned, Program, STALL_DEADLINE};
 use crate::reference::Reference;
 use crate::rules::{Planted, Rule, Tally, Violation};
 use crate::support::bits;

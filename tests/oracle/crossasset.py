@@ -1,27 +1,21 @@
-#!/usr/bin/env python3
-"""Checks a trace of examples/crossasset against an independent float64 computation.
+"""CrossAsset in float64: loss, all 50 gradients by JAX's automatic differentiation, and AdamW.
 
-    cargo run --release --example crossasset -- --trace trace.safetensors
-    python3 tests/oracle/crossasset.py trace.safetensors
-
-The trace holds the first step's `input` [B, 12, 193], `label` [B] and `loss`, and `weight.NAME` and `gradient.NAME` for
-the 50 tensors. This script computes the loss and all 50 gradients from the input and the weights in float64, with JAX's
-automatic differentiation, and prints the relative L2 error of each: |traced - reference| / |reference|. It shares no
-code and no derivation with the library.
-
-Exit code 0: the loss and all gradients agree to 1e-5. 1: one does not. 2: the trace cannot be read or is incomplete.
-
-JAX, numpy and safetensors are installed into target/oracle-venv at the first run when they are missing.
+Written from the model's description in DESIGN and papers, not from the library: it shares no code and no derivation with it.
+A trace of three updates is checked link by link: each loss and gradient at the weights that the run had then, and the weights
+after each update by float64's AdamW from the run's first weights and its gradients. If every link holds, so does the chain.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+import math
 
-TOLERANCE = 1e-5
-PACKAGES = ["jax==0.10.2", "numpy==2.4.6", "safetensors==0.8.0"]
+import jax
+import jax.numpy as jnp
+import numpy
+
+from comparison import BadTrace, as_float64, read, relative_l2, worst
+
+# The largest relative L2 error of any loss, gradient or weight, whatever the batch.
+LIMIT = 2e-6
+UPDATES = 3
 SCALES, FEATURES, WIDTH, HEADS, HIDDEN, CLASSES = 12, 193, 256, 4, 1024, 3
 HEAD_WIDTH = WIDTH // HEADS
 EPSILON = 1e-6
@@ -47,58 +41,8 @@ def shapes():
     return names
 
 
-class BadTrace(Exception):
-    """The trace cannot be read or lacks something."""
-
-
-def read_trace(path):
-    """Input, label, loss, weights and gradients of the trace, numbers as float64."""
-    import numpy
-    from safetensors.numpy import load_file
-
-    try:
-        tensors = load_file(path)
-    except Exception as error:  # the reader raises several kinds
-        raise BadTrace(f"{path}: cannot be read as safetensors: {error}") from error
-
-    def take(name, shape, kinds):
-        if name not in tensors:
-            raise BadTrace(f"{path}: has no tensor {name} (it has {len(tensors)} tensors)")
-        tensor = tensors[name]
-        if len(shape) != tensor.ndim or any(want not in (None, got) for want, got in zip(shape, tensor.shape)):
-            raise BadTrace(f"{path}: {name} has shape {tensor.shape}, expected {shape}")
-        if tensor.dtype.kind not in kinds:
-            raise BadTrace(f"{path}: {name} has type {tensor.dtype}")
-        return tensor
-
-    def number(name, shape):
-        tensor = take(name, shape, "f").astype(numpy.float64)
-        if not numpy.isfinite(tensor).all():
-            raise BadTrace(f"{path}: {name} holds a number that is not finite")
-        return tensor
-
-    inputs = number("input", (None, SCALES, FEATURES))
-    if len(inputs) == 0:
-        raise BadTrace(f"{path}: input has no sample")
-    label = take("label", (len(inputs),), "iu").astype(numpy.int64)
-    if ((label < 0) | (label >= CLASSES)).any():
-        raise BadTrace(f"{path}: a label is outside 0..{CLASSES}")
-    if "loss" in tensors:
-        tensors["loss"] = tensors["loss"].reshape(-1)
-    loss = number("loss", (1,))[0]
-    weights = {name: number(f"weight.{name}", shape) for name, shape in shapes().items()}
-    # A gradient may be anything: that is what is judged here.
-    gradients = {name: take(f"gradient.{name}", shape, "f").astype(numpy.float64) for name, shape in shapes().items()}
-    known = {"input", "label", "loss"} | {f"{kind}.{name}" for kind in ("weight", "gradient") for name in weights}
-    if unknown := sorted(set(tensors) - known):
-        raise BadTrace(f"{path}: has tensors that the model does not: {', '.join(unknown)}")
-    return inputs, label, loss, weights, gradients
-
-
 def model_loss(weights, inputs, label):
     """Mean cross-entropy of the model."""
-    import jax
-    import jax.numpy as jnp
 
     def rms(x, gain):
         return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * gain
@@ -127,77 +71,138 @@ def model_loss(weights, inputs, label):
     return -jnp.mean(chosen)
 
 
-def relative_error(got, reference):
-    """|got - reference| / |reference|; a reference of zero is met by zero alone."""
-    import numpy
-
-    difference, size = numpy.linalg.norm(got - reference), numpy.linalg.norm(reference)
-    if size == 0.0:
-        return 0.0 if difference == 0.0 else float("inf")
-    return float(difference / size)
+LOSS_AND_GRADIENTS = jax.jit(jax.value_and_grad(model_loss))
 
 
-def check(path):
-    """Prints the table; True when all agree."""
-    import jax
+class AdamW:
+    """Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, with the gradients' global norm clipped
+    (Pascanu et al., 2013) and a linear warm-up and half a cosine as the learning rate."""
 
-    jax.config.update("jax_enable_x64", True)
-    import numpy
+    def __init__(self, notes):
+        rounded = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "clip")
+        self.__dict__ = {name: float(numpy.float32(notes[name])) for name in rounded}
+        self.warmup, self.total, self.floor = int(notes["warmup"]), int(notes["total"]), float(notes["floor"])
+        self.updates, self.first, self.second = 0, {}, {}
 
-    inputs, label, loss, weights, gradients = read_trace(path)
-    reference_loss, reference = jax.jit(jax.value_and_grad(model_loss))(weights, inputs, label)
-    if reference_loss.dtype != numpy.float64:
-        raise SystemExit("JAX did not compute in float64")
-    errors = {"loss": relative_error(loss, numpy.float64(reference_loss))}
-    rows = {"loss": abs(float(reference_loss))}
-    for name in shapes():
-        wanted = numpy.asarray(reference[name])
-        errors[f"gradient.{name}"] = relative_error(gradients[name], wanted)
-        rows[f"gradient.{name}"] = float(numpy.linalg.norm(wanted))
-    print(f"{'tensor':<32} {'reference L2':>14} {'relative error':>16}")
-    for name, error in errors.items():
-        failed = "" if error <= TOLERANCE else "  <- above the tolerance"  # a NaN fails too
-        print(f"{name:<32} {rows[name]:>14.6e} {error:>16.3e}{failed}")
-    weights_count = sum(tensor.size for tensor in weights.values())
-    print(f"{len(inputs)} samples, {len(weights)} tensors, {weights_count:,} weights; loss {loss:.8f}, "
-          f"reference {float(reference_loss):.8f}")
-    failed = [name for name, error in errors.items() if not error <= TOLERANCE]
-    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
-    print(f"worst: {worst} {errors[worst]:.3e}, tolerance {TOLERANCE:.0e}: {'FAIL' if failed else 'pass'}")
-    return not failed
+    def rate(self):
+        """The learning rate of the update that is being made."""
+        if self.updates <= self.warmup:
+            return self.learning_rate * self.updates / self.warmup
+        done = min((self.updates - self.warmup) / max(self.total - self.warmup, 1), 1.0)
+        return self.learning_rate * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
 
-
-def install_and_rerun():
-    """Makes target/oracle-venv with the packages and runs this script in it."""
-    folder = Path(__file__).resolve().parents[2] / "target" / "oracle-venv"
-    python = folder / "bin" / "python"
-    if Path(sys.prefix).resolve() == folder.resolve():
-        raise SystemExit(f"{folder} lacks the packages: remove it and run this again")
-    try:
-        if not (folder / "ready").exists():
-            print(f"installing {', '.join(PACKAGES)} into {folder}", file=sys.stderr)
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-            (folder / "ready").touch()
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"cannot make {folder}: {error}\ninstall {' '.join(PACKAGES)} yourself", file=sys.stderr)
-        raise SystemExit(2) from error
-    os.execv(python, [str(python), *sys.argv])
+    def update(self, weights, gradients):
+        """The weights after one more update."""
+        self.updates += 1
+        norm = math.sqrt(sum(float(numpy.sum(gradient**2)) for gradient in gradients.values()))
+        clip = min(1.0, self.clip / (norm + 1e-6))
+        updated = {}
+        for name, weight in weights.items():
+            gradient = clip * gradients[name]
+            first = self.beta1 * self.first.get(name, 0.0) + (1.0 - self.beta1) * gradient
+            second = self.beta2 * self.second.get(name, 0.0) + (1.0 - self.beta2) * gradient**2
+            self.first[name], self.second[name] = first, second
+            mean = first / (1.0 - self.beta1**self.updates)
+            spread = numpy.sqrt(second / (1.0 - self.beta2**self.updates)) + self.epsilon
+            updated[name] = weight - self.rate() * (self.weight_decay * weight + mean / spread)
+        return updated
 
 
-def main():
-    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if "-h" in sys.argv or "--help" in sys.argv else 2
-    if any(importlib.util.find_spec(name) is None for name in ("jax", "numpy", "safetensors")):
-        install_and_rerun()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    try:
-        return 0 if check(sys.argv[1]) else 1
-    except BadTrace as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+class Trace:
+    """The tensors of a trace file, checked for what must be there."""
+
+    def __init__(self, path):
+        self.tensors, self.notes = read(path)
+        self.path = path
+        names = set()
+        for update in range(UPDATES + 1):
+            names |= {f"{update}.weight.{name}" for name in shapes()}
+            if update < UPDATES:
+                names |= {f"{update}.{name}" for name in ("input", "label", "loss")}
+                names |= {f"{update}.gradient.{name}" for name in shapes()}
+        if missing := sorted(names - set(self.tensors)):
+            raise BadTrace(f"{path}: lacks {len(missing)} tensors of {UPDATES} updates, the first is {missing[0]}: "
+                           "train on more samples")
+        if unknown := sorted(set(self.tensors) - names):
+            raise BadTrace(f"{path}: has tensors that the model does not: {', '.join(unknown)}")
+        for update in range(UPDATES):
+            label = self.tensors[f"{update}.label"]
+            if self.tensors[f"{update}.input"].shape != (len(label), SCALES, FEATURES) or (label >= CLASSES).any():
+                raise BadTrace(f"{path}: input or label of update {update} is malformed")
+
+    def all(self, update, kind):
+        """The 50 weights or gradients at an update."""
+        return {name: as_float64(self.tensors[f"{update}.{kind}.{name}"]) for name in shapes()}
+
+    def samples(self):
+        """Samples in a batch."""
+        return len(self.tensors["0.label"])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class Reference:
+    """What float64 makes of a trace: the same names as the trace's, as far as they are computed."""
+
+    def __init__(self, trace):
+        self.values = {}
+        optimizer, weights = AdamW(trace.notes), trace.all(0, "weight")
+        for update in range(UPDATES):
+            inputs, label = (as_float64(trace.tensors[f"{update}.{name}"]) for name in ("input", "label"))
+            loss, gradients = LOSS_AND_GRADIENTS(trace.all(update, "weight"), inputs, label)
+            if loss.dtype != numpy.float64:
+                raise SystemExit("JAX did not compute in float64")
+            weights = optimizer.update(weights, trace.all(update, "gradient"))
+            self.values[f"{update}.loss"] = numpy.asarray(loss).reshape(1)
+            self.values |= {f"{update}.gradient.{name}": numpy.asarray(gradients[name]) for name in shapes()}
+            self.values |= {f"{update + 1}.weight.{name}": weights[name] for name in shapes()}
+
+    def errors(self, trace):
+        """The relative L2 error of every loss, gradient and updated weight of a trace."""
+        return {name: relative_l2(trace.tensors[name], value) for name, value in self.values.items()}
+
+
+def plants(trace):
+    """What must not pass: a few changes of a trace, each of them small or of the kind that no loss shows."""
+    rate = AdamW(trace.notes)
+    decayed = 0.0
+    for rate.updates in range(1, UPDATES + 1):
+        decayed += rate.rate() * rate.weight_decay
+    last, name = UPDATES - 1, "layer1.ffn2.weight"
+    return {
+        "one gradient of 50 larger by 1e-5": (f"{last}.gradient.head.bias", lambda x: x * numpy.float32(1 + 1e-5)),
+        "the head's gradient gone, the loss right": (f"{last}.gradient.head.weight", lambda x: x * 0),
+        "a sample's label": ("0.label", lambda x: (x + (numpy.arange(len(x)) == 0)).astype(x.dtype) % CLASSES),
+        "no weight decay": (f"{UPDATES}.weight.{name}", lambda x: x * numpy.float32(1 + decayed)),
+        "one NaN": (f"{last}.gradient.{name}", lambda x: numpy.where(numpy.arange(x.size).reshape(x.shape) == 9, numpy.nan, x)),
+    }
+
+
+def find_plants(path):
+    """Shows that the check fails on each planted error; raises when one passes."""
+    for what, (name, change) in plants(Trace(path)).items():
+        trace = Trace(path)
+        trace.tensors[name] = change(trace.tensors[name])
+        errors = Reference(trace).errors(trace)
+        if all(error <= LIMIT for error in errors.values()):
+            raise SystemExit(f"the check passed a trace with a planted error: {what}")
+        print(f"refused: {what} ({worst(errors)}: {errors[worst(errors)]:.1e})")
+
+
+def check(paths):
+    """Prints a line for each trace; True when all errors are within the limit."""
+    print(f"{'trace':<24} {'samples':>8} {'loss':>10} {'weights':>10} {'gradients':>10}  worst gradient")
+    all_errors = {}
+    for path in paths:
+        trace = Trace(path)
+        errors = Reference(trace).errors(trace)
+        columns = []
+        for kind in ("loss", "weight", "gradient"):
+            of_kind = {name: error for name, error in errors.items() if name.split(".")[1] == kind}
+            columns.append((worst(of_kind), of_kind[worst(of_kind)]))
+        figures = " ".join(f"{error:>10.2e}" for _, error in columns)
+        print(f"{path.stem:<24} {trace.samples():>8} {figures}  {columns[-1][0]}", flush=True)
+        all_errors |= {(path.stem, name): error for name, error in errors.items()}
+    last = worst(all_errors)
+    passed = all(error <= LIMIT for error in all_errors.values())
+    print(f"{len(paths)} traces, {UPDATES} updates each, {len(all_errors)} tensors: worst relative L2 error "
+          f"{all_errors[last]:.3e} ({', '.join(last)}), limit {LIMIT:.0e}: {'pass' if passed else 'FAIL'}")
+    return passed

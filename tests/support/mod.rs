@@ -7,6 +7,7 @@
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
 
 pub(crate) mod example;
+pub(crate) mod sources;
 
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
 ///
@@ -54,23 +55,19 @@ pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
     device
 }
 
-/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// Numbers for tests, from the library's generator.
 #[derive(Clone, Debug)]
 pub(crate) struct Random {
-    state: u64,
+    bits: stepscope::SplitMix64,
 }
 
 impl Random {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { state: seed }
+        Self { bits: stepscope::SplitMix64::new(seed) }
     }
 
     pub(crate) fn next_u64(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.state;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        self.bits.next_u64()
     }
 
     /// In `0..bound`, `bound` above zero.
@@ -85,7 +82,7 @@ impl Random {
 
     /// In `[0, 1)`, a multiple of 2^-24.
     pub(crate) fn unit(&mut self) -> f32 {
-        (self.next_u64() >> 40) as f32 / (1u32 << 24) as f32
+        self.bits.unit()
     }
 
     /// In `[low, high)`.
@@ -157,6 +154,19 @@ pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
     let difference: f64 = got.iter().zip(want).map(|(&got, &want)| (f64::from(got) - want).powi(2)).sum();
     let size: f64 = want.iter().map(|want| want * want).sum();
     (difference / if size == 0.0 { 1.0 } else { size }).sqrt()
+}
+
+/// The largest relative L2 error of an f32 result whose longest sum has `length` terms: `8 u sqrt(length)`; none without
+/// a sum or any other rounding, for `length` 0.
+///
+/// `u` = 2^-24 is half the distance of f32 numbers at 1. In a sum of `length` products of random sign each addition
+/// rounds a partial sum that grows as the root of its terms; the errors add up as a random walk, to about
+/// `u sqrt(length / 6)` of the result. The factor 8 leaves room for the same again in the forward pass that a gradient
+/// is taken at, for up to three such sums in a row, and for the 2 units in the last place of exp and tanh. A wrong term,
+/// index or sign is an error of order 1. The bounds of single elements, which `tests/kernels/tolerance.rs` derives, grow
+/// with the length by the same law.
+pub(crate) fn tolerance(length: usize) -> f64 {
+    8.0 * 2f64.powi(-24) * (length as f64).sqrt()
 }
 
 /// The bits of each number, for comparisons that tell 0 from -0 and one NaN from another.

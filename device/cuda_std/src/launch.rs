@@ -313,8 +313,6 @@ pub struct Words {
     /// The device of the first address that names one, and whether all agree.
     device: Option<u64>,
     mixed: bool,
-    /// The or of all addresses: its low bits tell the common alignment.
-    addresses: u64,
 }
 
 impl Words {
@@ -337,7 +335,6 @@ impl Words {
         if device != ANY_DEVICE {
             self.mixed |= *self.device.get_or_insert(device) != device;
         }
-        self.addresses |= extent.address;
         self.words.push(extent.address);
         self.extents.push(extent);
     }
@@ -359,6 +356,6 @@ impl Words {
 
     /// Whether every address is a multiple of `align`, a power of two.
     pub fn aligned_to(&self, align: u64) -> bool {
-        self.addresses & (align - 1) == 0
+        self.extents.iter().all(|extent| extent.address & (align - 1) == 0)
     }
 }

@@ -1,0 +1,175 @@
+//! f32 matrix multiply: ours beside cuBLAS, as PyTorch calls it, in the same run.
+//!
+//! `cargo bench --bench matmul` (the emulator), `cargo bench --features cuda --bench matmul -- --device cuda`; `--tiles` measures every
+//! tile instead of the one that the op takes. Multiplies stand in a row in one graph, on both sides, and a sample is the time of
+//! a replay divided by their number; matrices that fit are in the L2 cache. Prints a table and writes every sample to
+//! `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
+
+#![forbid(unsafe_code)]
+
+#[allow(dead_code, reason = "other benches time the host's part")]
+mod harness;
+
+#[path = "matmul/case.rs"]
+mod case;
+
+use case::Case;
+use clap::Parser;
+use harness::values::spread;
+use harness::{Common, Peer, Samples, record};
+use serde::{Deserialize, Serialize};
+use stepscope::ops::{self, Gemm, TILES, Tile};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor};
+
+const SAMPLES: usize = 25;
+/// Outputs that are compared between tiles.
+const COMPARED: usize = 1 << 16;
+/// Blocks beyond which a tile is not tried.
+const MOST_BLOCKS: usize = 1 << 14;
+
+/// Times f32 matrix multiplies, ours beside PyTorch's.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Every tile, not only the one that the op takes
+    #[arg(long)]
+    tiles: bool,
+    /// Only cases whose name contains this, such as `3072x256` or `NT`
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+}
+
+/// A line of the run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    /// What a contender needs for one multiply.
+    Measured {
+        #[serde(flatten)]
+        case: Case,
+        contender: String,
+        nanoseconds: Samples,
+    },
+    /// What the peer is.
+    Peer { peer: String, device: String },
+}
+
+/// What the graph works on.
+struct State {
+    gemm: Gemm,
+    row: usize,
+    a: Buffer<f32>,
+    b: Buffer<f32>,
+    out: Buffer<f32>,
+}
+
+fn main() -> harness::Result<()> {
+    let Args { common, tiles, only } = Args::parse();
+    let device = Device::open(common.device)?;
+    let emulated = device.description().kind == DeviceKind::Emulated;
+    let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
+    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, emulated));
+    if let Some(reason) = &peer.failed {
+        println!("PyTorch: not measured, or not all ({reason})");
+    }
+    for line in &peer.lines {
+        if let Line::Peer { peer, device } = line {
+            println!("{peer} on {device}");
+        }
+    }
+    let mut lines = peer.lines;
+    println!(
+        "{:<30}{:<20}{:>10}{:>10}{:>10}{:>10}{:>10}",
+        device.description().name,
+        "",
+        "us",
+        "p10",
+        "p90",
+        "TFLOP/s",
+        "ratio"
+    );
+    for case in cases {
+        let theirs = lines.iter().position(|line| matches!(line, Line::Measured { case: other, .. } if *other == case));
+        let theirs = theirs.map(|at| lines[at].clone());
+        let ours = ours(&device, case, tiles)?;
+        let unit = theirs.as_ref().map(median);
+        for line in theirs.iter().chain(&ours) {
+            print(line, unit);
+        }
+        lines.extend(ours);
+    }
+    println!("samples in {}", record("matmul", &device, &lines)?);
+    Ok(())
+}
+
+/// The device and the cases, as benches/peers/matmul.py reads them.
+fn peer_arguments(cases: &[Case], emulated: bool) -> Vec<String> {
+    let device = if emulated { "cpu" } else { "cuda" };
+    let cases = cases.iter().map(|case| {
+        let Case { m, n, k, batches, form } = case;
+        format!("{m},{n},{k},{batches},{form:?},{}", case.row())
+    });
+    ["--device".into(), device.into(), "--samples".into(), SAMPLES.to_string()].into_iter().chain(cases).collect()
+}
+
+/// The op's own choice, or every tile.
+fn ours(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
+    let [a, b, out] = case.elements();
+    let mut state = State {
+        gemm: case.gemm(),
+        row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
+        a: Buffer::from_slice(device, &spread(a, 1))?,
+        b: Buffer::from_slice(device, &spread(b, 2))?,
+        out: Buffer::zeros(device, out)?,
+    };
+    let (chosen, want) = measure(device, &mut state)?;
+    let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
+    let mut lines = vec![measured("stepscope".into(), chosen)];
+    for &tile in TILES.iter().filter(|tile| tiles && blocks(case, **tile) <= MOST_BLOCKS) {
+        state.gemm = case.gemm().tile(tile);
+        let (nanoseconds, got) = measure(device, &mut state)?;
+        let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
+        assert!(got == want, "{case}: tile{name} gives other bits");
+        lines.push(measured(name, nanoseconds));
+    }
+    Ok(lines)
+}
+
+fn blocks(case: Case, tile: Tile) -> usize {
+    case.batches * case.m.div_ceil(tile.rows() as usize) * case.n.div_ceil(tile.cols() as usize)
+}
+
+/// Samples of one multiply, and the bits of the first outputs.
+fn measure(device: &Device, state: &mut State) -> Result<(Samples, Vec<u32>)> {
+    let row = state.row;
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+    let mut captured = arena.capture(state, &Inputs::new(), multiply)?;
+    let settle = || device.synchronize(device.deadline());
+    let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
+    let out = &captured.state().out;
+    let first = out.read_range(0, out.len().min(COMPARED))?.into_iter().map(f32::to_bits).collect();
+    Ok((samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect(), first))
+}
+
+/// The graph: multiplies in a row.
+fn multiply(step: &mut Step<'_>, state: &mut &mut State, _: &Slots<'_>) -> Result<()> {
+    let State { gemm, row, a, b, out } = &mut **state;
+    let [a_len, b_len, out_len] = [a.len(), b.len(), out.len()];
+    let (a, b, mut out) = (step.lend(a, [a_len])?, step.lend(b, [b_len])?, step.lend_mut(out, [out_len])?);
+    (0..*row).try_for_each(|_| ops::gemm_into(step, gemm, &a, &b, None::<&Tensor<'_>>, &mut out))
+}
+
+fn median(line: &Line) -> f64 {
+    let Line::Measured { nanoseconds, .. } = line else { unreachable!("only what was measured is compared") };
+    nanoseconds.quantile(0.5)
+}
+
+/// A line of the table; `unit` is the peer's median.
+fn print(line: &Line, unit: Option<f64>) {
+    let Line::Measured { case, contender, nanoseconds } = line else { return };
+    let [median, low, high] = [0.5, 0.1, 0.9].map(|share| nanoseconds.quantile(share) / 1e3);
+    let rate = case.operations() / median / 1e6;
+    let ratio = unit.map_or_else(|| "-".into(), |unit| format!("{:.2}", unit / 1e3 / median));
+    println!("{:<30}{contender:<20}{median:>10.2}{low:>10.2}{high:>10.2}{rate:>10.2}{ratio:>10}", case.to_string());
+}

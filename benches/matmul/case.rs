@@ -1,0 +1,116 @@
+//! What is multiplied: the shapes of CrossAsset's training at batch 1 and 256, and large matrices.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use stepscope::ops::Gemm;
+
+/// The extents of CrossAsset: tokens, features of each, width of the model and of its hidden layer.
+const SCALES: usize = 12;
+const FEATURES: usize = 193;
+const WIDTH: usize = 256;
+const HIDDEN: usize = 1024;
+
+/// How A and B are stored: `T` is transposed. In more than one batch, what is an activation (A of `NN`, both of `TN`) has its
+/// batches side by side in each row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(clippy::upper_case_acronyms, reason = "BLAS calls them so")]
+pub(crate) enum Form {
+    NN,
+    NT,
+    TN,
+    TT,
+}
+
+/// A multiply `[m, k] [k, n]`, `batches` times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Case {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) batches: usize,
+    pub(crate) form: Form,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { m, n, k, batches, form } = self;
+        let times = if *batches > 1 { format!("{batches} x ") } else { String::new() };
+        write!(f, "{times}{m}x{n}, k {k}, {form:?}")
+    }
+}
+
+impl Case {
+    fn new(form: Form, [m, n, k]: [usize; 3]) -> Self {
+        Self { m, n, k, batches: 1, form }
+    }
+
+    /// Every case, or the few that the emulator has time for.
+    pub(crate) fn all(emulated: bool) -> Vec<Self> {
+        if emulated {
+            return [Form::NN, Form::NT, Form::TN, Form::TT].map(|form| Self::new(form, [384, 256, 256])).to_vec();
+        }
+        let large = [1024, 2048, 4096, 8192].map(|n| [n; 3]);
+        let forms = |form| large.map(|extents| Self::new(form, extents));
+        [
+            Self::training(1),
+            Self::training(256),
+            [Form::NN, Form::NT, Form::TN, Form::TT].map(forms).concat(),
+            vec![Self::new(Form::NN, [2049, 1023, 511])],
+        ]
+        .concat()
+    }
+
+    /// Forward, the gradient of the input and the gradient of the weights of each kind of layer.
+    fn training(batch: usize) -> Vec<Self> {
+        let rows = batch * SCALES;
+        let layers = [[WIDTH, WIDTH], [WIDTH, HIDDEN], [HIDDEN, WIDTH]];
+        let mut cases = layers
+            .map(|[inner, outer]| {
+                [
+                    Self::new(Form::NN, [rows, outer, inner]),
+                    Self::new(Form::NT, [rows, inner, outer]),
+                    Self::new(Form::TN, [inner, outer, rows]),
+                ]
+            })
+            .concat();
+        cases.push(Self { batches: SCALES, ..Self::new(Form::NN, [batch, WIDTH, FEATURES]) });
+        cases.push(Self { batches: SCALES, ..Self::new(Form::TN, [FEATURES, WIDTH, batch]) });
+        cases
+    }
+
+    /// Elements of A, B and the output.
+    pub(crate) fn elements(self) -> [usize; 3] {
+        let Self { m, n, k, batches, .. } = self;
+        [m * k, k * n, m * n].map(|matrix| matrix * batches)
+    }
+
+    /// Floating-point operations.
+    pub(crate) fn operations(self) -> f64 {
+        2.0 * (self.batches * self.m * self.n) as f64 * self.k as f64
+    }
+
+    /// Multiplies in a row to a sample, so that it lasts some milliseconds.
+    pub(crate) fn row(self) -> usize {
+        let seconds = 4e-6 + self.operations() / 30e12;
+        ((2e-3 / seconds) as usize).clamp(1, 200)
+    }
+
+    pub(crate) fn gemm(self) -> Gemm {
+        let Self { m, n, k, batches, form } = self;
+        let mut gemm = Gemm { batches, ..Gemm::new(m, n, k) };
+        gemm = if matches!(form, Form::TN | Form::TT) { gemm.transpose_a() } else { gemm };
+        gemm = if matches!(form, Form::NT | Form::TT) { gemm.transpose_b() } else { gemm };
+        let side_by_side = batches > 1;
+        (gemm.stride_a, gemm.stride_b, gemm.stride_c) = (m * k, k * n, m * n);
+        if side_by_side {
+            (gemm.stride_a, gemm.lda) = (gemm.lda, gemm.lda * batches);
+        }
+        match form {
+            // The gradient of weights: from two activations to packed weights.
+            Form::TN if side_by_side => (gemm.stride_b, gemm.ldb) = (gemm.ldb, gemm.ldb * batches),
+            _ if side_by_side => (gemm.stride_c, gemm.ldc) = (gemm.ldc, gemm.ldc * batches),
+            _ => {}
+        }
+        gemm
+    }
+}

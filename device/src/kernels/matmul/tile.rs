@@ -1,0 +1,63 @@
+//! Tiles: what part of the output a block computes, how it divides it among its threads, and what it stages.
+//!
+//! Invariant: every tile gives the same bits. A warp is 4 x 8 threads; each has `each[0] x each[1]` outputs, in groups
+//! of up to four neighbours that are spread over the tile.
+
+/// Floats between rows of a stage beyond its width: spreads a column over the banks, keeps 16-byte alignment.
+const PAD: u32 = 4;
+
+/// A block's part of the output and the stages that feed it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Warps along the rows and the columns of the tile.
+    pub warps: [u32; 2],
+    /// Outputs of a thread along both: 1, 2, or a multiple of four.
+    pub each: [usize; 2],
+    /// Depth of a stage along k.
+    pub depth: u32,
+    /// Stages in shared memory: one in use, the others on their way.
+    pub stages: u32,
+    /// K whose factors a thread reads together, one time ahead of their use: the fewer outputs, the more hide the latency.
+    pub at_once: usize,
+    /// Cycles that a block alone on its multiprocessor takes for one k, measured on an H200: how the host compares tiles.
+    pub latency: u32,
+    /// Cycles for one k of each block where several share a multiprocessor, measured there too.
+    pub cycles: u32,
+}
+
+impl Tile {
+    /// Rows of the tile.
+    #[inline(always)]
+    pub const fn rows(self) -> u32 {
+        4 * self.warps[0] * self.each[0] as u32
+    }
+
+    /// Columns of the tile.
+    #[inline(always)]
+    pub const fn cols(self) -> u32 {
+        8 * self.warps[1] * self.each[1] as u32
+    }
+
+    /// Threads of a block.
+    #[inline(always)]
+    pub const fn threads(self) -> u32 {
+        32 * self.warps[0] * self.warps[1]
+    }
+
+    /// Floats from one k to the next in a stage: a column of A, a row of B, padding.
+    #[inline(always)]
+    pub const fn pitch(self) -> u32 {
+        self.rows() + self.cols() + PAD
+    }
+
+    /// Floats of a stage.
+    #[inline(always)]
+    pub const fn stage_len(self) -> u32 {
+        self.depth * self.pitch()
+    }
+
+    /// Bytes of shared memory of a block.
+    pub const fn shared_bytes(self) -> u32 {
+        4 * self.stages * self.stage_len()
+    }
+}

@@ -1,0 +1,46 @@
+//! A safetensors file that is put together in memory: named tensors, and notes about them.
+//!
+//! Invariant: the same tensors and notes are the same bytes, so that traces of two devices can be compared by their digests.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
+use stepscope::{Element, Error, Result, Shape, replace_file};
+
+/// Tensors and notes, to be written together.
+#[derive(Default)]
+pub(crate) struct TensorFile {
+    tensors: Vec<(String, Dtype, Shape, Vec<u8>)>,
+    notes: BTreeMap<String, String>,
+}
+
+impl TensorFile {
+    /// Adds a tensor.
+    pub(crate) fn add<T: Element>(&mut self, name: impl Into<String>, shape: impl Into<Shape>, values: &[T]) {
+        let dtype = if T::NAME == f32::NAME { Dtype::F32 } else { Dtype::U32 };
+        self.tensors.push((name.into(), dtype, shape.into(), bytemuck::cast_slice(values).to_vec()));
+    }
+
+    /// Adds a note.
+    pub(crate) fn note(&mut self, name: impl Into<String>, text: impl ToString) {
+        self.notes.insert(name.into(), text.to_string());
+    }
+
+    /// Writes the file, or leaves what was there.
+    ///
+    /// # Errors
+    /// When it cannot be written, or a tensor has not as many elements as its shape says.
+    pub(crate) fn write(&self, path: &Path) -> Result<()> {
+        let refused = |reason: SafeTensorError| Error::File { path: path.into(), reason: reason.to_string() };
+        let mut views = Vec::new();
+        for (name, dtype, shape, bytes) in &self.tensors {
+            let view = TensorView::new(*dtype, shape.extents().to_vec(), bytes).map_err(refused)?;
+            views.push((name, view));
+        }
+        // All notes as one: the format keeps no order of several.
+        let notes = serde_json::to_string(&self.notes).expect("a map of texts has a JSON form");
+        let notes = HashMap::from([("notes".to_owned(), notes)]);
+        replace_file(path, &safetensors::serialize(views, Some(notes)).map_err(refused)?)
+    }
+}

@@ -1,0 +1,80 @@
+//! The trace of a run's first updates, for an independent computation to check: `tests/oracle/`.
+//!
+//! Invariant: a trace's tensors are what the run computed with, bit for bit, and its notes are all that an optimiser needs to
+//! know besides: with them anyone can compute the same losses, gradients and weights.
+
+use std::path::PathBuf;
+
+use stepscope::{AdamWConfig, Result, Schedule};
+
+use crate::learner::{Learner, MicroBatch};
+use crate::tensor_file::TensorFile;
+
+/// Updates that are traced.
+const UPDATES: usize = 3;
+
+/// What a run's first updates were computed from, and what came out.
+pub(crate) struct Trace {
+    path: PathBuf,
+    file: TensorFile,
+    updates: usize,
+}
+
+impl Trace {
+    /// A trace of an optimiser with these settings that has made no update, to be written to `path`.
+    pub(crate) fn new(path: PathBuf, config: &AdamWConfig) -> Self {
+        let AdamWConfig { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
+        let Schedule::WarmupCosine { warmup, total, floor } = schedule else {
+            unreachable!("the example's rate follows a cosine, not {schedule:?}");
+        };
+        let mut file = TensorFile::default();
+        let numbers = [
+            ("learning_rate", learning_rate),
+            ("beta1", beta1),
+            ("beta2", beta2),
+            ("epsilon", epsilon),
+            ("weight_decay", weight_decay),
+            ("clip", clip.unwrap_or(f32::INFINITY)),
+        ];
+        numbers.into_iter().for_each(|(name, number)| file.note(name, number));
+        file.note("warmup", warmup);
+        file.note("total", total);
+        file.note("floor", floor);
+        Self { path, file, updates: 0 }
+    }
+
+    /// Adds a batch whose gradients are complete and whose update is still to come.
+    ///
+    /// # Errors
+    /// When the device does not answer.
+    pub(crate) fn before_update(&mut self, batch: &MicroBatch, loss: f32, learner: &Learner) -> Result<()> {
+        let update = self.updates;
+        self.file.add(format!("{update}.input"), batch.shape(), &batch.x);
+        self.file.add(format!("{update}.label"), [batch.labels.len()], &batch.labels);
+        self.file.add(format!("{update}.loss"), [1], &[loss]);
+        if update == 0 {
+            self.add_all("weight", learner, &learner.parameters.flat().read()?);
+        }
+        self.add_all("gradient", learner, &learner.gradients.flat().read()?);
+        Ok(())
+    }
+
+    /// Adds the updated weights and writes the file: true when it is complete.
+    ///
+    /// # Errors
+    /// When the device does not answer, or the file cannot be written.
+    pub(crate) fn after_update(&mut self, learner: &Learner) -> Result<bool> {
+        self.updates += 1;
+        self.add_all("weight", learner, &learner.parameters.flat().read()?);
+        self.file.write(&self.path)?;
+        Ok(self.updates == UPDATES)
+    }
+
+    /// Adds a flat region, parameter by parameter.
+    fn add_all(&mut self, kind: &str, learner: &Learner, flat: &[f32]) {
+        for entry in learner.parameters.layout().entries() {
+            let name = format!("{}.{kind}.{}", self.updates, entry.name());
+            self.file.add(name, entry.shape(), &flat[entry.range()]);
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Activations kept the naive way, with the bug: memory that the same step hands out again.
+//!
+//! As ztensor's pool was: slots that are free are handed out again, the last one first, and pins, by slot, tell what backward
+//! still needs. The bug is in one line, [`Pool::pin_all`]: after the first reset, pins are lost.
+
+use crate::perceptron::{Keeper, ROWS, WIDTH};
+use stepscope::{Buffer, Device, Result, Source, Step, Tensor, ops};
+
+/// A free list of slots, each of `[ROWS, WIDTH]`.
+pub(crate) struct Pool {
+    slots: Vec<Buffer<f32>>,
+    free: Vec<usize>,
+    used: Vec<usize>,
+    pins: Vec<usize>,
+    /// Pins of a batch after the first reset are lost.
+    loses_pins: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        let slots = (0..16).map(|_| Buffer::zeros(device, ROWS * WIDTH)).collect::<Result<Vec<_>>>()?;
+        let free = (0..slots.len()).rev().collect();
+        Ok(Self { slots, free, used: Vec::new(), pins: Vec::new(), loses_pins: false })
+    }
+
+    /// Pins what forward has made.
+    pub(crate) fn pin_all(&mut self) {
+        if !self.loses_pins {
+            self.pins.extend(&self.used);
+        }
+    }
+
+    /// Frees every slot that is not pinned.
+    pub(crate) fn recycle(&mut self) {
+        let pins = &self.pins;
+        let (kept, freed): (Vec<_>, Vec<_>) = self.used.drain(..).partition(|slot| pins.contains(slot));
+        self.free.extend(freed);
+        self.used = kept;
+    }
+
+    /// Frees every slot; from now on pins are lost, or kept.
+    pub(crate) fn reset(&mut self, loses_pins: bool) {
+        self.pins.clear();
+        self.recycle();
+        self.free.sort_unstable_by(|a, b| b.cmp(a));
+        self.loses_pins = loses_pins;
+    }
+}
+
+impl<'s> Keeper<'s> for Pool {
+    fn keep(&mut self, step: &Step<'s>, tensor: Tensor<'s>) -> Result<usize> {
+        let slot = self.free.pop().expect("a free slot");
+        self.used.push(slot);
+        ops::copy_into(step, &tensor, &mut step.lend_mut(&mut self.slots[slot], tensor.shape())?)?;
+        Ok(slot)
+    }
+
+    fn kept(&self, step: &Step<'s>, number: usize) -> Result<impl Source<'s, f32>> {
+        step.lend(&self.slots[number], [ROWS, WIDTH])
+    }
+}

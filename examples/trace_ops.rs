@@ -1,0 +1,309 @@
+//! Writes what every op computes on random shapes, forward and backward, for an independent computation to check.
+//!
+//! ```text
+//! cargo run --release --example trace_ops -- ops.safetensors
+//! cargo run --release --features cuda --example trace_ops -- --device cuda ops.safetensors
+//! ```
+//! `ci/oracle` runs it and checks the file with JAX. A case is an op and a seed: its operands are `OP.SEED.in.NAME`; `in.dy` is
+//! the gradient of its result, `OP.SEED.out.y`, and `out.dNAME` what backward makes of it for an operand. The note `OP.SEED` is
+//! the largest relative L2 error that is allowed.
+//! Exit code 0: the file is written. 1: it is not, or the device failed. 2: the command line is wrong.
+
+#![forbid(unsafe_code)]
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+#[path = "crossasset/tensor_file.rs"]
+mod tensor_file;
+
+use clap::Parser;
+use kernels::attention::HEAD;
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Shape, Source, Tensor, ops};
+use support::{Random, tolerance};
+use tensor_file::TensorFile;
+
+/// Writes operands and results of every op.
+#[derive(Parser)]
+#[command(name = "trace_ops")]
+struct Args {
+    /// Where the ops run
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    device: DeviceKind,
+
+    /// The safetensors file to write
+    file: PathBuf,
+}
+
+/// Seeds of each case's shapes and values.
+const SEEDS: std::ops::Range<u64> = 0..4;
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let device = Device::open(args.device)?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
+    let mut file = TensorFile::default();
+    for (op, run) in CASES {
+        for seed in SEEDS {
+            arena.step(|step| {
+                let (name, random) = (format!("{op}.{seed}"), Random::new(seed).into());
+                run(&Case { step, name, seed, random, file: RefCell::new(&mut file) })
+            })?;
+        }
+    }
+    file.write(&args.file)?;
+    println!("{} ops, {} shapes each, on the {}", CASES.len(), SEEDS.end, device.description().name);
+    Ok(())
+}
+
+/// An op at work on shapes and values that a seed names.
+struct Case<'c, 's> {
+    step: &'c Eager<'s>,
+    name: String,
+    seed: u64,
+    random: RefCell<Random>,
+    file: RefCell<&'c mut TensorFile>,
+}
+
+type Run = for<'s> fn(&Case<'_, 's>) -> Result<()>;
+
+/// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
+const CASES: [(&str, Run); 26] = [
+    ("tanh", |c| {
+        c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
+    }),
+    ("gelu", |c| c.pointwise(|c, x, dy| Ok((ops::gelu(c.step, x)?, ops::gelu_backward(c.step, x, dy)?)))),
+    ("gelu_bias", |c| {
+        let [rows, cols] = c.extents([270, 300]);
+        c.longest(rows);
+        let (x, dy) = (c.operand("x", [rows, cols])?, c.operand("dy", [rows, cols])?);
+        let bias = c.given("bias", [cols], &vec![0.0; cols])?;
+        let before = ops::add_bias(c.step, &x, &bias)?;
+        c.result("y", &ops::gelu(c.step, &before)?)?;
+        let mut dbias = c.step.empty([cols])?;
+        c.result("dx", &ops::gelu_bias_backward(c.step, &before, &dy, &mut dbias, false)?)?;
+        c.result("dbias", &dbias)
+    }),
+    ("add", |c| c.pair(|c, a, b| ops::add(c.step, a, b))),
+    ("add_assign", |c| {
+        c.pair(|c, a, b| {
+            let mut out = ops::copy(c.step, a)?;
+            ops::add_assign(c.step, &mut out, b)?;
+            Ok(out)
+        })
+    }),
+    ("scale", |c| c.reduced(|_| 1, |c, x| ops::scale(c.step, x, c.scalar("factor")))),
+    ("scale_by", |c| {
+        c.reduced(
+            |_| 1,
+            |c, x| {
+                let factor = c.operand("factor", [1])?;
+                ops::scale_by(c.step, x, &factor)
+            },
+        )
+    }),
+    ("add_bias", |c| c.reduced(|_| 1, |c, x| ops::add_bias(c.step, x, &c.operand("bias", [x.shape().as_rows()[1]])?))),
+    ("fill", |c| {
+        c.reduced(
+            |_| 0,
+            |c, x| {
+                let mut out = c.step.empty(x.shape())?;
+                ops::fill_into(c.step, &mut out, c.scalar("value"))?;
+                Ok(out)
+            },
+        )
+    }),
+    ("copy", |c| {
+        c.reduced(
+            |_| 0,
+            |c, x| {
+                let mut out = c.step.empty(x.shape())?;
+                ops::copy_into(c.step, x, &mut out)?;
+                Ok(out)
+            },
+        )
+    }),
+    ("sum", |c| c.reduced(Shape::elements, |c, x| ops::sum(c.step, x))),
+    ("mean", |c| c.reduced(Shape::elements, |c, x| ops::mean(c.step, x))),
+    ("squared_norm", |c| c.reduced(Shape::elements, |c, x| ops::squared_norm(c.step, x))),
+    ("max", |c| c.reduced(|_| 0, |c, x| ops::max(c.step, x))),
+    ("sum_columns", |c| c.reduced(|x| x.as_rows()[1], |c, x| ops::sum_columns(c.step, x))),
+    ("sum_rows", |c| c.reduced(|x| x.as_rows()[0], |c, x| ops::sum_rows(c.step, x))),
+    ("max_columns", |c| c.reduced(|_| 0, |c, x| ops::max_columns(c.step, x))),
+    ("argmax_columns", |c| c.reduced(|_| 0, |c, x| ops::argmax_columns(c.step, x))),
+    ("softmax", |c| {
+        let shape = c.extents([70, 300]);
+        c.longest(shape[1]);
+        let (x, dy) = (c.operand("x", shape)?, c.operand("dy", shape)?);
+        let y = ops::softmax(c.step, &x)?;
+        c.result("y", &y)?;
+        c.result("dx", &ops::softmax_backward(c.step, &y, &dy)?)
+    }),
+    ("cross_entropy", |c| {
+        let [rows, classes] = c.extents([300, 12]);
+        c.longest(rows.max(classes));
+        let logits = c.operand("logits", [rows, classes + 1])?;
+        let labels = c.random.borrow_mut().belows(rows, classes as u32 + 1);
+        let labels = c.given("labels", [rows], &labels)?;
+        let (weight, dy) = (c.scalar("weight"), c.operand("dy", [1])?);
+        let (loss, dlogits) = ops::cross_entropy(c.step, &logits, &labels, weight)?;
+        c.result("y", &loss)?;
+        c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
+    }),
+    ("rms_norm", |c| {
+        let [rows, cols] = c.extents([200, 300]);
+        c.longest(rows.max(cols));
+        let (x, gain, dy) = (c.operand("x", [rows, cols])?, c.operand("gain", [cols])?, c.operand("dy", [rows, cols])?);
+        let (y, inverse_rms) = ops::rms_norm(c.step, &x, &gain, c.scalar("epsilon"))?;
+        c.result("y", &y)?;
+        let mut dgain = c.step.empty([cols])?;
+        c.result("dx", &ops::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
+        c.result("dgain", &dgain)
+    }),
+    ("attention", |c| {
+        let [batch, tokens, heads] = c.extents([9, 16, 4]);
+        c.longest((batch * tokens * heads).max(HEAD));
+        let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
+        let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
+        let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
+        let ops::Attention { out, kept } = ops::attention(c.step, &qkv, &gains, epsilon, scale)?;
+        c.result("y", &out)?;
+        let mut dgains = c.step.empty([2, HEAD])?;
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, &gains, &kept, &dy, scale, &mut dgains, false)?)?;
+        c.result("dgains", &dgains)
+    }),
+    ("mean_tokens", |c| {
+        let [batch, tokens, cols] = c.extents([40, 12, 70]);
+        c.longest(tokens);
+        let (x, dy) = (c.operand("x", [batch, tokens, cols])?, c.operand("dy", [batch, cols])?);
+        c.result("y", &ops::mean_tokens(c.step, &x)?)?;
+        c.result("dx", &ops::mean_tokens_backward(c.step, &dy, [batch, tokens, cols])?)
+    }),
+    ("linear", |c| {
+        let [m, n, k] = c.extents([150, 140, 300]);
+        // The residual and the bias are terms too.
+        c.longest(m.max(n).max(k + 2));
+        let (x, w, bias) = (c.operand("x", [m, k])?, c.operand("w", [k, n])?, c.operand("bias", [n])?);
+        let (residual, dy) = (c.operand("residual", [m, n])?, c.operand("dy", [m, n])?);
+        c.result("product", &ops::matmul(c.step, &x, &w)?)?;
+        c.result("affine", &ops::linear(c.step, &x, &w, Some(&bias))?)?;
+        c.result("y", &ops::linear_residual(c.step, &x, &w, Some(&bias), &residual)?)?;
+        c.result("activated", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
+        // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows.
+        let none = None::<&Tensor<'_>>;
+        let (mut dx, mut dw, mut dbias) =
+            (c.step.empty([m, k])?, ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
+        ops::gemm_into(c.step, &ops::Gemm::new(m, k, n).transpose_b(), &dy, &w, none, &mut dx)?;
+        ops::gemm_into(c.step, &ops::Gemm::new(k, n, m).transpose_a().accumulate(), &x, &dy, none, &mut dw)?;
+        ops::sum_rows_into(c.step, &dy, &mut dbias, true)?;
+        [("dx", &dx), ("dw", &dw), ("dbias", &dbias)].into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
+    }),
+    ("gemm", |c| {
+        let [batches, m, n, k] = c.extents([3, 80, 70, 200]);
+        c.longest(k + 2);
+        let (a, b) = (c.operand("a", [batches, m, k])?, c.operand("b", [batches, n, k])?);
+        let (bias, mut out) = (c.operand("bias", [batches, n])?, c.operand("c", [batches, m, n])?);
+        let [stride_a, stride_b, stride_c, stride_bias] = [m * k, n * k, m * n, n];
+        let form = ops::Gemm { batches, stride_a, stride_b, stride_c, stride_bias, ..ops::Gemm::new(m, n, k) };
+        ops::gemm_into(c.step, &form.transpose_b().accumulate(), &a, &b, Some(&bias), &mut out)?;
+        c.result("y", &out)
+    }),
+    ("adamw", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut first = c.operand("first", shape)?;
+        let second = c.random.borrow_mut().uniforms(shape[0], 0.1, 2.0);
+        let mut second = c.given("second", shape, &second)?;
+        // Learning rate, beta1, beta2, epsilon, decay, the corrections of update 2, the largest norm.
+        let hyper = c.given("hyper", [8], &[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0])?;
+        let squared_norm = ops::squared_norm(c.step, &gradients)?;
+        ops::adamw(c.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+        let updated = [("weights", &weights), ("first", &first), ("second", &second)];
+        updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
+    }),
+];
+
+impl<'s> Case<'_, 's> {
+    /// The largest shape for seed 0, all ones for seed 1, else anything between.
+    fn extents<const N: usize>(&self, most: [usize; N]) -> [usize; N] {
+        most.map(|most| match self.seed {
+            0 => most,
+            1 => 1,
+            _ => self.random.borrow_mut().extent(1, most),
+        })
+    }
+
+    /// Notes what is allowed for a longest sum of so many terms.
+    fn longest(&self, length: usize) {
+        self.file.borrow_mut().note(&*self.name, tolerance(length));
+    }
+
+    /// An operand with these elements.
+    fn given<T: Element>(&self, name: &str, shape: impl Into<Shape>, values: &[T]) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        self.file.borrow_mut().add(format!("{}.in.{name}", self.name), shape, values);
+        self.step.upload(values, shape)
+    }
+
+    /// An operand of normal numbers.
+    fn operand(&self, name: &str, shape: impl Into<Shape>) -> Result<Tensor<'s>> {
+        let shape = shape.into();
+        let values = self.random.borrow_mut().normals(shape.elements());
+        self.given(name, shape, &values)
+    }
+
+    /// An operand on the host, between 1/8 and 1.
+    fn scalar(&self, name: &str) -> f32 {
+        let value = self.random.borrow_mut().uniform(0.125, 1.0);
+        self.file.borrow_mut().add(format!("{}.in.{name}", self.name), [1], &[value]);
+        value
+    }
+
+    fn result<T: Element>(&self, name: &str, tensor: &impl Source<'s, T>) -> Result<()> {
+        let values = self.step.read(tensor)?;
+        self.file.borrow_mut().add(format!("{}.out.{name}", self.name), tensor.shape(), &values);
+        Ok(())
+    }
+
+    /// A function of single elements, and its derivative.
+    fn pointwise(
+        &self,
+        op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>) -> Result<(Tensor<'s>, Tensor<'s>)>,
+    ) -> Result<()> {
+        let shape = self.extents([70, 300]);
+        self.longest(1);
+        let (y, dx) = op(self, &self.operand("x", shape)?, &self.operand("dy", shape)?)?;
+        self.result("y", &y)?;
+        self.result("dx", &dx)
+    }
+
+    /// A function of two tensors of one shape.
+    fn pair(&self, op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>) -> Result<Tensor<'s>>) -> Result<()> {
+        let shape = self.extents([70, 300]);
+        self.longest(1);
+        self.result("y", &op(self, &self.operand("a", shape)?, &self.operand("b", shape)?)?)
+    }
+
+    /// A function of rows, with the length of its longest sum.
+    fn reduced<T: Element>(
+        &self,
+        length: impl Fn(&Shape) -> usize,
+        op: impl Fn(&Self, &Tensor<'s>) -> Result<Tensor<'s, T>>,
+    ) -> Result<()> {
+        let x = self.operand("x", self.extents([270, 300]))?;
+        self.longest(length(&x.shape()));
+        self.result("y", &op(self, &x)?)
+    }
+}

@@ -1,0 +1,40 @@
+//! The reader of price bars, on any bytes.
+//!
+//! Invariant: it gives bars that keep every rule that `bars.rs` promises, or an error that names a line of the file; it
+//! never panics. With `STEPSCOPE_PLANT` set the reader's bars are spoiled before they are checked.
+
+#![no_main]
+
+#[path = "../../examples/crossasset/bars.rs"]
+#[allow(dead_code, reason = "the example finds files by their names, and says when bars are too few")]
+mod bars;
+
+use bars::{Bar, BarsError, parse_bars};
+use libfuzzer_sys::fuzz_target;
+use std::io::Cursor;
+use std::path::Path;
+
+fuzz_target!(|bytes: &[u8]| {
+    match parse_bars(Path::new("bars.csv"), Cursor::new(bytes)) {
+        Ok(mut bars) => {
+            if let (Some(_), [first, ..]) = (std::env::var_os("STEPSCOPE_PLANT"), bars.as_mut_slice()) {
+                first.low = 2.0 * first.high;
+            }
+            bars.iter().for_each(keeps_the_rules);
+            assert!(bars.windows(2).all(|pair| pair[0].time_ms < pair[1].time_ms), "{bars:?}");
+        }
+        Err(error) => {
+            let message = error.to_string();
+            let BarsError::Broken { line, .. } = error else { panic!("bytes in memory can be read: {message}") };
+            let lines = 1 + bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
+            assert!((1..=lines).contains(&line), "{message}, of {lines} lines");
+        }
+    }
+});
+
+fn keeps_the_rules(bar: &Bar) {
+    let Bar { open, high, low, close, volume, .. } = *bar;
+    assert!([open, high, low, close].iter().all(|price| price.is_finite() && *price > 0.0), "{bar:?}");
+    assert!(low <= open && open <= high && low <= close && close <= high, "{bar:?}");
+    assert!(volume.is_finite() && volume >= 0.0, "{bar:?}");
+}

@@ -1,0 +1,92 @@
+//! Lanes with a bug that loom must find.
+
+use crate::model::mpsc::{self, Receiver, Sender};
+use crate::model::thread;
+use crate::{Answer, TimedOut, Worker, a_call_after_a_timeout, a_dropped_lane, callers_at_a_time, explore};
+use std::panic::catch_unwind;
+use std::time::Duration;
+
+type Job = Box<dyn FnOnce() -> Answer + Send>;
+const TIMED_OUT: TimedOut = TimedOut { waited: Duration::ZERO };
+
+/// One channel for all answers: a late one reaches the next caller.
+struct SharedAnswers {
+    jobs: Sender<Job>,
+    answers: Receiver<Answer>,
+}
+
+impl Worker for SharedAnswers {
+    fn start() -> Self {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let (answer, answers) = mpsc::channel();
+        thread::spawn(move || queue.for_each(|job| drop(answer.send(job()))));
+        Self { jobs, answers }
+    }
+
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+        let _ = self.jobs.send(Box::new(call));
+        self.answers.recv_timeout(deadline).map_err(|_| TIMED_OUT)
+    }
+}
+
+/// A worker that ends with the first caller who has gone: later calls are never run.
+struct EndsEarly {
+    jobs: Sender<(Job, Sender<Answer>)>,
+}
+
+impl Worker for EndsEarly {
+    fn start() -> Self {
+        let (jobs, queue) = mpsc::channel::<(Job, Sender<Answer>)>();
+        thread::spawn(move || {
+            for (job, answer) in queue {
+                if answer.send(job()).is_err() {
+                    break;
+                }
+            }
+        });
+        Self { jobs }
+    }
+
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+        let (answer, answers) = mpsc::channel();
+        let _ = self.jobs.send((Box::new(call), answer));
+        answers.recv_timeout(deadline).map_err(|_| TIMED_OUT)
+    }
+}
+
+/// A worker that is not told that the lane is gone: it waits for ever.
+struct NeverEnds(EndsEarly);
+
+impl Worker for NeverEnds {
+    fn start() -> Self {
+        let lane = EndsEarly::start();
+        std::mem::forget(lane.jobs.clone());
+        Self(lane)
+    }
+
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+        self.0.run(deadline, call)
+    }
+}
+
+/// Loom must fail on a scenario, in these words.
+fn finds(scenario: fn(), words: &str) {
+    let panic = catch_unwind(|| explore(scenario)).expect_err("the bug was not found");
+    let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+    assert!(message.contains(words), "{message}");
+}
+
+#[test]
+fn answers_that_are_shared_are_found() {
+    finds(a_call_after_a_timeout::<SharedAnswers>, "another call's result");
+}
+
+#[test]
+fn a_worker_that_ends_early_is_found() {
+    finds(callers_at_a_time::<EndsEarly>, "a call without a deadline is answered");
+}
+
+#[test]
+fn a_worker_that_never_ends_is_found() {
+    finds(a_dropped_lane::<NeverEnds>, "deadlock");
+}

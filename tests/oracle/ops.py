@@ -1,0 +1,159 @@
+"""Every op in float64; backward by JAX's automatic differentiation of forward.
+
+A case of the trace is an op and a seed, with its operands, its results, and the largest relative L2 error that is allowed, which
+the rule in `tests/support/mod.rs` makes of the element type and the length of the longest sum.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy
+
+from comparison import BadTrace, as_float64, read, relative_l2, worst
+
+
+def gelu(x):
+    return 0.5 * x * (1.0 + jnp.tanh(jnp.sqrt(2.0 / jnp.pi) * (x + 0.044715 * x**3)))
+
+
+def rms_norm(x, gain, epsilon):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * gain
+
+
+def attention(qkv, gains, epsilon, scale):
+    q, k, v = qkv.reshape(*qkv.shape[:3], -1, 64)
+    q, k = rms_norm(q, gains[0], epsilon), rms_norm(k, gains[1], epsilon)
+    scores = jax.nn.softmax(scale * jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(qkv.shape[1:])
+
+
+def cross_entropy(logits, labels, weight):
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), labels[:, None], axis=-1)
+    return -weight * jnp.sum(chosen)
+
+
+def linear(x, w, bias, residual):
+    affine = x @ w + bias
+    return {"y": residual + affine, "product": x @ w, "affine": affine, "activated": gelu(affine)}
+
+
+def adamw(weights, gradients, first, second, hyper):
+    rate, beta1, beta2, epsilon, decay, correction1, correction2, clip = hyper
+    gradients = gradients * jnp.minimum(1.0, clip / (jnp.linalg.norm(gradients) + 1e-6))
+    first = beta1 * first + (1.0 - beta1) * gradients
+    second = beta2 * second + (1.0 - beta2) * gradients**2
+    direction = (first / correction1) / (jnp.sqrt(second / correction2) + epsilon)
+    return {"weights": weights - rate * (decay * weights + direction), "first": first, "second": second}
+
+
+# What each op computes of its operands: `y`, or several results by name.
+REFERENCES = {
+    "tanh": lambda x: jnp.tanh(x),
+    "gelu": gelu,
+    "gelu_bias": lambda x, bias: gelu(x + bias),
+    "add": lambda a, b: a + b,
+    "add_assign": lambda a, b: a + b,
+    "scale": lambda x, factor: factor * x,
+    "scale_by": lambda x, factor: factor * x,
+    "add_bias": lambda x, bias: x + bias,
+    "fill": lambda x, value: jnp.full(x.shape, value[0]),
+    "copy": lambda x: x,
+    "sum": lambda x: jnp.sum(x),
+    "mean": lambda x: jnp.mean(x),
+    "squared_norm": lambda x: jnp.sum(x * x),
+    "max": lambda x: jnp.max(x),
+    "sum_columns": lambda x: jnp.sum(x, axis=1),
+    "sum_rows": lambda x: jnp.sum(x, axis=0),
+    "max_columns": lambda x: jnp.max(x, axis=1),
+    "argmax_columns": lambda x: jnp.argmax(x, axis=1),
+    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+    "cross_entropy": cross_entropy,
+    "rms_norm": rms_norm,
+    "attention": attention,
+    "mean_tokens": lambda x: jnp.mean(x, axis=1),
+    "linear": linear,
+    "gemm": lambda a, b, bias, c: jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
+    "adamw": adamw,
+}
+
+
+class Case:
+    """An op on one set of operands."""
+
+    def __init__(self, op, limit):
+        self.op, self.limit, self.operands, self.results = op, limit, {}, {}
+
+    def references(self):
+        """The float64 value of every result."""
+        forward = lambda operands: REFERENCES[self.op](**operands)  # noqa: E731
+        by_name = lambda values: values if isinstance(values, dict) else {"y": values}  # noqa: E731
+        operands = {name: as_float64(value) for name, value in self.operands.items() if name != "dy"}
+        values = by_name(forward(operands))
+        if "dy" in self.operands:
+            wanted = {name: operands.pop(name) for name in list(operands) if f"d{name}" in self.results}
+            y, backward = jax.vjp(lambda wanted: by_name(forward(operands | wanted))["y"], wanted)
+            [gradients] = backward(as_float64(self.operands["dy"]).reshape(y.shape))
+            values |= {f"d{name}": gradient for name, gradient in gradients.items()}
+        if set(values) != set(self.results):
+            raise BadTrace(f"{self.op}: has the results {sorted(self.results)}, not {sorted(values)}")
+        return {name: numpy.asarray(value).reshape(self.results[name].shape) for name, value in values.items()}
+
+
+def read_cases(path):
+    """The cases of a trace, by name."""
+    tensors, notes = read(path)
+    cases = {name: Case(name.split(".")[0], float(limit)) for name, limit in notes.items()}
+    for name, tensor in tensors.items():
+        op, seed, way, value = name.split(".")
+        (cases[f"{op}.{seed}"].operands if way == "in" else cases[f"{op}.{seed}"].results)[value] = tensor
+    if wrong := {case.op for case in cases.values()} ^ set(REFERENCES):
+        raise BadTrace(f"{path}: not just the ops that have a reference: {', '.join(sorted(wrong))}")
+    return cases
+
+
+def every_op_is_traced():
+    """Fails when the library has an op that the tracing program does not call."""
+    root = Path(__file__).resolve().parents[2]
+    exports = " ".join(re.findall(r"^pub use \w+::([^;]*);", (root / "host/ops/mod.rs").read_text(), re.MULTILINE))
+    names = set(re.findall(r"\b[a-z]\w*\b", exports))
+    program = (root / "examples/trace_ops.rs").read_text()
+    missing = lambda names: sorted(name for name in names if f"ops::{name}(" not in program)  # noqa: E731
+    if missing(names | {"planted"}) != ["planted"]:
+        raise SystemExit(f"examples/trace_ops.rs does not call {', '.join(missing(names)) or 'what it should'}")
+    return len(names)
+
+
+def check(path):
+    """Prints a line for each op; True when all errors are within their limits."""
+    functions, cases = every_op_is_traced(), read_cases(path)
+    references = {name: case.references() for name, case in cases.items()}
+    planted = 0
+    for name, case in cases.items():
+        for result, tensor in case.results.items():
+            wrong = numpy.array(tensor)
+            largest = numpy.unravel_index(numpy.argmax(numpy.abs(wrong)), wrong.shape)
+            wrong[largest] = wrong[largest] + 1 if wrong.dtype.kind == "u" else wrong[largest] * numpy.float32(1.01)
+            if wrong[largest] != 0 and relative_l2(wrong, references[name][result]) <= case.limit:
+                raise SystemExit(f"the check passed a planted error of 1 % in one element of {name}, {result}")
+            planted += 1
+    print(f"refused: an error of 1 % in the largest element of each of {planted} results")
+    print(f"{'op':<16} {'results':>8} {'worst error':>12} {'allowed':>10}")
+    failed, by_op = [], defaultdict(list)
+    for name, case in cases.items():
+        for result, reference in references[name].items():
+            error = relative_l2(case.results[result], reference)
+            by_op[case.op].append((error, case.limit))
+            if not error <= case.limit:  # a NaN fails too
+                failed.append(f"{name}, {result}: {error:.2e}, allowed {case.limit:.2e}")
+    for op, errors in sorted(by_op.items()):
+        share = {index: error / limit if limit else error for index, (error, limit) in enumerate(errors)}
+        error, limit = errors[worst(share)]
+        print(f"{op:<16} {len(errors):>8} {error:>12.2e} {limit:>10.2e}")
+    count = sum(len(errors) for errors in by_op.values())
+    for failure in failed:
+        print(failure)
+    print(f"{functions} functions in {len(by_op)} ops, {count} results: {'FAIL' if failed else 'pass'}")
+    return not failed

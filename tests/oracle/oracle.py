@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Checks traces of the library against an independent float64 computation, by JAX on the CPU.
+
+    ci/oracle                                       # makes the traces and runs this
+    cargo run --release --example crossasset -- --trace trace.safetensors
+    cargo run --release --example trace_ops -- ops.safetensors
+    python3 tests/oracle/oracle.py ops.safetensors trace.safetensors ...
+
+A trace of `examples/trace_ops` holds every op's operands and results; one of `examples/crossasset` three updates of a training
+run. Before it is believed, each check must refuse planted errors. JAX, numpy and safetensors are installed into
+target/oracle-venv at the first run.
+
+Exit code 0: all agree. 1: something does not, or a planted error passed. 2: a trace cannot be read or is incomplete.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = ["jax==0.10.2", "numpy==2.4.6", "safetensors==0.8.0"]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).resolve().parents[2] / "target")
+
+
+def run_in_environment():
+    """Makes the environment with the packages where it is missing, and runs this script in it."""
+    folder = (TARGET / "oracle-venv").resolve()
+    if Path(sys.prefix).resolve() == folder:
+        return
+    python = folder / "bin" / "python"
+    try:
+        if not (folder / "ready").exists():
+            print(f"installing {', '.join(PACKAGES)} into {folder}", file=sys.stderr)
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+            (folder / "ready").touch()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"cannot make {folder}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    os.execv(python, [str(python), *sys.argv])
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
+    run_in_environment()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    import comparison
+    import crossasset
+    import ops
+
+    paths = [Path(path) for path in sys.argv[1:]]
+    try:
+        runs = [path for path in paths if "learning_rate" in comparison.read(path)[1]]
+        agreed = [ops.check(path) for path in paths if path not in runs]
+        if runs:
+            crossasset.find_plants(runs[0])
+            agreed.append(crossasset.check(runs))
+        return 0 if all(agreed) else 1
+    except comparison.BadTrace as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

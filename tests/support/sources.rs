@@ -1,0 +1,24 @@
+//! The kernels' sources, as they were when the test was built: it may run where they are not.
+//!
+//! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
+
+/// Each file's path below `device/src/kernels`, without its ending, and its text.
+pub(crate) const SOURCES: [(&str, &str); 17] = [
+    ("activation", include_str!("../../device/src/kernels/activation.rs")),
+    ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
+    ("attention", include_str!("../../device/src/kernels/attention.rs")),
+    ("checksum", include_str!("../../device/src/kernels/checksum.rs")),
+    ("elementwise", include_str!("../../device/src/kernels/elementwise.rs")),
+    ("fill", include_str!("../../device/src/kernels/fill.rs")),
+    ("guard", include_str!("../../device/src/kernels/guard.rs")),
+    ("loss", include_str!("../../device/src/kernels/loss.rs")),
+    ("matmul", include_str!("../../device/src/kernels/matmul.rs")),
+    ("matmul/block", include_str!("../../device/src/kernels/matmul/block.rs")),
+    ("matmul/operand", include_str!("../../device/src/kernels/matmul/operand.rs")),
+    ("matmul/tile", include_str!("../../device/src/kernels/matmul/tile.rs")),
+    ("norm", include_str!("../../device/src/kernels/norm.rs")),
+    ("reduce", include_str!("../../device/src/kernels/reduce.rs")),
+    ("scalars", include_str!("../../device/src/kernels/scalars.rs")),
+    ("softmax", include_str!("../../device/src/kernels/softmax.rs")),
+    ("tokens", include_str!("../../device/src/kernels/tokens.rs")),
+];
