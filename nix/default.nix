@@ -86,6 +86,7 @@ let
       installPhaseCommand = ''
         find target/release/examples -maxdepth 1 -type f -executable ! -name '*-*' -exec install -Dt $out/bin {} +
       '';
+      nativeBuildInputs = [ pkgs.autoAddDriverRunpath ];
       meta.mainProgram = "crossasset";
     }
   );

@@ -3,7 +3,7 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
+use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool, ptx};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::context::Context;
@@ -18,8 +18,6 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
-
-include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
@@ -83,11 +81,9 @@ impl Cuda {
         let processors = attribute(DeviceAttribute::MultiprocessorCount)? as u32;
         let name = device.name().map_err(failed("cuDeviceGetName"))?;
         let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
-        let ptx = choose(capability).ok_or_else(|| {
-            let built: Vec<String> = PTX.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
+        let ptx = ptx::choose(capability).map_err(|built| {
             absent(format!(
-                "{name} is sm_{capability}, and this build holds kernels for {}; build with STEPSCOPE_ARCHS=sm_{capability}",
-                built.join(", ")
+                "{name} is sm_{capability}, and this build holds kernels for {built}; build with STEPSCOPE_ARCHS=sm_{capability}"
             ))
         })?;
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
@@ -187,12 +183,6 @@ impl Cuda {
         functions.insert(entry.name, Function(function));
         Ok(function)
     }
-}
-
-/// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
-fn choose(capability: u32) -> Option<&'static str> {
-    let fits = |arch: u32| arch <= capability;
-    PTX.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
 }
 
 fn describe(result: CUresult) -> String {

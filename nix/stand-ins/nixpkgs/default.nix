@@ -9,7 +9,7 @@ let
   package = name: derive name { };
   packages = names: builtins.listToAttrs (map (name: { inherit name; value = package name; }) names);
   pkgs =
-    packages [ "cargo-nextest" "cmake" "libxml2" "ncurses" "openssl" "pkg-config" "python3" "zlib" ]
+    packages [ "autoAddDriverRunpath" "cargo-nextest" "cmake" "libxml2" "ncurses" "openssl" "pkg-config" "python3" "zlib" ]
     // {
       lib = import ./lib.nix;
       inherit derive;
