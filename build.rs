@@ -1,5 +1,5 @@
 //! With feature `cuda`: compiles the kernels to PTX for every architecture and writes `OUT_DIR/ptx.rs`, a table that
-//! `host/driver/cuda.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
+//! `host/driver/ptx.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
 //!
 //! - `STEPSCOPE_ARCHS=sm_121,sm_90`: the architectures (this is the default).
 //! - `STEPSCOPE_PTX_DIR=DIR`: takes `DIR/ARCH.ptx`, made elsewhere, instead of compiling.

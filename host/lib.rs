@@ -20,7 +20,7 @@ pub use autograd::{Backward, Tape, Var};
 pub use capture::{CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::{Checkpoint, replace_file};
 pub use cuda_std::launch as kernel;
-pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults};
+pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults, ptx_digests};
 pub use error::{Error, Result};
 pub use launch::{Lent, LentMut, Source, Target};
 pub use memory::{

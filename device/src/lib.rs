@@ -2,13 +2,15 @@
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract; the arithmetic
 //! that several share stands in [`math`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
-//! to PTX and to plain functions for the emulator.
+//! to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device: fused multiply-adds only where written, ascending
 //! sums, trees that depend on lengths alone, no library function and no approximate instruction.
 
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
+#![cfg_attr(rust_cuda, feature(link_llvm_intrinsics))]
+#![cfg_attr(rust_cuda, allow(internal_features))]
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate std;

@@ -165,11 +165,48 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
     let mut distance = lanes / 2;
     while distance > 0 {
         // SAFETY: the caller's promise; the source lane lies in the same segment.
-        let (other, _) = unsafe { warp::warp_shuffle_xor(mask, value, distance, LANES) };
+        let other = unsafe { of_other_lane(mask, value, distance) };
         value = combine(value, other);
         distance /= 2;
     }
     value
+}
+
+/// The `value` of the lane whose number is this lane's xor `distance`.
+///
+/// # Safety
+/// The lanes in `mask` call it together, and the other lane is among them.
+#[cfg(not(rust_cuda))]
+#[inline(always)]
+unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { warp::warp_shuffle_xor(mask, value, distance, LANES).0 }
+}
+
+/// The same where rust-cuda compiles it, whose own shuffles crash libNVVM for `compute_121`: `T` is 4 or 8 bytes, moved by
+/// LLVM's intrinsic.
+///
+/// # Safety
+/// As above.
+#[cfg(rust_cuda)]
+#[inline(always)]
+unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+    use core::mem::{size_of, transmute_copy};
+    unsafe extern "C" {
+        #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+        fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
+    }
+    const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
+    let clamp = LANES as i32 - 1;
+    // SAFETY: the caller's promise; the words that are moved have the size of `T`.
+    unsafe {
+        let moved = |word| shuffle_xor(mask as i32, word, distance as i32, clamp);
+        if size_of::<T>() == 4 {
+            transmute_copy(&moved(transmute_copy(&value)))
+        } else {
+            transmute_copy(&transmute_copy::<T, [i32; 2]>(&value).map(moved))
+        }
+    }
 }
 
 /// `a + b`.

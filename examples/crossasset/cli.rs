@@ -1,6 +1,7 @@
 //! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use clap::builder::{PossibleValue, RangedU64ValueParser};
 use clap::error::ErrorKind;
@@ -9,10 +10,18 @@ use clap::{CommandFactory, Parser, ValueEnum};
 /// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
 
+/// The version, and the SHA-256 of the kernels' PTX by architecture: two builds with the same digests run the same kernels.
+static VERSION: LazyLock<String> = LazyLock::new(|| {
+    let digests = stepscope::ptx_digests();
+    let lines: String = digests.iter().map(|(arch, digest)| format!("\nPTX sm_{arch} {digest}")).collect();
+    let lines = if digests.is_empty() { "\nPTX none: built without feature `cuda`".into() } else { lines };
+    format!("{}{lines}", env!("CARGO_PKG_VERSION"))
+});
+
 /// Trains CrossAsset, a transformer over 12 time scales that tells whether a price will fall, stay or rise, and writes
 /// report.json, loss.svg and model.safetensors.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "crossasset")]
+#[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
     /// One-minute bars of one asset: columns open_time or timestamp, open, high, low, close, volume; may be given for
     /// several assets [default: a synthetic market]
@@ -194,6 +203,18 @@ mod tests {
         Args::command().debug_assert();
         let help = Args::command().render_long_help().to_string();
         assert!(help.contains(&format!("{SYNTHETIC_LIMIT} of a synthetic market")), "{help}");
+    }
+
+    #[test]
+    fn the_version_names_the_kernels_that_are_built_in() {
+        let version = Args::command().render_long_version();
+        let kernels: Vec<&str> = version.lines().filter_map(|line| line.strip_prefix("PTX ")).collect();
+        if cfg!(feature = "cuda") {
+            let digests = kernels.iter().filter_map(|line| line.strip_prefix("sm_")?.split_once(' '));
+            assert!(digests.filter(|(_, digest)| digest.len() == 64).count() == kernels.len() && !kernels.is_empty());
+        } else {
+            assert_eq!(kernels, ["none: built without feature `cuda`"]);
+        }
     }
 
     #[test]

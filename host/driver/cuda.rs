@@ -3,7 +3,7 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
+use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool, ptx};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::context::Context;
@@ -18,8 +18,6 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
-
-include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
@@ -85,11 +83,9 @@ impl Cuda {
         let processors = attribute(DeviceAttribute::MultiprocessorCount)? as u32;
         let name = device.name().map_err(failed("cuDeviceGetName"))?;
         let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
-        let ptx = choose(capability).ok_or_else(|| {
-            let built: Vec<String> = PTX.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
+        let ptx = ptx::choose(capability).map_err(|built| {
             absent(format!(
-                "{name} is sm_{capability}, and this build holds kernels for {}; build with STEPSCOPE_ARCHS=sm_{capability}",
-                built.join(", ")
+                "{name} is sm_{capability}, and this build holds kernels for {built}; build with STEPSCOPE_ARCHS=sm_{capability}"
             ))
         })?;
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
@@ -191,53 +187,6 @@ impl Cuda {
         functions.insert(entry.name, Function(function));
         Ok(function)
     }
-}
-
-// The bindings are older than this call: `CUlaunchConfig` and `CUlaunchAttribute` as cuda.h has had them since 11.8.
-unsafe extern "C" {
-    fn cuLaunchKernelEx(
-        config: *const LaunchConfig,
-        function: CUfunction,
-        parameters: *mut *mut c_void,
-        extra: *mut *mut c_void,
-    ) -> CUresult;
-}
-
-/// `CUlaunchConfig`.
-#[repr(C)]
-struct LaunchConfig {
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared_bytes: u32,
-    stream: sys::CUstream,
-    attributes: *mut LaunchAttribute,
-    attributes_len: u32,
-}
-
-/// `CUlaunchAttribute`: a number that names it, and 64 bytes for any value.
-#[repr(C, align(8))]
-struct LaunchAttribute {
-    id: u32,
-    padding: u32,
-    value: [u32; 16],
-}
-
-impl LaunchAttribute {
-    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, allowed.
-    const OVERLAP: Self = {
-        let mut value = [0; 16];
-        value[0] = 1;
-        Self { id: 6, padding: 0, value }
-    };
-}
-
-static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
-static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
-
-/// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
-fn choose(capability: u32) -> Option<&'static str> {
-    let fits = |arch: u32| arch <= capability;
-    PTX.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
 }
 
 fn describe(result: CUresult) -> String {

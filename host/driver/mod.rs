@@ -13,6 +13,7 @@ pub mod faults;
 mod graphs;
 mod lane;
 mod pins;
+mod ptx;
 mod rehearsal;
 mod staging;
 
@@ -21,6 +22,7 @@ use cuda_std::launch::{Entry, Grid, Words};
 pub use device::{Device, DeviceBuilder};
 pub(crate) use graphs::SealedGraph;
 pub(crate) use pins::Pins;
+pub use ptx::ptx_digests;
 pub(crate) use rehearsal::Launch;
 pub(crate) use staging::Fill;
 use std::fmt;

@@ -6,7 +6,7 @@
 
 use cuda_std::emulator::{Cause, Kind, Mode, launch};
 use cuda_std::launch::{Contract, PointerMut, Slice, Words};
-use cuda_std::prelude::*;
+use cuda_std::{prelude::*, warp};
 use kernels::contract;
 use kernels::tile::SharedTile;
 use kernels::vector::{load, store};

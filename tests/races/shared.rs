@@ -1,6 +1,6 @@
 //! Copies of kernels with a bug planted in their use of shared memory, and two sound ones.
 
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*, warp};
 use kernels::block::{BLOCK, CHUNK, REDUCTION_BYTES, chunk_fold};
 use kernels::contract;
 use kernels::tile::SharedTile;

@@ -1,11 +1,12 @@
 //! Writes `OUT/ARCH.ptx` for each architecture: what `STEPSCOPE_PTX_DIR` takes on a machine without a device compiler.
+//! Prints each file and the compiler that made it.
 //!
 //! `cargo run -p stepscope-cuda-builder --example emit_ptx -- CRATE OUT TARGET_DIR ARCH...`
 #![forbid(unsafe_code)]
 
 use std::{env, error::Error, fs, path::PathBuf, process::ExitCode};
 
-use cuda_builder::{CudaBuilder, NvvmArch};
+use cuda_builder::{CudaBuilder, NvvmArch, Search};
 
 fn main() -> ExitCode {
     match run(&env::args().skip(1).collect::<Vec<_>>()) {
@@ -29,7 +30,7 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
             .target_dir(PathBuf::from(target_dir).join(arch.sm()))
             .copy_to(PathBuf::from(out).join(format!("{arch}.ptx")))
             .build()?;
-        println!("{}", ptx.display());
+        println!("{}\tby {}", ptx.display(), Search::from_env().find(arch)?.rustc.display());
     }
     Ok(())
 }

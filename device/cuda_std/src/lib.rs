@@ -31,9 +31,9 @@ pub mod launch;
 
 pub use float::GpuFloat;
 
-/// What a kernel's file imports.
+/// What a kernel's file imports; no more than rust-cuda's has.
 pub mod prelude {
-    pub use crate::{GpuFloat, kernel, shared, thread, warp};
+    pub use crate::{kernel, thread};
 }
 
 // A kernel has nobody to tell: the trap ends the launch, and the host sees a lost context.

@@ -2,7 +2,7 @@
 
 use cuda_std::emulator::{Cause, Fault, launch};
 use cuda_std::launch::{Contract, Grid, Kernel, Pointer, PointerMut, Slice, Violation, Words};
-use cuda_std::prelude::*;
+use cuda_std::{prelude::*, shared, warp};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 macro_rules! contract {

@@ -5,7 +5,7 @@
 
 use crate::vector::{F4, load};
 use crate::{contract, for_own_vector};
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*};
 
 /// Places in the `hyper` slot.
 pub mod slot {

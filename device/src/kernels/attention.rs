@@ -11,7 +11,7 @@ use crate::math;
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
 use crate::warp::{max, sum4};
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*};
 
 /// The width of a head.
 pub const HEAD: usize = 64;

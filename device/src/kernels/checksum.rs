@@ -6,7 +6,7 @@
 use crate::contract;
 use crate::vector::{load, store};
 use crate::warp::{LANES, combine_lanes};
-use cuda_std::prelude::*;
+use cuda_std::{prelude::*, warp};
 
 /// Words that share a sum.
 pub const CHUNK: usize = 4096;

@@ -11,7 +11,7 @@ use crate::tile::SharedTile;
 use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
 use crate::{contract, for_each_row, for_each_vector};
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*};
 
 /// `out[r] = scale sum_c x[r, c]`; `x`: `[rows, cols]`, `out`: `[rows]`.
 #[kernel]

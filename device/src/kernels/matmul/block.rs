@@ -6,7 +6,7 @@ use super::{GELU, KEEP, Operand, Tile};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::vector::{F4, Part};
 use crate::{map4, math};
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*};
 
 /// Rows of tiles that are walked column by column, so that blocks that run together share operands in the L2 cache.
 const GROUP: u32 = 8;
@@ -201,7 +201,7 @@ fn read<const EACH: usize>(slot: SharedTile<f32>, at: u32, extent: u32) -> [f32;
 fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (left, right): Factors<TM, TN>) {
     unroll!(i < TM => {
         for j in 0..TN {
-            sums[i][j] = left[i].mul_add(right[j], sums[i][j]);
+            sums[i][j] = GpuFloat::mul_add(left[i], right[j], sums[i][j]);
         }
     });
 }
@@ -220,7 +220,7 @@ unsafe fn finish(problem: &Problem<'_>, i: u32, j: u32, width: u32, mut sum: F4)
             sum = sum.zip(bias, |sum, bias| sum + bias);
         }
         if *beta != 0.0 {
-            sum = sum.zip(F4::load_part_raw(*c, at, own, 0.0), |sum, c| beta.mul_add(c, sum));
+            sum = sum.zip(F4::load_part_raw(*c, at, own, 0.0), |sum, c| GpuFloat::mul_add(*beta, c, sum));
         }
         if flags & KEEP != 0 {
             sum.store_part(*pre, at, own);

@@ -1,0 +1,13 @@
+# Stands in for crane in ci/flake: its functions with the arguments that they need.
+{
+  outputs = _: {
+    mkLib = pkgs: {
+      overrideToolchain = toolchain: {
+        vendorMultipleCargoDeps = { cargoLockList }: pkgs.derive "vendor-cargo-deps" { inherit cargoLockList; };
+        mkCargoDerivation =
+          arguments@{ pname, version, src, cargoArtifacts, buildPhaseCargoCommand, ... }:
+          pkgs.derive "${pname}-${version}" (arguments // { inherit toolchain; });
+      };
+    };
+  };
+}

@@ -1,0 +1,14 @@
+# Stands in for rust-overlay in ci/flake: the toolchains that were there at the pinned revision and are used.
+{
+  inputs.nixpkgs.url = "github:NixOS/nixpkgs";
+  outputs = _: {
+    overlays.default = final: _: {
+      rust-bin = {
+        stable."1.95.0".default = {
+          override = { extensions }: final.derive "rust-1.95.0" { inherit extensions; };
+        };
+        fromRustupToolchainFile = file: final.derive (builtins.fromTOML (builtins.readFile file)).toolchain.channel { };
+      };
+    };
+  };
+}
