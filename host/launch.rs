@@ -280,7 +280,7 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     if grid.blocks() == 0 {
         return Ok(());
     }
-    tracing::trace!(kernel = K::NAME, ?grid, "launch");
+    let _span = tracing::trace_span!("launch", kernel = K::NAME, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
     unsafe { device.launch(&K::ENTRY, grid, &words) }

@@ -8,6 +8,8 @@ mod driver;
 mod error;
 mod launch;
 mod memory;
+#[cfg(feature = "nvtx")]
+mod nvtx;
 pub mod ops;
 mod optim;
 mod params;
@@ -27,6 +29,8 @@ pub use memory::{
     Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Event, Growth, Kind, Largest, Measured, MemInfo,
     Origin, Overflow, OverflowReport, Phase, Recording, Refusal, Site, Situation, SystemMemory,
 };
+#[cfg(feature = "nvtx")]
+pub use nvtx::NvtxLayer;
 pub use optim::{AdamW, AdamWConfig, Schedule};
 pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use random::SplitMix64;

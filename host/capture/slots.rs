@@ -11,6 +11,7 @@ use crate::launch::{Memory, Source};
 use crate::memory::Region;
 use crate::tensor::{Brand, Element, Saved, Shape};
 use std::cell::RefCell;
+use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -80,6 +81,14 @@ pub(super) struct Key {
     variant: u64,
 }
 
+/// The inputs' elements and shapes, and the variant: `f32[256, 12, 193] u32[256] #0`.
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.forms.iter().try_for_each(|form| write!(f, "{}{} ", form.element, form.shape))?;
+        write!(f, "#{}", self.variant)
+    }
+}
+
 /// A result of a captured step, to be read after a replay with [`Replay::read`](crate::Replay::read).
 pub struct Output<T: Element = f32> {
     recording: u64,
@@ -95,8 +104,8 @@ impl<T: Element> Clone for Output<T> {
 
 impl<T: Element> Copy for Output<T> {}
 
-impl<T: Element> std::fmt::Debug for Output<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl<T: Element> fmt::Debug for Output<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Output<{}> {}", T::NAME, self.index)
     }
 }
@@ -162,6 +171,11 @@ impl Ports {
     /// What the recorded function sees of them.
     pub(super) fn slots(&self) -> Slots<'_> {
         Slots { ports: self, brand: PhantomData }
+    }
+
+    /// What the recording was made for.
+    pub(super) fn key(&self) -> &Key {
+        &self.key
     }
 
     /// Whether the recording serves these inputs.

@@ -80,6 +80,7 @@ impl Device {
     ) -> Result<()> {
         self.check("upload")?;
         let Some(ring) = self.staging() else { return Ok(()) };
+        let _span = tracing::debug_span!("upload", bytes).entered();
         let start = Instant::now();
         let mut done = 0;
         while done < bytes {
