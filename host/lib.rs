@@ -6,8 +6,10 @@ mod capture;
 mod checkpoint;
 mod driver;
 mod error;
+mod initializer;
 mod launch;
 mod memory;
+pub mod nn;
 pub mod ops;
 mod optim;
 mod params;
@@ -22,13 +24,14 @@ pub use checkpoint::{Checkpoint, replace_file};
 pub use cuda_std::launch as kernel;
 pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults};
 pub use error::{Error, Result};
+pub use initializer::Initializer;
 pub use launch::{Lent, LentMut, Source, Target};
 pub use memory::{
     Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Event, Growth, Kind, Largest, Measured, MemInfo,
     Origin, Overflow, OverflowReport, Phase, Recording, Refusal, Site, Situation, SystemMemory,
 };
 pub use optim::{AdamW, AdamWConfig, Schedule};
-pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use params::{Entry, Gradients, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use random::SplitMix64;
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
