@@ -6,7 +6,7 @@
 //! `[in, out]`, row-major.
 
 use stepscope::nn::{Attention, Linear, Mlp, Names, RmsNorm, TokenLinear};
-use stepscope::{Layout, Parameter, Result, Tape, Var};
+use stepscope::{Batch, Layout, Parameter, Result, Tape, Var};
 
 use crate::dataset::CLASSES;
 use crate::features::{FEATURES, SCALES};
@@ -43,21 +43,27 @@ impl Model {
         Ok((Self { scales, layers, head }, layout.build()?))
     }
 
-    /// The head's weight, whose gradient the report follows.
-    pub(crate) fn head_weight(&self) -> Parameter {
-        self.head.weight
-    }
-
     /// `x`: `[batch, 12, 193]`, an input of the tape; result: logits `[batch, 3]`.
     ///
     /// # Errors
     /// Those of the ops: the arena is full, say.
-    pub(crate) fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub(crate) fn logits<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
         let mut h = self.scales.forward(tape, x)?;
         for layer in &self.layers {
             h = layer.forward(tape, &h)?;
         }
         self.head.forward(tape, &tape.mean_tokens(&h)?)
+    }
+}
+
+impl stepscope::Model for Model {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.logits(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+
+    /// The head's weight, whose gradient the report follows.
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
     }
 }
 
