@@ -88,6 +88,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: Option<PathBuf>,
 
+    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C]
+    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) checkpoint_every: Option<u64>,
+
     /// Go on from this checkpoint
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
@@ -214,12 +218,12 @@ mod tests {
         let args = parse(
             "--bars a.csv --bars b.csv --device cuda --epochs 3 --folds 4 --batch 32 --micro-batch 1 --limit 99 \
              --seed 0 --arena-mib 64 --overflow-mib 4096 --learning-rate 1e-3 --weight-decay 0 --clip 0.5 --horizon 5 --out o \
-             --memory m --resume r",
+             --memory m --checkpoint-every 3 --resume r",
         )
         .unwrap();
         assert_eq!(args.bars, [PathBuf::from("a.csv"), PathBuf::from("b.csv")]);
         assert_eq!((args.device, args.micro_batch(), args.sample_limit()), (DeviceChoice::Cuda, 1, Some(99)));
-        assert_eq!((args.arena_mib, args.overflow_mib), (64, 4096));
+        assert_eq!((args.arena_mib, args.overflow_mib, args.checkpoint_every), (64, 4096, Some(3)));
         assert_eq!(parse("--bars a.csv").unwrap().sample_limit(), None);
     }
 
@@ -246,6 +250,7 @@ mod tests {
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),
             ("--horizon 0", "--horizon"),
+            ("--checkpoint-every 0", "--checkpoint-every"),
             ("--trace t --resume r", "--resume"),
             ("--device gpu", "emulated"),
             ("extra.csv", "extra.csv"),

@@ -16,7 +16,6 @@ pub(crate) struct Progress {
     name: String,
     total: usize,
     done: usize,
-    loss_sum: f64,
     start: Instant,
     last_line: Instant,
 }
@@ -31,13 +30,12 @@ impl Progress {
             .expect("the template is well-formed");
         let bar = ProgressBar::new(total as u64).with_style(style).with_prefix(name.to_owned());
         let now = Instant::now();
-        Self { bar, name: name.to_owned(), total, done: 0, loss_sum: 0.0, start: now, last_line: now }
+        Self { bar, name: name.to_owned(), total, done: 0, start: now, last_line: now }
     }
 
     /// A batch of `samples` was trained on; `loss` is its mean.
     pub(crate) fn advance(&mut self, samples: usize, loss: f64) {
         self.done += samples;
-        self.loss_sum += loss * samples as f64;
         self.bar.set_message(self.state(loss));
         self.bar.inc(samples as u64);
         if self.bar.is_hidden() && self.last_line.elapsed() >= LINE_EVERY {
@@ -46,13 +44,12 @@ impl Progress {
         }
     }
 
-    /// Ends the epoch: its mean loss, its seconds and its samples per second.
-    pub(crate) fn finish(self) -> (f64, f64, f64) {
+    /// Ends the epoch, whose mean loss is this: its seconds and its samples per second.
+    pub(crate) fn finish(&self, loss: f64) -> (f64, f64) {
         let seconds = self.start.elapsed().as_secs_f64();
-        let loss = self.loss_sum / self.done as f64;
         self.bar.finish_and_clear();
         eprintln!("{}  {} samples in {seconds:.1} s  {}", self.name, self.done, self.state(loss));
-        (loss, seconds, self.done as f64 / seconds)
+        (seconds, self.done as f64 / seconds)
     }
 
     fn state(&self, loss: f64) -> String {
@@ -118,12 +115,11 @@ mod tests {
     }
 
     #[test]
-    fn progress_weighs_each_batch_by_its_samples() {
+    fn progress_counts_samples() {
         let mut progress = Progress::new("fold 0, epoch 0", 4);
         progress.advance(3, 1.0);
         progress.advance(1, 2.0);
-        let (loss, seconds, rate) = progress.finish();
-        assert_eq!(loss, 1.25);
+        let (seconds, rate) = progress.finish(1.25);
         assert!(seconds > 0.0 && (rate * seconds - 4.0).abs() < 1e-9);
     }
 }

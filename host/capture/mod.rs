@@ -12,9 +12,9 @@
 mod slots;
 mod state;
 
-pub use slots::{Inputs, Output, Slots};
+pub use slots::{Batch, Inputs, Output, Slots};
 
-use crate::driver::{Device, Launch, Pins, SealedGraph};
+use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
 use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section};
 use crate::step::Step;
@@ -352,6 +352,11 @@ impl<R> Replay<'_, R> {
     pub fn read<T: Element>(&self, output: Output<T>) -> Result<Vec<T>> {
         let memory = self.recording.ports.find(output)?;
         memory.download(&self.place.device, self.place.deadline)
+    }
+
+    /// Queues a copy of a result of one element to the next word of `landing`, to be waited for when other replays have followed.
+    pub(crate) fn land(&self, output: Output, landing: &mut Landing) -> Result<()> {
+        self.recording.ports.find(output)?.land(landing)
     }
 
     /// [`Replay::read`] of a result with one element.

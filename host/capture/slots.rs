@@ -9,6 +9,7 @@ use crate::driver::{Device, Pins};
 use crate::error::{Error, Result};
 use crate::launch::{Memory, Source};
 use crate::memory::Region;
+use crate::step::Eager;
 use crate::tensor::{Brand, Element, Saved, Shape};
 use std::cell::RefCell;
 use std::fmt;
@@ -110,28 +111,70 @@ impl<T: Element> fmt::Debug for Output<T> {
     }
 }
 
-/// The slots of a step that is being captured: its inputs on the device, and where its results are noted.
-#[derive(Debug)]
-pub struct Slots<'s> {
-    ports: &'s Ports,
+/// Inputs on the device, by their place.
+#[derive(Clone, Debug)]
+pub struct Batch<'s> {
+    inputs: Vec<(Memory<u32>, Form)>,
     brand: Brand<'s>,
 }
 
-impl<'s> Slots<'s> {
-    /// The input of this number, counted from 0: what [`Inputs::with`] gave, on the device.
+impl<'s> Batch<'s> {
+    /// The input of this number, counted from 0: what [`Inputs::with`] gave.
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is none, or it has other elements.
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
-        let Ports { memory, key, .. } = self.ports;
-        let Some((memory, form)) = memory.get(number).zip(key.forms.get(number)) else {
-            return Err(Error::misuse("slots", format!("one of {} inputs", memory.len()), format!("input {number}")));
+        let Some((memory, form)) = self.inputs.get(number) else {
+            let expected = format!("one of {} inputs", self.inputs.len());
+            return Err(Error::misuse("input", expected, format!("input {number}")));
         };
         if form.element != T::NAME {
             let got = format!("{} {}", form.element, form.shape);
-            return Err(Error::misuse("slots", format!("input {number} of {} elements", T::NAME), got));
+            return Err(Error::misuse("input", format!("input {number} of {} elements", T::NAME), got));
         }
         Ok(Saved::new(memory.cast(), form.shape))
+    }
+}
+
+impl<'s> Eager<'s> {
+    /// Uploads inputs, so that a function that is captured can be run at once on the same values.
+    ///
+    /// # Errors
+    /// As for [`Eager::upload`].
+    #[track_caller]
+    pub fn upload_inputs(&self, inputs: &Inputs<'_>) -> Result<Batch<'s>> {
+        let mut batch = Batch { inputs: Vec::new(), brand: PhantomData };
+        for Value { form, bytes } in &inputs.values {
+            let memory = if form.element == f32::NAME {
+                self.upload::<f32>(bytemuck::cast_slice(bytes), form.shape)?.memory().cast()
+            } else {
+                self.upload::<u32>(bytemuck::cast_slice(bytes), form.shape)?.memory()
+            };
+            batch.inputs.push((memory, *form));
+        }
+        Ok(batch)
+    }
+}
+
+/// The slots of a step that is being captured: its inputs on the device, and where its results are noted.
+#[derive(Debug)]
+pub struct Slots<'s> {
+    ports: &'s Ports,
+    batch: Batch<'s>,
+}
+
+impl<'s> Slots<'s> {
+    /// All inputs.
+    pub fn batch(&self) -> &Batch<'s> {
+        &self.batch
+    }
+
+    /// [`Batch::input`].
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is none, or it has other elements.
+    pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
+        self.batch.input(number)
     }
 
     /// The number that [`Inputs::variant`] gave.
@@ -170,7 +213,8 @@ impl Ports {
 
     /// What the recorded function sees of them.
     pub(super) fn slots(&self) -> Slots<'_> {
-        Slots { ports: self, brand: PhantomData }
+        let inputs = self.memory.iter().copied().zip(self.key.forms.iter().copied()).collect();
+        Slots { ports: self, batch: Batch { inputs, brand: PhantomData } }
     }
 
     /// What the recording was made for.
