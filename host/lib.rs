@@ -22,6 +22,11 @@ mod tensor;
 mod trainer;
 mod upload;
 
+/// The programs of the guide, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide.md")]
+mod guide {}
+
 pub use autograd::{Backward, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::{Checkpoint, replace_file};

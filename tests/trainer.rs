@@ -93,7 +93,7 @@ struct Heard<'f> {
 }
 
 impl Observer for Heard<'_> {
-    fn updated(&mut self, update: &Update, progress: &EpochProgress) -> Result<()> {
+    fn updated(&mut self, update: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
         self.updates.push(*update);
         if let Some((after, flag)) = self.stop {
             flag.store(progress.updates == after, Ordering::Relaxed);

@@ -14,8 +14,10 @@ mod bars;
 mod cli;
 mod dataset;
 mod features;
+mod log;
 mod loss_svg;
 mod model;
+mod progress;
 mod random;
 mod report;
 mod samples;
@@ -27,17 +29,15 @@ mod train;
 
 use std::error::Error;
 use std::fs;
-use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cli::{Args, DeviceChoice};
+use cli::{Args, DeviceChoice, Log};
 use dataset::{Asset, Dataset, Plan};
 use model::Model;
 use report::{ArenaUse, DataSize, ModelSize, Report};
 use stepscope::{Arena, Capacity, Checkpoint, Device, DeviceKind, Overflow};
-use tracing_subscriber::EnvFilter;
 use train::Run;
 
 /// Set by Ctrl-C.
@@ -47,13 +47,11 @@ const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::from_command_line();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    let ansi = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
+    log::start(args.log);
     let dataset = match load(&args) {
         Ok(dataset) => dataset,
         Err(error) => {
-            eprintln!("error: {error}");
+            log::failed(args.log, &*error);
             return ExitCode::from(2);
         }
     };
@@ -61,7 +59,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(INTERRUPTED),
         Err(error) => {
-            eprintln!("error: {error}");
+            log::failed(args.log, &*error);
             ExitCode::FAILURE
         }
     }
@@ -102,7 +100,8 @@ fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
         device.description().name
     );
 
-    ctrlc::set_handler(interrupted)?;
+    let log = args.log;
+    ctrlc::set_handler(move || interrupted(log))?;
     let overflow = match args.overflow_mib {
         0 => Overflow::Refuse,
         mebibytes => Overflow::pool(mebibytes << 20),
@@ -133,9 +132,9 @@ fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
 }
 
 /// Ctrl-C: the first asks for an end behind the update that is running, the second ends at once.
-fn interrupted() {
+fn interrupted(log: Log) {
     if STOP.swap(true, Ordering::Relaxed) {
         std::process::exit(i32::from(INTERRUPTED));
     }
-    eprintln!("interrupted: writing a checkpoint behind this update");
+    log::say(log, "interrupted: writing a checkpoint behind this update");
 }

@@ -13,9 +13,9 @@ use stepscope::{
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
+use crate::progress::Progress;
 use crate::report::{BATCHES_KEPT, BatchResult, CaptureUse, EpochResult};
 use crate::samples::{self, MicroBatch};
-use crate::screen::Progress;
 use crate::trace::Trace;
 
 /// The checkpoint's note with [`Position`].
@@ -54,14 +54,14 @@ pub(crate) struct Run<'r> {
 
 /// Shows an epoch, and keeps what the report wants.
 struct Watch<'w> {
-    bar: Progress,
+    shown: Progress,
     settings: String,
     position: &'w mut Position,
 }
 
 impl Observer for Watch<'_> {
-    fn updated(&mut self, update: &Update, _: &EpochProgress) -> Result<()> {
-        self.bar.advance(update.samples, update.loss);
+    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
+        self.shown.advance(update.samples, update.loss, arena);
         if self.position.batches.len() < BATCHES_KEPT {
             let head_gradient_l2 = update.watched_l2.unwrap_or(0.0);
             self.position.batches.push(BatchResult { loss: update.loss, head_gradient_l2 });
@@ -166,17 +166,17 @@ impl<'r> Run<'r> {
         mut progress: EpochProgress,
     ) -> Result<Ended> {
         let order = fold.epoch_order(self.args.seed, epoch).split_off(progress.samples as usize);
-        let bar = Progress::new(&format!("fold {}, epoch {epoch}", fold.index), order.len());
+        let shown = Progress::new(format!("fold {}, epoch {epoch}", fold.index), order.len(), self.args.log);
         let mut batches = samples::batches(self.dataset, fold, order, (self.args.batch, self.args.micro_batch()))?;
         let mut position = std::mem::take(&mut self.position);
         let settings = settings(self.args, self.dataset);
-        let mut watch = Watch { bar, settings, position: &mut position };
+        let mut watch = Watch { shown, settings, position: &mut position };
         if fold.index == 0 && epoch == 0 {
             self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
         }
         let ended = trainer.epoch(batches, &mut progress, &mut watch)?;
         if ended == Ended::Finished {
-            let (seconds, samples_per_second) = watch.bar.finish(progress.mean_loss());
+            let (seconds, samples_per_second) = watch.shown.finish(progress.mean_loss());
             let (valid_loss, valid_accuracy) = self.validate(trainer, fold)?;
             watch.position.epochs.push(EpochResult {
                 fold: fold.index,
@@ -223,7 +223,7 @@ impl<'r> Run<'r> {
                 trainer.arena().record(0);
             }
             progress.add(&update);
-            watch.updated(&update, progress)?;
+            watch.updated(&update, progress, trainer.arena())?;
         }
         Ok(())
     }

@@ -29,11 +29,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Hears of an epoch while it runs. Every function has a default that does nothing.
 pub trait Observer {
-    /// An update is done; the next one may be running.
+    /// An update is done; the next one may be running. The arena is there for its report.
     ///
     /// # Errors
     /// Its error ends the epoch and is the epoch's.
-    fn updated(&mut self, _update: &Update, _progress: &EpochProgress) -> Result<()> {
+    fn updated(&mut self, _update: &Update, _progress: &EpochProgress, _arena: &Arena) -> Result<()> {
         Ok(())
     }
 
@@ -225,7 +225,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn tell(&mut self, queued: Queued, progress: &mut EpochProgress, observer: &mut impl Observer) -> Result<()> {
         let update = self.settle(queued)?;
         progress.add(&update);
-        observer.updated(&update, progress)
+        observer.updated(&update, progress, self.arena)
     }
 
     /// The gradients of a batch without the update, by steps that run launch by launch: for callers that look at them, or at the
