@@ -17,6 +17,7 @@ pub mod ops;
 mod optim;
 mod params;
 mod random;
+mod state_dict;
 mod step;
 mod tensor;
 mod trainer;

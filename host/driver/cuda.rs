@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
 
+mod launch;
 mod modules;
 
 /// Dynamic shared memory beyond this needs the function's leave.
@@ -323,7 +324,7 @@ unsafe impl Driver for Cuda {
 
     fn load(&self, entry: &Entry) -> Result<()> {
         self.enter()?;
-        let function = self.modules.function(entry)?;
+        let function = self.modules.function(entry)?.name;
         let mut registers = 0;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: `registers` is valid for a write. To answer, the driver must have loaded the function's code.
@@ -333,27 +334,8 @@ unsafe impl Driver for Cuda {
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         self.enter()?;
         let function = self.modules.function(entry)?;
-        // A parameter is read from the start of its word: the host is little-endian.
-        const { assert!(cfg!(target_endian = "little")) };
-        let mut parameters: Vec<*mut c_void> =
-            words.as_slice().iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
-        // SAFETY: the caller's promise: the words are this entry's parameters, read before the call returns.
-        let result = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                grid.x,
-                grid.y,
-                grid.z,
-                entry.block,
-                1,
-                1,
-                entry.shared_bytes,
-                self.stream(),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check("cuLaunchKernel", result)
+        // SAFETY: the caller's promise; the stream lives as long as `self`.
+        check("cuLaunchKernelEx", unsafe { launch::launch(function, entry, grid, words, self.stream()) })
     }
 
     fn begin_capture(&self) -> Result<()> {

@@ -19,7 +19,11 @@ const OWN: Kernels = Kernels { package: "stepscope-kernels", ptx: PTX };
 
 /// A kernel of a loaded module.
 #[derive(Clone, Copy)]
-struct Function(CUfunction);
+pub(super) struct Function {
+    pub(super) name: CUfunction,
+    /// It begins by waiting for the kernels before it, so its blocks may come while they still run.
+    pub(super) overlaps: bool,
+}
 
 // SAFETY: a function handle is a plain name within its context; the driver's calls on it are thread-safe.
 unsafe impl Send for Function {}
@@ -28,7 +32,13 @@ unsafe impl Send for Function {}
 pub(super) struct Modules {
     // The order of fields is the order of destruction: functions before their modules.
     functions: Mutex<HashMap<(&'static str, &'static str), Function>>,
-    modules: HashMap<&'static str, Module>,
+    modules: HashMap<&'static str, Loaded>,
+}
+
+/// A module, and whether all its kernels wait for those before them.
+struct Loaded {
+    module: Module,
+    overlaps: bool,
 }
 
 impl fmt::Debug for Modules {
@@ -53,20 +63,20 @@ impl Modules {
             })?;
             let module = Module::from_ptx(chosen, &[])
                 .map_err(|error| absent(format!("`cuModuleLoadDataEx` of {package} failed: {error:?}")))?;
-            modules.insert(package, module);
+            modules.insert(package, Loaded { module, overlaps: waits(chosen) });
         }
         Ok(Self { functions: Mutex::default(), modules })
     }
 
     /// A kernel, ready to be launched.
-    pub(super) fn function(&self, entry: &Entry) -> Result<CUfunction> {
+    pub(super) fn function(&self, entry: &Entry) -> Result<Function> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (entry.package, entry.name);
-        if let Some(Function(function)) = functions.get(&key) {
+        if let Some(function) = functions.get(&key) {
             return Ok(*function);
         }
         let missing = |reason| Error::Driver { call: "cuModuleGetFunction", reason, fatal: false };
-        let module = self.modules.get(entry.package).ok_or_else(|| {
+        let Loaded { module, overlaps } = self.modules.get(entry.package).ok_or_else(|| {
             let reason = format!(
                 "kernel `{}` is of package {}, whose PTX this device has not; give it to `DeviceBuilder::kernels`",
                 entry.name, entry.package
@@ -77,14 +87,14 @@ impl Modules {
             let reason = format!("{error:?}: the PTX has no kernel `{}`; was it built from other sources?", entry.name);
             missing(reason)
         })?;
-        let function = function.to_raw();
+        let function = Function { name: function.to_raw(), overlaps: *overlaps };
         if entry.shared_bytes > DEFAULT_SHARED_BYTES {
             let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to a loaded module.
-            let result = unsafe { sys::cuFuncSetAttribute(function, attribute, entry.shared_bytes as i32) };
+            let result = unsafe { sys::cuFuncSetAttribute(function.name, attribute, entry.shared_bytes as i32) };
             check("cuFuncSetAttribute", result)?;
         }
-        functions.insert(key, Function(function));
+        functions.insert(key, function);
         Ok(function)
     }
 }
@@ -93,4 +103,9 @@ impl Modules {
 fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<&'static str> {
     let fits = |arch: u32| arch <= capability;
     ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
+}
+
+/// Whether each kernel has the wait of `cuda_std::grid`; rust-cuda's `#[kernel]` and targets before sm_90 have none.
+fn waits(ptx: &str) -> bool {
+    ptx.matches("griddepcontrol.wait").count() >= ptx.matches(".entry ").count()
 }
