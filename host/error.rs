@@ -152,6 +152,12 @@ pub enum Error {
         /// Why not, and what to do.
         reason: String,
     },
+    /// Batches could not be made.
+    #[error("loader: {reason}")]
+    Loader {
+        /// What the thread that makes them said.
+        reason: String,
+    },
     /// A file could not be read or written, or does not hold what it should.
     #[error("{}: {reason}", path.display())]
     File {

@@ -3,7 +3,7 @@
 //! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is alive and borrowed
 //! for the call. That is why [`Step::launch`] is safe.
 
-use crate::driver::{Device, Fill};
+use crate::driver::{Device, Fill, Landing};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Request};
 use crate::step::Step;
@@ -112,6 +112,17 @@ impl<T: Element> Memory<T> {
         // rather than being freed under a copy that may still run.
         let bytes = unsafe { device.download(self.address, self.len * size_of::<T>(), deadline)? };
         Ok(bytemuck::allocation::pod_collect_to_vec(&bytes))
+    }
+
+    /// Queues a copy of the only element to the next word of `landing`.
+    ///
+    /// # Panics
+    /// When it is not one element of a word.
+    pub(crate) fn land(self, landing: &mut Landing) -> Result<()> {
+        const { assert!(size_of::<T>() == size_of::<u32>()) };
+        assert_eq!(self.len, 1, "a result of one element");
+        // SAFETY: the memory is valid by this type's invariant, and no shorter.
+        unsafe { landing.queue(self.address) }
     }
 }
 
@@ -280,7 +291,7 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     if grid.blocks() == 0 {
         return Ok(());
     }
-    tracing::trace!(kernel = K::NAME, ?grid, "launch");
+    let _span = tracing::trace_span!("launch", kernel = K::NAME, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
     unsafe { device.launch(&K::ENTRY, grid, &words) }

@@ -6,32 +6,51 @@ mod capture;
 mod checkpoint;
 mod driver;
 mod error;
+mod initializer;
 mod launch;
+mod loader;
 mod memory;
+pub mod nn;
+#[cfg(feature = "nvtx")]
+mod nvtx;
 pub mod ops;
 mod optim;
 mod params;
 mod random;
+mod state_dict;
 mod step;
 mod tensor;
+mod trainer;
 mod upload;
 
+/// The programs of the guide, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide.md")]
+mod guide {}
+
 pub use autograd::{Backward, Tape, Var};
-pub use capture::{CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
+pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::{Checkpoint, replace_file};
 pub use cuda_std::launch as kernel;
-pub use driver::{DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Pool, faults, ptx_digests};
+pub use driver::{
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
+};
 pub use error::{Error, Result};
+pub use initializer::Initializer;
 pub use launch::{Lent, LentMut, Source, Target};
+pub use loader::Loader;
 pub use memory::{
     Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Event, Growth, Kind, Largest, Measured, MemInfo,
     Origin, Overflow, OverflowReport, Phase, Recording, Refusal, Site, Situation, SystemMemory,
 };
+#[cfg(feature = "nvtx")]
+pub use nvtx::NvtxLayer;
 pub use optim::{AdamW, AdamWConfig, Schedule};
-pub use params::{Entry, Gradients, Initializer, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use params::{Entry, Gradients, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use random::SplitMix64;
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Saved, Shape, Tensor};
+pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Trainer, Update};
 pub use upload::{Progress, Transfer};
 
 /// What must and must not cross threads, and what must not be copied. A step's things are one thread's: their order is the
@@ -52,6 +71,7 @@ mod threads {
     assert_impl_all!(ArenaReport: Send, Sync, Clone);
     assert_impl_all!(faults::FaultPlan: Send, Sync, Clone);
     assert_impl_all!(Error: Send, Sync);
+    assert_impl_all!(Loader<Vec<f32>>: Send);
     // What owns memory has one owner.
     assert_not_impl_any!(Buffer<f32>: Clone);
     assert_not_impl_any!(Parameters: Clone);
@@ -80,4 +100,5 @@ mod threads {
     assert_not_impl_any!(Replay<'static, ()>: Send, Sync, Clone);
     assert_impl_all!(Inputs<'static>: Send, Sync);
     assert_impl_all!(Output: Send, Sync, Copy);
+    assert_not_impl_any!(Batch<'static>: Send, Sync);
 }

@@ -7,6 +7,7 @@
 
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use crate::initializer::Initializer;
 use crate::launch::{Lent, LentMut};
 use crate::memory::{ALIGN_BYTES, Buffer};
 use crate::random::SplitMix64;
@@ -16,26 +17,6 @@ use crate::upload::{Content, Transfer};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// How a parameter starts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Initializer {
-    /// All the same.
-    Constant(f32),
-    /// Evenly spread over `[-bound, bound)`.
-    Uniform {
-        /// The largest magnitude.
-        bound: f32,
-    },
-}
-
-impl Initializer {
-    /// Evenly spread over `1 / sqrt(fan_in)` to either side, as PyTorch starts a linear layer.
-    pub fn fan_in(fan_in: usize) -> Self {
-        Self::Uniform { bound: (1.0 / (fan_in as f64).sqrt()) as f32 }
-    }
-}
 
 /// A parameter's handle within its [`Layout`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -317,21 +298,16 @@ impl Parameters {
             .iter()
             .scan(0, |drawn, entry| {
                 let before = *drawn;
-                if let Initializer::Uniform { .. } = entry.initializer {
-                    *drawn += entry.shape.elements() as u64;
-                }
+                *drawn += entry.initializer.draws() * entry.shape.elements() as u64;
                 Some(before)
             })
             .collect();
         let fill = |offset: usize, place: &mut [u8]| {
             layout.fill(offset, place, |number, entry, within, part| {
-                let mut random = SplitMix64::after(seed, drawn[number] + (within / size_of::<f32>()) as u64);
+                let before = (within / size_of::<f32>()) as u64 * entry.initializer.draws();
+                let mut random = SplitMix64::after(seed, drawn[number] + before);
                 for word in part.as_chunks_mut().0 {
-                    let value = match entry.initializer {
-                        Initializer::Constant(constant) => constant,
-                        Initializer::Uniform { bound } => bound * (2.0 * random.unit() - 1.0),
-                    };
-                    *word = value.to_le_bytes();
+                    *word = entry.initializer.draw(&mut random).to_le_bytes();
                 }
             });
         };

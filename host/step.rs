@@ -12,6 +12,7 @@ use crate::tensor::{Brand, Element, Shape, Tensor};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
+use tracing::span::EnteredSpan;
 
 /// A step in progress: makes tensors and launches kernels.
 pub struct Step<'s> {
@@ -39,7 +40,7 @@ impl<'s> Step<'s> {
 
     /// What the step is doing until the guard goes.
     pub(crate) fn enter(&self, phase: Phase) -> PhaseGuard<'s> {
-        PhaseGuard { region: self.region, before: self.region.enter(phase) }
+        PhaseGuard { region: self.region, before: self.region.enter(phase), _span: phase.span().entered() }
     }
 
     /// A persistent buffer, to be read by kernels of this step.
@@ -95,6 +96,7 @@ impl<'s> Step<'s> {
 pub(crate) struct PhaseGuard<'s> {
     region: &'s Region,
     before: Phase,
+    _span: EnteredSpan,
 }
 
 impl Drop for PhaseGuard<'_> {

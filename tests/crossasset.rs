@@ -14,8 +14,12 @@ mod cli;
 mod dataset;
 #[path = "../examples/crossasset/features.rs"]
 mod features;
+#[path = "../examples/crossasset/log.rs"]
+mod log;
 #[path = "../examples/crossasset/loss_svg.rs"]
 mod loss_svg;
+#[path = "../examples/crossasset/progress.rs"]
+mod progress;
 #[path = "../examples/crossasset/random.rs"]
 mod random;
 #[path = "../examples/crossasset/report.rs"]

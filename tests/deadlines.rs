@@ -34,8 +34,8 @@ const CHILD: &str = "STEPSCOPE_TEST_HANG";
 const GOES_ROUND: usize = 3 * SLOT_BYTES / 4;
 const SLOT_BYTES: usize = 4096;
 
-/// The calls of a capture, which `tests/capture.rs` makes.
-const CAPTURE: [Call; 8] = [
+/// The calls of a capture, which `tests/capture.rs` and `tests/trainer.rs` make.
+const CAPTURE: [Call; 9] = [
     Call::Load,
     Call::BeginCapture,
     Call::Record,
@@ -44,6 +44,7 @@ const CAPTURE: [Call; 8] = [
     Call::Instantiate,
     Call::Replay,
     Call::DestroyGraph,
+    Call::QueueDownload,
 ];
 
 /// All others.

@@ -54,7 +54,7 @@ fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Res
     let State { model, parameters, gradients, optimizer } = state;
     let weight = 1.0 / labels.shape().elements() as f32;
     let tape = Tape::new(step, parameters);
-    let logits = model.forward(&tape, &tape.input(x))?;
+    let logits = model.logits(&tape, &tape.input(x))?;
     let loss = tape.cross_entropy(&logits, labels, weight)?;
     tape.backward_afresh(&loss, gradients)?;
     optimizer.apply(step, parameters, gradients)?;

@@ -31,6 +31,7 @@ macro_rules! contract {
 
             // SAFETY: the closure checks every length on which the kernel's indices depend, as its author states.
             unsafe impl Contract for $kernel<'_> {
+                const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
                 const BLOCK: u32 = $block as u32;
                 const SHARED_BYTES: u32 = $shared as u32;
                 const ALIGN: u64 = $align as u64;

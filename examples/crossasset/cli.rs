@@ -97,6 +97,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: Option<PathBuf>,
 
+    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C]
+    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) checkpoint_every: Option<u64>,
+
+    /// What is written to standard error while it trains
+    #[arg(long, value_enum, default_value_t = Log::Text)]
+    pub(crate) log: Log,
+
     /// Go on from this checkpoint
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
@@ -109,6 +117,15 @@ pub(crate) enum Switch {
     On,
     /// It is not.
     Off,
+}
+
+/// What is written to standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Log {
+    /// A table that is drawn again and again on a terminal, else a line now and then.
+    Text,
+    /// Objects, one a line, for programs.
+    Json,
 }
 
 /// Where to train.
@@ -225,7 +242,7 @@ mod tests {
         assert_eq!((args.epochs, args.folds, args.batch, args.micro_batch()), (1, 2, 256, 256));
         assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
-        assert_eq!(args.capture, Switch::On);
+        assert_eq!((args.capture, args.log), (Switch::On, Log::Text));
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));
     }
@@ -235,12 +252,13 @@ mod tests {
         let args = parse(
             "--bars a.csv --bars b.csv --device cuda --epochs 3 --folds 4 --batch 32 --micro-batch 1 --limit 99 \
              --seed 0 --arena-mib 64 --overflow-mib 4096 --learning-rate 1e-3 --weight-decay 0 --clip 0.5 --horizon 5 --out o \
-             --memory m --resume r",
+             --memory m --checkpoint-every 3 --log json --resume r",
         )
         .unwrap();
         assert_eq!(args.bars, [PathBuf::from("a.csv"), PathBuf::from("b.csv")]);
         assert_eq!((args.device, args.micro_batch(), args.sample_limit()), (DeviceChoice::Cuda, 1, Some(99)));
-        assert_eq!((args.arena_mib, args.overflow_mib), (64, 4096));
+        assert_eq!((args.arena_mib, args.overflow_mib, args.checkpoint_every), (64, 4096, Some(3)));
+        assert_eq!(args.log, Log::Json);
         assert_eq!(parse("--bars a.csv").unwrap().sample_limit(), None);
     }
 
@@ -267,6 +285,7 @@ mod tests {
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),
             ("--horizon 0", "--horizon"),
+            ("--checkpoint-every 0", "--checkpoint-every"),
             ("--trace t --resume r", "--resume"),
             ("--device gpu", "emulated"),
             ("extra.csv", "extra.csv"),

@@ -9,6 +9,8 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use rayon::prelude::*;
+
 use crate::bars::{Bar, BarsError};
 use crate::features::{Features, HISTORY_BARS, SAMPLE_LEN};
 use crate::random::Random;
@@ -166,10 +168,10 @@ impl Dataset {
     /// When `out` has another length or a sample is unknown.
     pub(crate) fn batch_features(&self, samples: &[usize], out: &mut [f32]) {
         assert_eq!(out.len(), samples.len() * SAMPLE_LEN, "features of {} samples", samples.len());
-        for (&index, row) in samples.iter().zip(out.chunks_exact_mut(SAMPLE_LEN)) {
+        samples.par_iter().zip(out.par_chunks_exact_mut(SAMPLE_LEN)).for_each(|(&index, row)| {
             let sample = &self.samples[index];
             self.features[sample.asset].write(sample.bar, row);
-        }
+        });
     }
 
     /// Writes the labels that `samples` have in `fold`: `out: [samples.len()]`.

@@ -6,6 +6,7 @@
 //! cargo run --release --features cuda --example crossasset -- --device cuda  # on the GPU
 //! ```
 //! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong; nothing was written.
+//! 130: stopped by Ctrl-C, with a checkpoint from which `--resume` goes on.
 
 #![forbid(unsafe_code)]
 
@@ -13,11 +14,13 @@ mod bars;
 mod cli;
 mod dataset;
 mod features;
-mod learner;
+mod log;
 mod loss_svg;
 mod model;
+mod progress;
 mod random;
 mod report;
+mod samples;
 mod screen;
 mod synthetic;
 mod tensor_file;
@@ -26,32 +29,37 @@ mod train;
 
 use std::error::Error;
 use std::fs;
-use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use cli::{Args, DeviceChoice};
+use cli::{Args, DeviceChoice, Log};
 use dataset::{Asset, Dataset, Plan};
+use model::Model;
 use report::{ArenaUse, DataSize, ModelSize, Report};
-use stepscope::{Checkpoint, Device, DeviceKind};
-use tracing_subscriber::EnvFilter;
-use train::{Position, Trainer};
+use stepscope::{Arena, Capacity, Checkpoint, Device, DeviceKind, Overflow};
+use train::Run;
+
+/// Set by Ctrl-C.
+static STOP: AtomicBool = AtomicBool::new(false);
+/// The exit code behind Ctrl-C, as shells expect it: 128 and the signal's number.
+const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::from_command_line();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    let ansi = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
+    log::start(args.log);
     let dataset = match load(&args) {
         Ok(dataset) => dataset,
         Err(error) => {
-            eprintln!("error: {error}");
+            log::failed(args.log, &*error);
             return ExitCode::from(2);
         }
     };
-    match run(&args, &dataset) {
-        Ok(()) => ExitCode::SUCCESS,
+    match run(&args, dataset) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(INTERRUPTED),
         Err(error) => {
-            eprintln!("error: {error}");
+            log::failed(args.log, &*error);
             ExitCode::FAILURE
         }
     }
@@ -70,17 +78,15 @@ fn load(args: &Args) -> Result<Dataset, Box<dyn Error>> {
     Ok(Dataset::new(&assets, plan)?)
 }
 
-/// Samples to weights and a report.
-fn run(args: &Args, dataset: &Dataset) -> Result<(), Box<dyn Error>> {
+/// Samples to weights and a report; false when it was stopped before its end.
+fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
     let device = Device::open(match args.device {
         DeviceChoice::Auto => DeviceKind::Auto,
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
     fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
-    let model_file = args.out.join("model.safetensors");
-    let mut trainer = Trainer::new(&device, args, dataset)?;
-    let layout = trainer.layout();
+    let (_, layout) = Model::new()?;
     let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };
     println!(
@@ -94,40 +100,41 @@ fn run(args: &Args, dataset: &Dataset) -> Result<(), Box<dyn Error>> {
         device.description().name
     );
 
-    let checkpoint = args.resume.as_ref().map(Checkpoint::load).transpose()?;
-    let mut position = match (&checkpoint, &args.resume) {
-        (Some(checkpoint), Some(path)) => train::position(checkpoint, path, args, dataset)?,
-        _ => Position::default(),
+    let log = args.log;
+    ctrlc::set_handler(move || interrupted(log))?;
+    let overflow = match args.overflow_mib {
+        0 => Overflow::Refuse,
+        mebibytes => Overflow::pool(mebibytes << 20),
     };
-    let done = position.epochs.len();
-    for (number, fold) in dataset.folds().iter().enumerate() {
-        let epochs_before = number * args.epochs;
-        if done > epochs_before + args.epochs || (done == epochs_before + args.epochs && number + 1 < args.folds) {
-            continue;
-        }
-        trainer.start_fold(fold)?;
-        if let Some(checkpoint) = checkpoint.as_ref().filter(|_| done > epochs_before) {
-            trainer.restore(checkpoint)?;
-        }
-        for epoch in done.saturating_sub(epochs_before)..args.epochs {
-            let result = trainer.epoch(fold, epoch, &mut position.batches)?;
-            position.epochs.push(result);
-            trainer.save(&model_file, &position)?;
-        }
-    }
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?;
+    let (dataset, checkpoint) = (Arc::new(dataset), args.out.join("model.safetensors"));
+    let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
+    let mut run = Run::new(args, &dataset, &checkpoint, resumed.as_ref(), &STOP)?;
+    let Some(weights_sha256) = run.train(&mut arena, resumed.as_ref())? else {
+        println!("stopped; go on with --resume {}", checkpoint.display());
+        return Ok(false);
+    };
 
     let report = Report {
         device: device.description().kind.to_string(),
         model,
         data,
-        epochs: position.epochs,
-        batches: position.batches,
-        arena: ArenaUse::from(trainer.arena()),
-        capture: trainer.capture(),
-        weights_sha256: trainer.weights_sha256()?,
+        epochs: run.position.epochs,
+        batches: run.position.batches,
+        arena: ArenaUse::from(arena.report()),
+        capture: run.captured,
+        weights_sha256,
     };
     report.write(&args.out)?;
     println!("{}\n{}", screen::epoch_table(&report.epochs), report.arena.summary());
     println!("weights {}\nresults in {}", report.weights_sha256, args.out.display());
-    Ok(())
+    Ok(true)
+}
+
+/// Ctrl-C: the first asks for an end behind the update that is running, the second ends at once.
+fn interrupted(log: Log) {
+    if STOP.swap(true, Ordering::Relaxed) {
+        std::process::exit(i32::from(INTERRUPTED));
+    }
+    log::say(log, "interrupted: writing a checkpoint behind this update");
 }

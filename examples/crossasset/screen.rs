@@ -1,65 +1,8 @@
-//! What a run shows while it works: a progress bar, and at the end the table of folds.
-
-use std::time::{Duration, Instant};
+//! What a run shows at its end: the table of folds.
 
 use comfy_table::{CellAlignment, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::report::EpochResult;
-
-/// Without a terminal a line is printed instead of the bar, at most once in this time.
-const LINE_EVERY: Duration = Duration::from_secs(10);
-
-/// The progress of one epoch, on standard error.
-pub(crate) struct Progress {
-    bar: ProgressBar,
-    name: String,
-    total: usize,
-    done: usize,
-    loss_sum: f64,
-    start: Instant,
-    last_line: Instant,
-}
-
-impl Progress {
-    /// Starts the clock for an epoch of `total` samples; `name` says which, such as `fold 0, epoch 1`.
-    ///
-    /// # Panics
-    /// Never: the bar's template is constant.
-    pub(crate) fn new(name: &str, total: usize) -> Self {
-        let style = ProgressStyle::with_template("{prefix}  {bar:30} {pos}/{len} samples  {msg}  {eta} left")
-            .expect("the template is well-formed");
-        let bar = ProgressBar::new(total as u64).with_style(style).with_prefix(name.to_owned());
-        let now = Instant::now();
-        Self { bar, name: name.to_owned(), total, done: 0, loss_sum: 0.0, start: now, last_line: now }
-    }
-
-    /// A batch of `samples` was trained on; `loss` is its mean.
-    pub(crate) fn advance(&mut self, samples: usize, loss: f64) {
-        self.done += samples;
-        self.loss_sum += loss * samples as f64;
-        self.bar.set_message(self.state(loss));
-        self.bar.inc(samples as u64);
-        if self.bar.is_hidden() && self.last_line.elapsed() >= LINE_EVERY {
-            self.last_line = Instant::now();
-            eprintln!("{}  {}/{} samples  {}", self.name, self.done, self.total, self.state(loss));
-        }
-    }
-
-    /// Ends the epoch: its mean loss, its seconds and its samples per second.
-    pub(crate) fn finish(self) -> (f64, f64, f64) {
-        let seconds = self.start.elapsed().as_secs_f64();
-        let loss = self.loss_sum / self.done as f64;
-        self.bar.finish_and_clear();
-        eprintln!("{}  {} samples in {seconds:.1} s  {}", self.name, self.done, self.state(loss));
-        (loss, seconds, self.done as f64 / seconds)
-    }
-
-    fn state(&self, loss: f64) -> String {
-        let rate = self.done as f64 / self.start.elapsed().as_secs_f64();
-        format!("loss {loss:.4}  {rate:.0} samples/s")
-    }
-}
 
 /// One row for each epoch of each fold. The accuracy of always telling the training part's most frequent label stands
 /// beside the model's.
@@ -115,15 +58,5 @@ mod tests {
         let cells = |line: &str| line.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
         assert_eq!(cells(lines[2])[1..9], ["1", "0", "0.9100", "1.0000", "41.5 %", "25.0 %", "12.3", "81"]);
         assert_eq!(cells(lines[3])[3], "NaN");
-    }
-
-    #[test]
-    fn progress_weighs_each_batch_by_its_samples() {
-        let mut progress = Progress::new("fold 0, epoch 0", 4);
-        progress.advance(3, 1.0);
-        progress.advance(1, 2.0);
-        let (loss, seconds, rate) = progress.finish();
-        assert_eq!(loss, 1.25);
-        assert!(seconds > 0.0 && (rate * seconds - 4.0).abs() < 1e-9);
     }
 }

@@ -5,9 +5,11 @@
 
 use std::path::PathBuf;
 
-use stepscope::{AdamWConfig, Result, Schedule};
+use stepscope::{AdamWConfig, Learner, Result, Schedule};
 
-use crate::learner::{Learner, MicroBatch};
+use crate::features::{FEATURES, SCALES};
+use crate::model::Model;
+use crate::samples::MicroBatch;
 use crate::tensor_file::TensorFile;
 
 /// Updates that are traced.
@@ -47,10 +49,12 @@ impl Trace {
     ///
     /// # Errors
     /// When the device does not answer.
-    pub(crate) fn before_update(&mut self, batch: &MicroBatch, loss: f32, learner: &Learner) -> Result<()> {
+    pub(crate) fn before_update(&mut self, batch: &[MicroBatch], loss: f32, learner: &Learner<Model>) -> Result<()> {
         let update = self.updates;
-        self.file.add(format!("{update}.input"), batch.shape(), &batch.x);
-        self.file.add(format!("{update}.label"), [batch.labels.len()], &batch.labels);
+        let x: Vec<f32> = batch.iter().flat_map(|part| &part.x).copied().collect();
+        let labels: Vec<u32> = batch.iter().flat_map(|part| &part.labels).copied().collect();
+        self.file.add(format!("{update}.input"), [labels.len(), SCALES.len(), FEATURES], &x);
+        self.file.add(format!("{update}.label"), [labels.len()], &labels);
         self.file.add(format!("{update}.loss"), [1], &[loss]);
         if update == 0 {
             self.add_all("weight", learner, &learner.parameters.flat().read()?);
@@ -63,7 +67,7 @@ impl Trace {
     ///
     /// # Errors
     /// When the device does not answer, or the file cannot be written.
-    pub(crate) fn after_update(&mut self, learner: &Learner) -> Result<bool> {
+    pub(crate) fn after_update(&mut self, learner: &Learner<Model>) -> Result<bool> {
         self.updates += 1;
         self.add_all("weight", learner, &learner.parameters.flat().read()?);
         self.file.write(&self.path)?;
@@ -71,7 +75,7 @@ impl Trace {
     }
 
     /// Adds a flat region, parameter by parameter.
-    fn add_all(&mut self, kind: &str, learner: &Learner, flat: &[f32]) {
+    fn add_all(&mut self, kind: &str, learner: &Learner<Model>, flat: &[f32]) {
         for entry in learner.parameters.layout().entries() {
             let name = format!("{}.{kind}.{}", self.updates, entry.name());
             self.file.add(name, entry.shape(), &flat[entry.range()]);

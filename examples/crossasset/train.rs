@@ -1,19 +1,21 @@
-//! From batches to weights: the steps of training and validation, and checkpoints.
+//! From batches to weights: folds and epochs, what is looked at on the way, and checkpoints.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, ArenaReport, Capacity, Captured, Checkpoint, Device, Error, Layout, Output, Overflow, Result,
-    Schedule, Tape, ops, replace_file,
+    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Learner, Observer, Result, Schedule, Trainer, Update,
+    ops, replace_file,
 };
 
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
-use crate::learner::{Learner, MicroBatch, Part, Told};
 use crate::model::Model;
-use crate::report::{BatchResult, CaptureUse, EpochResult};
-use crate::screen::Progress;
+use crate::progress::Progress;
+use crate::report::{BATCHES_KEPT, BatchResult, CaptureUse, EpochResult};
+use crate::samples::{self, MicroBatch};
 use crate::trace::Trace;
 
 /// The checkpoint's note with [`Position`].
@@ -27,7 +29,7 @@ const EVENTS: usize = 100_000;
 /// Updates over which the learning rate rises, at most.
 const WARMUP: u64 = 16;
 
-/// What a run has done: enough to go on with the same bits and the same report.
+/// What a run has done: with the progress of its epoch enough to go on with the same bits and the same report.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Position {
     /// Epochs done, in the order of training.
@@ -36,280 +38,223 @@ pub(crate) struct Position {
     pub(crate) batches: Vec<BatchResult>,
 }
 
-/// A model in training.
-pub(crate) struct Trainer<'r> {
+/// A run over all folds.
+pub(crate) struct Run<'r> {
     args: &'r Args,
-    dataset: &'r Dataset,
-    layout: Layout,
-    arena: Arena,
-    /// None before the first fold.
-    learner: Option<Stage>,
-    /// What captures that are over did.
-    captured: Option<CaptureUse>,
-    /// The first fold's trace, until it is complete.
-    trace: Option<Trace>,
+    dataset: &'r Arc<Dataset>,
+    stop: &'r AtomicBool,
+    /// Where the checkpoint is written.
+    checkpoint: &'r Path,
+    pub(crate) position: Position,
+    /// What captured steps did.
+    pub(crate) captured: Option<CaptureUse>,
     /// Whether the memory of a batch is still to be written.
     memory: Option<&'r PathBuf>,
 }
 
-/// How the learner's steps run.
-enum Stage {
-    /// Launch by launch.
-    Eager(Learner),
-    /// As one graph.
-    Captured(Captured<Learner, Told<Output, Output>>),
+/// Shows an epoch, and keeps what the report wants.
+struct Watch<'w> {
+    shown: Progress,
+    settings: String,
+    position: &'w mut Position,
 }
 
-impl<'r> Trainer<'r> {
-    /// A trainer whose model gets its weights with the first fold.
-    ///
-    /// # Errors
-    /// When the device has no room.
-    pub(crate) fn new(device: &Device, args: &'r Args, dataset: &'r Dataset) -> Result<Self> {
-        let (_, layout) = Model::new()?;
-        let overflow = match args.overflow_mib {
-            0 => Overflow::Refuse,
-            mebibytes => Overflow::pool(mebibytes << 20),
-        };
-        Ok(Self {
-            args,
-            dataset,
-            layout,
-            arena: Arena::builder(device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?,
-            learner: None,
-            captured: None,
-            trace: None,
-            memory: args.memory.as_ref(),
-        })
-    }
-
-    /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
-    pub(crate) fn start_fold(&mut self, fold: &Fold) -> Result<()> {
-        let Args { batch, epochs, seed, learning_rate, weight_decay, clip, .. } = *self.args;
-        let updates = (epochs * fold.train.len().div_ceil(batch)) as u64;
-        let config = AdamWConfig {
-            learning_rate,
-            weight_decay,
-            clip: Some(clip),
-            schedule: Schedule::WarmupCosine { warmup: WARMUP.min(updates / 10), total: updates, floor: FLOOR },
-            ..AdamWConfig::default()
-        };
-        let traced = self.args.trace.as_ref().filter(|_| fold.index == 0);
-        self.trace = traced.map(|path| Trace::new(path.clone(), &config));
-        self.captured = self.capture();
-        // The last fold's graphs give their part of the arena back.
-        self.learner = None;
-        let learner = Learner::new(self.arena.device(), seed, config)?;
-        self.learner = Some(match self.args.capture {
-            Switch::Off => Stage::Eager(learner),
-            Switch::On => {
-                let batch = batch.min(fold.train.len());
-                let largest = MicroBatch::zeros(batch.min(self.args.micro_batch()));
-                let last = batch <= self.args.micro_batch();
-                let part = Part { batch, first: true, last, update: last };
-                Stage::Captured(self.arena.capture(learner, &largest.inputs(part)?, Learner::record)?)
-            }
-        });
+impl Observer for Watch<'_> {
+    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
+        self.shown.advance(update.samples, update.loss, arena);
+        if self.position.batches.len() < BATCHES_KEPT {
+            let head_gradient_l2 = update.watched_l2.unwrap_or(0.0);
+            self.position.batches.push(BatchResult { loss: update.loss, head_gradient_l2 });
+        }
         Ok(())
     }
 
-    fn learner(&self) -> &Learner {
-        match self.learner.as_ref().expect("a fold was started") {
-            Stage::Eager(learner) => learner,
-            Stage::Captured(captured) => captured.state(),
-        }
+    fn notes(&self) -> Vec<(&str, String)> {
+        let position = serde_json::to_string(&self.position).expect("plain numbers and lists have a JSON form");
+        vec![(POSITION, position), (SETTINGS, self.settings.clone())]
+    }
+}
+
+impl<'r> Run<'r> {
+    /// A run that has done nothing, or what `resumed` holds; `stop` ends it behind the update that is running.
+    ///
+    /// # Errors
+    /// When the checkpoint was made with other settings, which would not give the same weights.
+    pub(crate) fn new(
+        args: &'r Args,
+        dataset: &'r Arc<Dataset>,
+        checkpoint: &'r Path,
+        resumed: Option<&Checkpoint>,
+        stop: &'r AtomicBool,
+    ) -> Result<Self> {
+        let position = resumed.map(|resumed| position(resumed, args, dataset)).transpose()?.unwrap_or_default();
+        Ok(Self { args, dataset, stop, checkpoint, position, captured: None, memory: args.memory.as_ref() })
     }
 
-    fn learner_mut(&mut self) -> &mut Learner {
-        learner_of(&mut self.learner)
-    }
-
-    /// Trains on the fold's samples once, validates, and tells how it went.
+    /// Trains on what is left of the folds; returns the digest of the weights, or none when it was stopped.
     ///
     /// # Errors
     /// Those of the device and the arena.
-    pub(crate) fn epoch(&mut self, fold: &Fold, epoch: usize, batches: &mut Vec<BatchResult>) -> Result<EpochResult> {
-        let order = fold.epoch_order(self.args.seed, epoch);
-        let mut progress = Progress::new(&format!("fold {}, epoch {epoch}", fold.index), order.len());
-        for samples in order.chunks(self.args.batch) {
-            let result = self.batch(fold, samples)?;
-            progress.advance(samples.len(), result.loss);
-            if batches.len() < crate::report::BATCHES_KEPT {
-                batches.push(result);
+    pub(crate) fn train(&mut self, arena: &mut Arena, resumed: Option<&Checkpoint>) -> Result<Option<String>> {
+        let (folds, epochs) = (self.args.folds, self.args.epochs);
+        let mut resumed = resumed;
+        let mut sha256 = None;
+        for (number, fold) in self.dataset.folds().iter().enumerate() {
+            let (before, last) = (number * epochs, number + 1 == folds);
+            let done = self.position.epochs.len();
+            if done >= before + epochs && !last {
+                continue;
             }
+            let mut trainer = self.trainer(arena, fold)?;
+            let mut progress = EpochProgress::default();
+            // Within this fold, or a checkpoint of the last one's end.
+            if let Some(checkpoint) = resumed.take()
+                && (done > before || EpochProgress::of(checkpoint)?.updates > 0)
+            {
+                progress = trainer.restore(checkpoint)?;
+            }
+            for epoch in done.saturating_sub(before)..epochs {
+                if self.epoch(&mut trainer, fold, epoch, progress)? == Ended::Stopped {
+                    return Ok(None);
+                }
+                progress = EpochProgress::default();
+            }
+            if let Some(report) = trainer.capture_report() {
+                self.captured = Some(CaptureUse::after(self.captured, report));
+            }
+            sha256 = Some(trainer.learner().parameters.sha256()?);
         }
-        let (train_loss, seconds, samples_per_second) = progress.finish();
-        let (valid_loss, valid_accuracy) = self.validate(fold)?;
-        Ok(EpochResult {
-            fold: fold.index,
-            epoch,
-            train_loss,
-            valid_loss,
-            valid_accuracy,
-            baseline_accuracy: fold.baseline_accuracy,
-            seconds,
-            samples_per_second,
-        })
+        Ok(sha256)
     }
 
-    /// One update: a step for each micro-batch, the last of which also updates the weights.
-    fn batch(&mut self, fold: &Fold, samples: &[usize]) -> Result<BatchResult> {
-        // A batch that is looked at runs eagerly: its memory shows, and its update waits for the trace.
-        let looked_at = self.trace.is_some() || self.memory.is_some();
-        if self.memory.is_some() {
-            self.arena.record(EVENTS);
-        }
-        self.learner_mut().optimizer.advance()?;
-        let (mut loss, mut head_gradient_l2) = (0.0, 0.0);
-        let micro_batches = samples.len().div_ceil(self.args.micro_batch());
-        for (number, micro_batch) in samples.chunks(self.args.micro_batch()).enumerate() {
-            let last = number + 1 == micro_batches;
-            let update = last && self.trace.is_none();
-            let part = Part { batch: samples.len(), first: number == 0, last, update };
-            let micro_batch = self.on_host(fold, micro_batch);
-            let told = match &mut self.learner {
-                Some(Stage::Captured(captured)) if !looked_at => replay(captured, &micro_batch, part)?,
-                _ => self.eager(&micro_batch, part)?,
-            };
-            loss += f64::from(told.loss);
-            head_gradient_l2 = told.head_squared.map_or(0.0, |squared| f64::from(squared).sqrt());
-        }
-        if let Some(mut trace) = self.trace.take() {
-            trace.before_update(&self.on_host(fold, samples), loss as f32, self.learner())?;
-            let Learner { parameters, gradients, optimizer, .. } = learner_of(&mut self.learner);
-            self.arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))?;
-            let complete = trace.after_update(self.learner())?;
-            self.trace = (!complete).then_some(trace);
-        }
-        if let (Some(path), Some(recording)) = (self.memory.take(), self.arena.recording()) {
-            replace_file(path, &recording.pickle())?;
-            replace_file(path.with_extension("svg"), recording.timeline_svg().as_bytes())?;
-            self.arena.record(0);
-        }
-        Ok(BatchResult { loss, head_gradient_l2 })
+    /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
+    fn trainer<'a>(&self, arena: &'a mut Arena, fold: &Fold) -> Result<Trainer<'a, Model>>
+    where
+        'r: 'a,
+    {
+        let Args { batch, seed, checkpoint_every, capture, .. } = *self.args;
+        let (model, layout) = Model::new()?;
+        let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?;
+        let trainer = match capture {
+            Switch::Off => Trainer::eager(arena, learner),
+            Switch::On => {
+                let largest = MicroBatch::zeros(self.args.micro_batch().min(batch.min(fold.train.len())));
+                Trainer::captured(arena, learner, &largest)?
+            }
+        };
+        Ok(trainer.checkpoint(self.checkpoint, checkpoint_every).stop_when(self.stop))
     }
 
-    /// A step, launch by launch.
-    fn eager(&mut self, batch: &MicroBatch, part: Part) -> Result<Told<f32, f32>> {
-        let learner = learner_of(&mut self.learner);
-        self.arena.step(|step| {
-            let x = step.upload(&batch.x, batch.shape())?.save();
-            let labels = step.upload(&batch.labels, [batch.labels.len()])?.save();
-            let Told { loss, head_squared } = learner.learn(step, x, labels, part)?;
-            let head_squared = head_squared.map(|squared| step.read_scalar(&squared)).transpose()?;
-            Ok(Told { loss: step.read_scalar(&loss)?, head_squared })
-        })
+    fn config(&self, fold: &Fold) -> AdamWConfig {
+        let Args { batch, epochs, learning_rate, weight_decay, clip, .. } = *self.args;
+        let total = (epochs * fold.train.len().div_ceil(batch)) as u64;
+        AdamWConfig {
+            learning_rate,
+            weight_decay,
+            clip: Some(clip),
+            schedule: Schedule::WarmupCosine { warmup: WARMUP.min(total / 10), total, floor: FLOOR },
+            ..AdamWConfig::default()
+        }
+    }
+
+    /// Trains on what is left of the fold's samples, validates, and writes the checkpoint.
+    fn epoch(
+        &mut self,
+        trainer: &mut Trainer<'_, Model>,
+        fold: &Fold,
+        epoch: usize,
+        mut progress: EpochProgress,
+    ) -> Result<Ended> {
+        let order = fold.epoch_order(self.args.seed, epoch).split_off(progress.samples as usize);
+        let shown = Progress::new(format!("fold {}, epoch {epoch}", fold.index), order.len(), self.args.log);
+        let mut batches = samples::batches(self.dataset, fold, order, (self.args.batch, self.args.micro_batch()))?;
+        let mut position = std::mem::take(&mut self.position);
+        let settings = settings(self.args, self.dataset);
+        let mut watch = Watch { shown, settings, position: &mut position };
+        if fold.index == 0 && epoch == 0 {
+            self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
+        }
+        let ended = trainer.epoch(batches, &mut progress, &mut watch)?;
+        if ended == Ended::Finished {
+            let (seconds, samples_per_second) = watch.shown.finish(progress.mean_loss());
+            let (valid_loss, valid_accuracy) = self.validate(trainer, fold)?;
+            watch.position.epochs.push(EpochResult {
+                fold: fold.index,
+                epoch,
+                train_loss: progress.mean_loss(),
+                valid_loss,
+                valid_accuracy,
+                baseline_accuracy: fold.baseline_accuracy,
+                seconds,
+                samples_per_second,
+            });
+            trainer.save(&EpochProgress::default(), &watch.notes())?;
+        }
+        self.position = position;
+        Ok(ended)
+    }
+
+    /// Trains on the run's first batches as long as they are to be looked at, with an update that waits for that.
+    fn look(
+        &mut self,
+        trainer: &mut Trainer<'_, Model>,
+        fold: &Fold,
+        batches: &mut impl Iterator<Item = Result<Vec<MicroBatch>>>,
+        progress: &mut EpochProgress,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        let mut trace = self.args.trace.as_ref().map(|path| Trace::new(path.clone(), &self.config(fold)));
+        while trace.is_some() || self.memory.is_some() {
+            let Some(batch) = batches.next().transpose()? else { return Ok(()) };
+            trainer.arena().record(if self.memory.is_some() { EVENTS } else { 0 });
+            let update = trainer.accumulate(&batch)?;
+            if let Some(trace) = &mut trace {
+                trace.before_update(&batch, update.loss as f32, trainer.learner())?;
+            }
+            trainer.apply()?;
+            if let Some(traced) = &mut trace
+                && traced.after_update(trainer.learner())?
+            {
+                trace = None;
+            }
+            if let (Some(path), Some(recording)) = (self.memory.take(), trainer.arena().recording()) {
+                replace_file(path, &recording.pickle())?;
+                replace_file(path.with_extension("svg"), recording.timeline_svg().as_bytes())?;
+                trainer.arena().record(0);
+            }
+            progress.add(&update);
+            watch.updated(&update, progress, trainer.arena())?;
+        }
+        Ok(())
     }
 
     /// Mean loss and accuracy over the fold's validation samples.
-    fn validate(&mut self, fold: &Fold) -> Result<(f64, f64)> {
+    fn validate(&self, trainer: &mut Trainer<'_, Model>, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
-        let (mut loss, mut right) = (0.0, 0);
-        for batch in samples.chunks(self.args.batch) {
-            let batch = self.on_host(fold, batch);
-            let Learner { model, parameters, .. } = learner_of(&mut self.learner);
-            let (sum, guesses) = self.arena.step(|step| {
-                let tape = Tape::new(step, parameters);
-                let logits = model.forward(&tape, &tape.input(step.upload(&batch.x, batch.shape())?))?;
-                let labels = step.upload(&batch.labels, [batch.labels.len()])?.save();
-                let sum = tape.cross_entropy(&logits, labels, 1.0)?;
-                let guesses = ops::argmax_columns(step, logits.value())?;
-                Ok((step.read_scalar(sum.value())?, step.read(&guesses)?))
-            })?;
-            loss += f64::from(sum);
-            right += guesses.iter().zip(&batch.labels).filter(|(guess, label)| guess == label).count();
+        let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
+        for batch in samples::batches(self.dataset, fold, samples, (self.args.batch, self.args.batch))? {
+            for batch in batch? {
+                let (sum, guesses) =
+                    trainer.evaluate(&batch, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))?;
+                loss += sum;
+                right += guesses.iter().zip(&batch.labels).filter(|(guess, label)| guess == label).count();
+            }
         }
-        Ok((loss / samples.len() as f64, right as f64 / samples.len() as f64))
+        Ok((loss / all, right as f64 / all))
     }
-
-    /// Features and labels of some samples, on the host.
-    fn on_host(&self, fold: &Fold, samples: &[usize]) -> MicroBatch {
-        let mut batch = MicroBatch::zeros(samples.len());
-        self.dataset.batch_features(samples, &mut batch.x);
-        self.dataset.batch_labels(fold, samples, &mut batch.labels);
-        batch
-    }
-
-    /// Writes weights, optimiser and position.
-    ///
-    /// # Errors
-    /// When the file cannot be written; an older one is untouched then.
-    pub(crate) fn save(&self, path: &Path, position: &Position) -> Result<()> {
-        let position = serde_json::to_string(position).expect("plain numbers and lists have a JSON form");
-        let notes = [(POSITION, position), (SETTINGS, settings(self.args, self.dataset))];
-        let Learner { parameters, optimizer, .. } = self.learner();
-        Checkpoint::save(path, parameters, Some(optimizer), &notes)
-    }
-
-    /// Weights and optimiser as a checkpoint left them; call it within the fold that the position is in.
-    ///
-    /// # Errors
-    /// When the checkpoint is another model's.
-    pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        let Learner { parameters, optimizer, .. } = self.learner_mut();
-        checkpoint.restore(parameters, Some(optimizer))
-    }
-
-    /// Names, shapes and places of the weights.
-    pub(crate) fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// The digest of the weights.
-    ///
-    /// # Errors
-    /// When the device does not answer.
-    pub(crate) fn weights_sha256(&self) -> Result<String> {
-        self.learner().parameters.sha256()
-    }
-
-    /// What captured steps did over the whole run; none without any.
-    pub(crate) fn capture(&self) -> Option<CaptureUse> {
-        match &self.learner {
-            Some(Stage::Captured(captured)) => Some(CaptureUse::after(self.captured, captured.report())),
-            Some(Stage::Eager(_)) | None => self.captured,
-        }
-    }
-
-    /// What the arena did.
-    pub(crate) fn arena(&self) -> ArenaReport {
-        self.arena.report()
-    }
-}
-
-/// The learner alone, so that the arena can run a step of it.
-fn learner_of(stage: &mut Option<Stage>) -> &mut Learner {
-    match stage.as_mut().expect("a fold was started") {
-        Stage::Eager(learner) => learner,
-        Stage::Captured(captured) => captured.state_mut(),
-    }
-}
-
-/// A step as one graph.
-fn replay(
-    captured: &mut Captured<Learner, Told<Output, Output>>,
-    batch: &MicroBatch,
-    part: Part,
-) -> Result<Told<f32, f32>> {
-    let replay = captured.replay(&batch.inputs(part)?)?;
-    let Told { loss, head_squared } = replay.outputs();
-    let head_squared = head_squared.map(|squared| replay.read_scalar(squared)).transpose()?;
-    Ok(Told { loss: replay.read_scalar(*loss)?, head_squared })
 }
 
 /// Where a checkpoint stopped.
-///
-/// # Errors
-/// When it was made with other settings, which would not give the same weights.
-pub(crate) fn position(checkpoint: &Checkpoint, path: &Path, args: &Args, dataset: &Dataset) -> Result<Position> {
+fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<Position> {
+    let path = args.resume.clone().unwrap_or_default();
     let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, dataset));
     if theirs != ours {
         let reason = format!(
             "was made with other settings, so going on would mix two runs:\n  there: {theirs}\n  here:  {ours}"
         );
-        return Err(Error::File { path: path.into(), reason });
+        return Err(Error::File { path, reason });
     }
-    let unreadable = |reason| Error::File { path: path.into(), reason: format!("`{POSITION}`: {reason}") };
+    let unreadable = |reason| Error::File { path, reason: format!("`{POSITION}`: {reason}") };
     serde_json::from_str(checkpoint.note(POSITION)?).map_err(unreadable)
 }
 

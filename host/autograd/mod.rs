@@ -25,6 +25,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
+use tracing::span::EnteredSpan;
 
 /// A value on a tape.
 #[derive(Clone, Copy, Debug)]
@@ -69,6 +70,7 @@ pub struct Tape<'t, 's> {
     parameters: &'t Parameters,
     identity: u64,
     records: RefCell<Vec<Record<'t, 's>>>,
+    forward: EnteredSpan,
 }
 
 impl fmt::Debug for Tape<'_, '_> {
@@ -83,7 +85,7 @@ impl<'t, 's> Tape<'t, 's> {
         // Tells the variables of two tapes of one step apart.
         static TAPES: AtomicU64 = AtomicU64::new(0);
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
-        Self { step, parameters, identity, records: RefCell::default() }
+        Self { step, parameters, identity, records: RefCell::default(), forward: Phase::Forward.span().entered() }
     }
 
     /// The step that the tape records.
@@ -171,6 +173,7 @@ impl<'t, 's> Tape<'t, 's> {
         if !gradients.layout().same(self.parameters.layout()) {
             return Err(Error::misuse("backward", "gradients of the tape's parameters", "another layout's"));
         }
+        drop(self.forward);
         let records = self.records.into_inner();
         let (step, parameters) = (self.step, self.parameters);
         let _phase = step.enter(Phase::Backward);

@@ -12,9 +12,9 @@
 mod slots;
 mod state;
 
-pub use slots::{Inputs, Output, Slots};
+pub use slots::{Batch, Inputs, Output, Slots};
 
-use crate::driver::{Device, Launch, Pins, SealedGraph};
+use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
 use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section};
 use crate::step::Step;
@@ -26,6 +26,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use tracing::Span;
+use tracing::field::Empty;
 
 /// What a captured step does: its own launches on `Step`, with all else from the state `S`; its result `R` holds
 /// [`Output`]s. A function or a closure that captures nothing.
@@ -136,6 +138,7 @@ impl Arena {
         let start = Instant::now();
         let device = self.device().clone();
         let (key, guard_bytes) = (inputs.key(), self.guard_bytes());
+        let _span = span(&key).entered();
         let (bytes, tensors) = Place::needs(&device, guard_bytes, &key, &mut state, record)?;
         let available = self.available_bytes();
         let Some((section, address)) = self.reserve(bytes) else {
@@ -210,6 +213,8 @@ impl<S, R> Captured<S, R> {
     fn run(&mut self, inputs: Option<&Inputs<'_>>) -> Result<Replay<'_, R>> {
         let device = &self.place.device;
         let recording = self.recordings.last_mut().expect("one is always kept");
+        let (key, kernels) = (recording.ports.key(), recording.graph.kernels());
+        let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
         let outcome = recording.replay(device, inputs, self.place.deadline);
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;
@@ -224,6 +229,7 @@ impl<S, R> Captured<S, R> {
         let start = Instant::now();
         let Place { device, section, guard_bytes, .. } = &self.place;
         let key = inputs.key();
+        let _span = span(&key).entered();
         let (bytes, tensors) = Place::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
         let available = section.bytes();
         if bytes > available {
@@ -238,6 +244,11 @@ impl<S, R> Captured<S, R> {
         self.record_time += start.elapsed();
         Ok(())
     }
+}
+
+/// What making a recording is traced as; the rest of its fields come with the graph.
+fn span(key: &Key) -> Span {
+    tracing::debug_span!("capture", %key, bytes = Empty, tensors = Empty, kernels = Empty)
 }
 
 /// A run of a step that launched nothing.
@@ -301,7 +312,8 @@ impl Place {
             debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
             tracing::debug!(%error, "a capture was abandoned");
         })?;
-        tracing::debug!(kernels = graph.kernels(), bytes = section.bytes(), "captured a step");
+        let (bytes, kernels) = (section.bytes(), graph.kernels());
+        Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
         Ok(Recording { state: life.after(Event::Seal)?, graph, ports, result, checks })
     }
 }
@@ -340,6 +352,11 @@ impl<R> Replay<'_, R> {
     pub fn read<T: Element>(&self, output: Output<T>) -> Result<Vec<T>> {
         let memory = self.recording.ports.find(output)?;
         memory.download(&self.place.device, self.place.deadline)
+    }
+
+    /// Queues a copy of a result of one element to the next word of `landing`, to be waited for when other replays have followed.
+    pub(crate) fn land(&self, output: Output, landing: &mut Landing) -> Result<()> {
+        self.recording.ports.find(output)?.land(landing)
     }
 
     /// [`Replay::read`] of a result with one element.

@@ -9,8 +9,10 @@ use crate::driver::{Device, Pins};
 use crate::error::{Error, Result};
 use crate::launch::{Memory, Source};
 use crate::memory::Region;
+use crate::step::Eager;
 use crate::tensor::{Brand, Element, Saved, Shape};
 use std::cell::RefCell;
+use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -80,6 +82,14 @@ pub(super) struct Key {
     variant: u64,
 }
 
+/// The inputs' elements and shapes, and the variant: `f32[256, 12, 193] u32[256] #0`.
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.forms.iter().try_for_each(|form| write!(f, "{}{} ", form.element, form.shape))?;
+        write!(f, "#{}", self.variant)
+    }
+}
+
 /// A result of a captured step, to be read after a replay with [`Replay::read`](crate::Replay::read).
 pub struct Output<T: Element = f32> {
     recording: u64,
@@ -95,9 +105,54 @@ impl<T: Element> Clone for Output<T> {
 
 impl<T: Element> Copy for Output<T> {}
 
-impl<T: Element> std::fmt::Debug for Output<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl<T: Element> fmt::Debug for Output<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Output<{}> {}", T::NAME, self.index)
+    }
+}
+
+/// Inputs on the device, by their place.
+#[derive(Clone, Debug)]
+pub struct Batch<'s> {
+    inputs: Vec<(Memory<u32>, Form)>,
+    brand: Brand<'s>,
+}
+
+impl<'s> Batch<'s> {
+    /// The input of this number, counted from 0: what [`Inputs::with`] gave.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is none, or it has other elements.
+    pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
+        let Some((memory, form)) = self.inputs.get(number) else {
+            let expected = format!("one of {} inputs", self.inputs.len());
+            return Err(Error::misuse("input", expected, format!("input {number}")));
+        };
+        if form.element != T::NAME {
+            let got = format!("{} {}", form.element, form.shape);
+            return Err(Error::misuse("input", format!("input {number} of {} elements", T::NAME), got));
+        }
+        Ok(Saved::new(memory.cast(), form.shape))
+    }
+}
+
+impl<'s> Eager<'s> {
+    /// Uploads inputs, so that a function that is captured can be run at once on the same values.
+    ///
+    /// # Errors
+    /// As for [`Eager::upload`].
+    #[track_caller]
+    pub fn upload_inputs(&self, inputs: &Inputs<'_>) -> Result<Batch<'s>> {
+        let mut batch = Batch { inputs: Vec::new(), brand: PhantomData };
+        for Value { form, bytes } in &inputs.values {
+            let memory = if form.element == f32::NAME {
+                self.upload::<f32>(bytemuck::cast_slice(bytes), form.shape)?.memory().cast()
+            } else {
+                self.upload::<u32>(bytemuck::cast_slice(bytes), form.shape)?.memory()
+            };
+            batch.inputs.push((memory, *form));
+        }
+        Ok(batch)
     }
 }
 
@@ -105,24 +160,21 @@ impl<T: Element> std::fmt::Debug for Output<T> {
 #[derive(Debug)]
 pub struct Slots<'s> {
     ports: &'s Ports,
-    brand: Brand<'s>,
+    batch: Batch<'s>,
 }
 
 impl<'s> Slots<'s> {
-    /// The input of this number, counted from 0: what [`Inputs::with`] gave, on the device.
+    /// All inputs.
+    pub fn batch(&self) -> &Batch<'s> {
+        &self.batch
+    }
+
+    /// [`Batch::input`].
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is none, or it has other elements.
     pub fn input<T: Element>(&self, number: usize) -> Result<Saved<'s, T>> {
-        let Ports { memory, key, .. } = self.ports;
-        let Some((memory, form)) = memory.get(number).zip(key.forms.get(number)) else {
-            return Err(Error::misuse("slots", format!("one of {} inputs", memory.len()), format!("input {number}")));
-        };
-        if form.element != T::NAME {
-            let got = format!("{} {}", form.element, form.shape);
-            return Err(Error::misuse("slots", format!("input {number} of {} elements", T::NAME), got));
-        }
-        Ok(Saved::new(memory.cast(), form.shape))
+        self.batch.input(number)
     }
 
     /// The number that [`Inputs::variant`] gave.
@@ -161,7 +213,13 @@ impl Ports {
 
     /// What the recorded function sees of them.
     pub(super) fn slots(&self) -> Slots<'_> {
-        Slots { ports: self, brand: PhantomData }
+        let inputs = self.memory.iter().copied().zip(self.key.forms.iter().copied()).collect();
+        Slots { ports: self, batch: Batch { inputs, brand: PhantomData } }
+    }
+
+    /// What the recording was made for.
+    pub(super) fn key(&self) -> &Key {
+        &self.key
     }
 
     /// Whether the recording serves these inputs.

@@ -3,15 +3,15 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool, ptx};
+use super::{Description, DeviceKind, Driver, Fence, Graph, Kernels, Nodes, Pool};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::context::Context;
 use cust::device::{Device, DeviceAttribute};
 use cust::error::CudaError;
-use cust::module::Module;
 use cust::stream::{Stream, StreamFlags};
-use cust::sys::{self, CUfunction, CUresult};
+use cust::sys::{self, CUresult};
+use modules::Modules;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::fmt;
@@ -19,14 +19,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
 
+mod launch;
+mod modules;
+
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 pub(super) struct Cuda {
     description: Description,
-    // The order of fields is the order of destruction: functions before their module, all before the context.
-    functions: Mutex<HashMap<&'static str, Function>>,
-    module: Module,
+    // The order of fields is the order of destruction: all before the context.
+    modules: Modules,
     stream: Stream,
     /// What is captured is queued here, so that other threads' work stays out of it.
     capture_stream: Stream,
@@ -34,8 +36,6 @@ pub(super) struct Cuda {
     capture: Mutex<Captures>,
     context: Context,
     device: sys::CUdevice,
-    /// Each kernel begins by waiting for those before it, so its blocks may come while they still run.
-    overlaps: bool,
 }
 
 /// The thread that captures, if any, and the executable form of each graph.
@@ -52,13 +52,6 @@ struct Executable(sys::CUgraphExec);
 // SAFETY: a plain name within its context; calls on it are serialised by the mutex around it.
 unsafe impl Send for Executable {}
 
-/// A kernel of the loaded module.
-#[derive(Clone, Copy)]
-struct Function(CUfunction);
-
-// SAFETY: a function handle is a plain name within its context; the driver's calls on it are thread-safe.
-unsafe impl Send for Function {}
-
 impl fmt::Debug for Cuda {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Cuda").field("description", &self.description).finish_non_exhaustive()
@@ -66,8 +59,8 @@ impl fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    /// Opens the first GPU and loads the kernels.
-    pub(super) fn open() -> Result<Self> {
+    /// Opens the first GPU and loads the library's kernels and `others`.
+    pub(super) fn open(others: &[Kernels]) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error:?}"));
         cust::init(cust::CudaFlags::empty()).map_err(|error| {
@@ -83,15 +76,10 @@ impl Cuda {
         let processors = attribute(DeviceAttribute::MultiprocessorCount)? as u32;
         let name = device.name().map_err(failed("cuDeviceGetName"))?;
         let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
-        let ptx = ptx::choose(capability).map_err(|built| {
-            absent(format!(
-                "{name} is sm_{capability}, and this build holds kernels for {built}; build with STEPSCOPE_ARCHS=sm_{capability}"
-            ))
-        })?;
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
         let (stream, capture_stream) = (stream()?, stream()?);
-        let module = Module::from_ptx(ptx, &[]).map_err(failed("cuModuleLoadDataEx"))?;
+        let modules = Modules::load(capability, &name, others)?;
         let description = Description {
             kind: DeviceKind::Cuda,
             name,
@@ -102,16 +90,13 @@ impl Cuda {
         };
         Ok(Self {
             description,
-            functions: Mutex::default(),
-            module,
+            modules,
             stream,
             capture_stream,
             capturing: AtomicBool::new(false),
             capture: Mutex::default(),
             context,
             device: device.as_raw(),
-            // rust-cuda's `#[kernel]` and targets before sm_90 have no such wait.
-            overlaps: ptx.contains("griddepcontrol.wait"),
         })
     }
 
@@ -129,33 +114,7 @@ impl Cuda {
     /// Makes this thread's calls go to the context.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
-        self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) })
-    }
-
-    /// Ok on success, else the driver's code and words.
-    fn check(&self, call: &'static str, result: CUresult) -> Result<()> {
-        if result == CUresult::CUDA_SUCCESS {
-            return Ok(());
-        }
-        let reason = describe(result);
-        // All but these leave the context in a state that CUDA does not define.
-        let fatal = !matches!(
-            result,
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY
-                | CUresult::CUDA_ERROR_INVALID_VALUE
-                | CUresult::CUDA_ERROR_NOT_FOUND
-                | CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-                | CUresult::CUDA_ERROR_ILLEGAL_STATE
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
-        );
-        Err(Error::Driver { call, reason, fatal })
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) })
     }
 
     fn out_of_memory(&self, requested_bytes: usize, result: CUresult) -> Error {
@@ -166,27 +125,32 @@ impl Cuda {
             reason: describe(result),
         }
     }
+}
 
-    fn function(&self, entry: &Entry) -> Result<CUfunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(Function(function)) = functions.get(entry.name) {
-            return Ok(*function);
-        }
-        let function = self.module.get_function(entry.name).map_err(|error| Error::Driver {
-            call: "cuModuleGetFunction",
-            reason: format!("{error:?}: the PTX has no kernel `{}`; was it built from other sources?", entry.name),
-            fatal: false,
-        })?;
-        let function = function.to_raw();
-        if entry.shared_bytes > DEFAULT_SHARED_BYTES {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to the loaded module.
-            let result = unsafe { sys::cuFuncSetAttribute(function, attribute, entry.shared_bytes as i32) };
-            self.check("cuFuncSetAttribute", result)?;
-        }
-        functions.insert(entry.name, Function(function));
-        Ok(function)
+/// Ok on success, else the driver's code and words.
+fn check(call: &'static str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
     }
+    let reason = describe(result);
+    // All but these leave the context in a state that CUDA does not define.
+    let fatal = !matches!(
+        result,
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY
+            | CUresult::CUDA_ERROR_INVALID_VALUE
+            | CUresult::CUDA_ERROR_NOT_FOUND
+            | CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+            | CUresult::CUDA_ERROR_ILLEGAL_STATE
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+    );
+    Err(Error::Driver { call, reason, fatal })
 }
 
 fn describe(result: CUresult) -> String {
@@ -213,7 +177,7 @@ unsafe impl Driver for Cuda {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: both are valid for a write.
-        self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok(free as u64)
     }
 
@@ -223,14 +187,14 @@ unsafe impl Driver for Cuda {
         // SAFETY: `address` is valid for a write.
         match unsafe { sys::cuMemAlloc_v2(&mut address, bytes) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
-            result => self.check("cuMemAlloc", result).map(|()| address),
+            result => check("cuMemAlloc", result).map(|()| address),
         }
     }
 
     unsafe fn free(&self, address: u64, _: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: the caller's promise; the driver waits for work that uses the memory.
-        self.check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
+        check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
     }
 
     fn create_pool(&self) -> Result<Pool> {
@@ -242,13 +206,13 @@ unsafe impl Driver for Cuda {
         properties.location.id = self.device;
         let mut pool = std::ptr::null_mut();
         // SAFETY: both are valid for the call.
-        self.check("cuMemPoolCreate", unsafe { sys::cuMemPoolCreate(&mut pool, &properties) })?;
+        check("cuMemPoolCreate", unsafe { sys::cuMemPoolCreate(&mut pool, &properties) })?;
         // Without this the pool gives everything back at every wait, and faults it in again.
         let mut threshold = u64::MAX;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         // SAFETY: the attribute's value is a 64-bit number.
         let result = unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()) };
-        self.check("cuMemPoolSetAttribute", result)?;
+        check("cuMemPoolSetAttribute", result)?;
         Ok(Pool(pool as u64))
     }
 
@@ -258,26 +222,26 @@ unsafe impl Driver for Cuda {
         // SAFETY: `address` is valid for a write; the pool is alive until `destroy_pool`.
         match unsafe { sys::cuMemAllocFromPoolAsync(&mut address, bytes, raw(pool), self.stream()) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
-            result => self.check("cuMemAllocFromPoolAsync", result).map(|()| address),
+            result => check("cuMemAllocFromPoolAsync", result).map(|()| address),
         }
     }
 
     unsafe fn pool_free(&self, _: Pool, address: u64, _: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: the caller's promise.
-        self.check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, self.stream.as_inner()) })
+        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, self.stream.as_inner()) })
     }
 
     fn trim_pool(&self, pool: Pool, keep_bytes: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: the pool is alive until `destroy_pool`.
-        self.check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(raw(pool), keep_bytes) })
+        check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(raw(pool), keep_bytes) })
     }
 
     unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
         self.enter()?;
         // SAFETY: the caller's promise.
-        self.check("cuMemPoolDestroy", unsafe { sys::cuMemPoolDestroy(raw(pool)) })
+        check("cuMemPoolDestroy", unsafe { sys::cuMemPoolDestroy(raw(pool)) })
     }
 
     fn allocate_pinned(&self, bytes: usize) -> Result<u64> {
@@ -286,14 +250,14 @@ unsafe impl Driver for Cuda {
         // SAFETY: `address` is valid for a write.
         match unsafe { sys::cuMemAllocHost_v2(&mut address, bytes) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(self.out_of_memory(bytes, CUresult::CUDA_ERROR_OUT_OF_MEMORY)),
-            result => self.check("cuMemAllocHost", result).map(|()| address as u64),
+            result => check("cuMemAllocHost", result).map(|()| address as u64),
         }
     }
 
     unsafe fn free_pinned(&self, address: u64, _: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: the caller's promise.
-        self.check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
+        check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
     }
 
     unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
@@ -304,7 +268,7 @@ unsafe impl Driver for Cuda {
         let stream = self.stream();
         // SAFETY: the caller's promise: the source is page-locked, so the call only queues.
         let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
-        self.check("cuMemcpyHtoDAsync", result)
+        check("cuMemcpyHtoDAsync", result)
     }
 
     fn create_fence(&self) -> Result<Fence> {
@@ -312,14 +276,14 @@ unsafe impl Driver for Cuda {
         let mut event = std::ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: `event` is valid for a write.
-        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
         Ok(Fence(event as u64))
     }
 
     fn record_fence(&self, fence: Fence) -> Result<()> {
         self.enter()?;
         // SAFETY: the fence is alive until `destroy_fence`, and the stream as long as `self`.
-        self.check("cuEventRecord", unsafe { sys::cuEventRecord(event(fence), self.stream.as_inner()) })
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event(fence), self.stream.as_inner()) })
     }
 
     fn poll_fence(&self, fence: Fence) -> Result<bool> {
@@ -327,14 +291,14 @@ unsafe impl Driver for Cuda {
         // SAFETY: the fence is alive until `destroy_fence`.
         match unsafe { sys::cuEventQuery(event(fence)) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => self.check("cuEventQuery", result).map(|()| true),
+            result => check("cuEventQuery", result).map(|()| true),
         }
     }
 
     unsafe fn destroy_fence(&self, fence: Fence) -> Result<()> {
         self.enter()?;
         // SAFETY: the caller's promise.
-        self.check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event(fence)) })
+        check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event(fence)) })
     }
 
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
@@ -346,40 +310,32 @@ unsafe impl Driver for Cuda {
         // Not the driver's default stream: that one is not to be used while a stream of any device captures.
         // SAFETY: the caller's promise; `to` is written until the wait below is over.
         let queued = unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream) };
-        self.check("cuMemcpyDtoHAsync", queued)?;
+        check("cuMemcpyDtoHAsync", queued)?;
         // SAFETY: the stream lives as long as `self`.
-        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
+    }
+
+    unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the caller's promise: the destination is page-locked, so the call only queues.
+        let result = unsafe { sys::cuMemcpyDtoHAsync_v2(to as *mut c_void, from, bytes, self.stream()) };
+        check("cuMemcpyDtoHAsync", result)
     }
 
     fn load(&self, entry: &Entry) -> Result<()> {
         self.enter()?;
-        let function = self.function(entry)?;
+        let function = self.modules.function(entry)?.name;
         let mut registers = 0;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: `registers` is valid for a write. To answer, the driver must have loaded the function's code.
-        self.check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) })
+        check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) })
     }
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         self.enter()?;
-        let function = self.function(entry)?;
-        // A parameter is read from the start of its word: the host is little-endian.
-        const { assert!(cfg!(target_endian = "little")) };
-        let mut parameters: Vec<*mut c_void> =
-            words.as_slice().iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
-        let mut attributes = [LaunchAttribute::OVERLAP];
-        let config = LaunchConfig {
-            grid: [grid.x, grid.y, grid.z],
-            block: [entry.block, 1, 1],
-            shared_bytes: entry.shared_bytes,
-            stream: self.stream(),
-            attributes: attributes.as_mut_ptr(),
-            // Only kernels that wait for the one before them may start early.
-            attributes_len: u32::from(self.overlaps),
-        };
-        // SAFETY: the caller's promise: the words are this entry's parameters, read before the call returns.
-        let result = unsafe { cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
-        self.check("cuLaunchKernelEx", result)
+        let function = self.modules.function(entry)?;
+        // SAFETY: the caller's promise; the stream lives as long as `self`.
+        check("cuLaunchKernelEx", unsafe { launch::launch(function, entry, grid, words, self.stream()) })
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -388,7 +344,7 @@ unsafe impl Driver for Cuda {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as `self`.
         let begun = unsafe { sys::cuStreamBeginCapture_v2(self.capture_stream.as_inner(), mode) };
-        self.check("cuStreamBeginCapture", begun)?;
+        check("cuStreamBeginCapture", begun)?;
         self.captures().thread = Some(std::thread::current().id());
         self.capturing.store(true, Ordering::Release);
         Ok(())
@@ -401,7 +357,7 @@ unsafe impl Driver for Cuda {
         let mut graph = std::ptr::null_mut();
         // SAFETY: `graph` is valid for a write; the stream lives as long as `self`.
         let ended = unsafe { sys::cuStreamEndCapture(self.capture_stream.as_inner(), &mut graph) };
-        self.check("cuStreamEndCapture", ended)?;
+        check("cuStreamEndCapture", ended)?;
         Ok(Graph(graph as u64))
     }
 
@@ -410,21 +366,21 @@ unsafe impl Driver for Cuda {
         let mut count = 0;
         // SAFETY: the graph is alive; without room for nodes the driver tells their number.
         let counted = unsafe { sys::cuGraphGetNodes(raw_graph(graph), std::ptr::null_mut(), &mut count) };
-        self.check("cuGraphGetNodes", counted)?;
+        check("cuGraphGetNodes", counted)?;
         if count == 0 {
             return Ok(Nodes::default());
         }
         let mut nodes = vec![std::ptr::null_mut(); count];
         // SAFETY: there is room for `count` nodes.
         let listed = unsafe { sys::cuGraphGetNodes(raw_graph(graph), nodes.as_mut_ptr(), &mut count) };
-        self.check("cuGraphGetNodes", listed)?;
+        check("cuGraphGetNodes", listed)?;
         let mut found = Nodes::default();
         for node in nodes.into_iter().take(count) {
             // A newer driver may know kinds that the bindings do not: read it as a number.
             let mut kind = -1i32;
             // SAFETY: `kind` is as large as the enumeration and valid for a write.
             let told = unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) };
-            self.check("cuGraphNodeGetType", told)?;
+            check("cuGraphNodeGetType", told)?;
             match kind {
                 kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as i32 => found.kernels += 1,
                 kind if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC as i32
@@ -443,20 +399,20 @@ unsafe impl Driver for Cuda {
         let mut executable = std::ptr::null_mut();
         // SAFETY: the graph is alive, and `executable` valid for a write.
         let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, raw_graph(graph), 0) };
-        self.check("cuGraphInstantiate", made)?;
+        check("cuGraphInstantiate", made)?;
         self.captures().executables.insert(graph, Executable(executable));
         // SAFETY: both live as long as `self`. What a first launch would do is done now.
-        self.check("cuGraphUpload", unsafe { sys::cuGraphUpload(executable, self.stream.as_inner()) })
+        check("cuGraphUpload", unsafe { sys::cuGraphUpload(executable, self.stream.as_inner()) })
     }
 
     unsafe fn replay(&self, graph: Graph) -> Result<()> {
         self.enter()?;
         let captures = self.captures();
         let Some(Executable(executable)) = captures.executables.get(&graph).copied() else {
-            return self.check("cuGraphLaunch", CUresult::CUDA_ERROR_INVALID_VALUE);
+            return check("cuGraphLaunch", CUresult::CUDA_ERROR_INVALID_VALUE);
         };
         // SAFETY: the executable is alive until `destroy_graph`; its memory by the caller's promise.
-        self.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(executable, self.stream.as_inner()) })
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(executable, self.stream.as_inner()) })
     }
 
     unsafe fn destroy_graph(&self, graph: Graph) -> Result<()> {
@@ -464,10 +420,10 @@ unsafe impl Driver for Cuda {
         let executable = self.captures().executables.remove(&graph);
         let freed = executable.map_or(Ok(()), |Executable(executable)| {
             // SAFETY: the caller's promise; a replay that still runs is not touched.
-            self.check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(executable) })
+            check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(executable) })
         });
         // SAFETY: the caller's promise.
-        self.check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(raw_graph(graph)) })?;
+        check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(raw_graph(graph)) })?;
         freed
     }
 
@@ -476,7 +432,7 @@ unsafe impl Driver for Cuda {
         // SAFETY: the stream lives as long as `self`.
         match unsafe { sys::cuStreamQuery(self.stream()) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => self.check("cuStreamQuery", result).map(|()| true),
+            result => check("cuStreamQuery", result).map(|()| true),
         }
     }
 }

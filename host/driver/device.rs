@@ -10,7 +10,7 @@ use super::lane::{Lane, TimedOut};
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
 use super::staging::{RingSize, Staging};
-use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Pool, emulated};
+use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Kernels, Pool, emulated};
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
@@ -37,6 +37,7 @@ pub struct DeviceBuilder {
     faults: Option<FaultPlan>,
     ring: RingSize,
     checked: bool,
+    kernels: Vec<Kernels>,
 }
 
 impl DeviceBuilder {
@@ -63,6 +64,13 @@ impl DeviceBuilder {
         self
     }
 
+    /// Kernels of another package than stepscope's; may be called for each.
+    #[must_use]
+    pub fn kernels(mut self, kernels: Kernels) -> Self {
+        self.kernels.push(kernels);
+        self
+    }
+
     /// Makes chosen calls of the driver fail, for tests.
     #[must_use]
     pub fn faults(mut self, plan: FaultPlan) -> Self {
@@ -81,12 +89,12 @@ impl DeviceBuilder {
             wanted: "any",
             reason: format!("no thread for the driver's calls: {error}"),
         })?;
-        let kind = self.kind;
+        let (kind, kernels) = (self.kind, self.kernels);
         // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
         let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
             DeviceKind::Emulated => emulated(),
-            DeviceKind::Cuda => cuda(),
-            DeviceKind::Auto => cuda().or_else(|reason| {
+            DeviceKind::Cuda => cuda(&kernels),
+            DeviceKind::Auto => cuda(&kernels).or_else(|reason| {
                 tracing::debug!(%reason, "no CUDA device, using the emulator");
                 emulated()
             }),
@@ -134,12 +142,12 @@ fn emulated() -> Result<Arc<dyn Driver>> {
 }
 
 #[cfg(feature = "cuda")]
-fn cuda() -> Result<Arc<dyn Driver>> {
-    Ok(Arc::new(super::cuda::Cuda::open()?))
+fn cuda(others: &[Kernels]) -> Result<Arc<dyn Driver>> {
+    Ok(Arc::new(super::cuda::Cuda::open(others)?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda() -> Result<Arc<dyn Driver>> {
+fn cuda(_: &[Kernels]) -> Result<Arc<dyn Driver>> {
     let reason = "this build has no CUDA; build with `--features cuda`".into();
     Err(Error::NoDevice { wanted: "cuda", reason })
 }
@@ -197,7 +205,14 @@ impl Device {
 
     /// Settings for a device.
     pub fn builder(kind: DeviceKind) -> DeviceBuilder {
-        DeviceBuilder { kind, deadline: DEFAULT_DEADLINE, faults: None, ring: RingSize::default(), checked: false }
+        DeviceBuilder {
+            kind,
+            deadline: DEFAULT_DEADLINE,
+            faults: None,
+            ring: RingSize::default(),
+            checked: false,
+            kernels: Vec::new(),
+        }
     }
 
     /// What the device is.

@@ -243,6 +243,13 @@ unsafe impl Driver for Emulated {
         Ok(())
     }
 
+    unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.outside_capture("cuMemcpyDtoHAsync")?;
+        // SAFETY: the caller's promise; no kernel runs between calls.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
+        Ok(())
+    }
+
     fn load(&self, _: &Entry) -> Result<()> {
         Ok(())
     }

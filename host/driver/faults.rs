@@ -58,6 +58,8 @@ pub enum Call {
     DestroyFence,
     /// [`Driver::download`].
     Download,
+    /// [`Driver::queue_download`].
+    QueueDownload,
     /// [`Driver::load`].
     Load,
     /// [`Driver::launch`] of work that runs.
@@ -82,7 +84,7 @@ pub enum Call {
 
 impl Call {
     /// All kinds.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::FreeBytes,
         Self::Allocate,
         Self::Free,
@@ -99,6 +101,7 @@ impl Call {
         Self::PollFence,
         Self::DestroyFence,
         Self::Download,
+        Self::QueueDownload,
         Self::Load,
         Self::Launch,
         Self::BeginCapture,
@@ -113,7 +116,8 @@ impl Call {
 
     /// Whether the call never blocks in a sound driver, so that it runs on the caller's own thread.
     pub fn is_direct(self) -> bool {
-        matches!(self, Self::Upload | Self::RecordFence | Self::PollFence | Self::Launch | Self::Replay | Self::Poll)
+        self.looks()
+            || matches!(self, Self::Upload | Self::QueueDownload | Self::RecordFence | Self::Launch | Self::Replay)
     }
 
     /// Whether the call only looks, so that one that never answers says "not yet" instead.
@@ -357,6 +361,12 @@ unsafe impl Driver for Faulty {
         self.meet(Call::Download)?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.download(from, to) }
+    }
+
+    unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.meet(Call::QueueDownload)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.queue_download(from, to, bytes) }
     }
 
     fn load(&self, entry: &Entry) -> Result<()> {

@@ -11,6 +11,7 @@ mod device;
 mod emulated;
 pub mod faults;
 mod graphs;
+mod landing;
 mod lane;
 mod pins;
 mod ptx;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 pub use device::{Device, DeviceBuilder};
 pub(crate) use graphs::SealedGraph;
+pub(crate) use landing::Landing;
 pub(crate) use pins::Pins;
 pub use ptx::ptx_digests;
 pub(crate) use rehearsal::Launch;
@@ -50,6 +52,15 @@ pub struct Description {
     pub capability: Option<u32>,
 }
 
+/// The kernels of a package as PTX, for a GPU; the emulator needs none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernels {
+    /// The package that defines them: `env!("CARGO_PKG_NAME")` there.
+    pub package: &'static str,
+    /// Compute capability times ten (121 for GB10), and the PTX for it.
+    pub ptx: &'static [(u32, &'static str)],
+}
+
 /// A memory pool of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pool(pub u64);
@@ -74,8 +85,8 @@ pub struct Nodes {
 }
 
 /// Memory, pools, copies, launches and graphs of one device, in the order of one stream. Any call may block, but for those
-/// that queue or look ([`Driver::upload`], [`Driver::launch`], [`Driver::replay`], [`Driver::record_fence`],
-/// [`Driver::poll_fence`], [`Driver::poll`]): [`Device`] runs the others on a worker thread.
+/// that queue or look ([`Driver::upload`], [`Driver::queue_download`], [`Driver::launch`], [`Driver::replay`],
+/// [`Driver::record_fence`], [`Driver::poll_fence`], [`Driver::poll`]): [`Device`] runs the others on a worker thread.
 ///
 /// Between [`Driver::begin_capture`] and [`Driver::end_capture`] a launch of the same thread is recorded and does not run; any
 /// other call of that thread may be refused and spoil the capture. Other threads' calls go on as ever.
@@ -157,6 +168,13 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// `from` is device memory of at least `to.len()` bytes.
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
+
+    /// Queues a copy of device bytes to page-locked host memory.
+    ///
+    /// # Safety
+    /// `from` is device memory of at least `bytes` bytes, and so is `to` of [`Driver::allocate_pinned`]'s, which is neither read,
+    /// written nor freed until a fence that is recorded behind this call has been passed.
+    unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
 
     /// Loads a kernel, so that its first launch does no more than any other.
     fn load(&self, entry: &Entry) -> Result<()>;

@@ -15,14 +15,3 @@ static PTX: &[(u32, &str)] = &[];
 pub fn ptx_digests() -> Vec<(u32, String)> {
     PTX.iter().map(|(arch, ptx)| (*arch, hex(&Sha256::digest(ptx)))).collect()
 }
-
-/// The PTX made for a GPU of this compute capability, or else for the newest architecture before it of the same generation
-/// or older; the error names what there is.
-#[cfg(feature = "cuda")]
-pub(super) fn choose(capability: u32) -> Result<&'static str, String> {
-    let fitting = PTX.iter().filter(|(arch, _)| *arch <= capability).max_by_key(|(arch, _)| *arch);
-    fitting.map(|(_, ptx)| *ptx).ok_or_else(|| {
-        let built: Vec<String> = PTX.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
-        built.join(", ")
-    })
-}

@@ -125,6 +125,10 @@ unsafe impl Driver for Rehearsal {
         Ok(())
     }
 
+    unsafe fn queue_download(&self, _: u64, _: u64, _: usize) -> Result<()> {
+        never("queue_download")
+    }
+
     fn load(&self, _: &Entry) -> Result<()> {
         Ok(())
     }

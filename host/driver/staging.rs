@@ -47,7 +47,7 @@ pub(super) struct Staging {
 
 /// Page-locked memory.
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+pub(super) struct Slot {
     address: u64,
     fence: Fence,
     /// Bytes from the start that are in use.
@@ -80,6 +80,7 @@ impl Device {
     ) -> Result<()> {
         self.check("upload")?;
         let Some(ring) = self.staging() else { return Ok(()) };
+        let _span = tracing::debug_span!("upload", bytes).entered();
         let start = Instant::now();
         let mut done = 0;
         while done < bytes {
@@ -175,16 +176,16 @@ impl Staging {
             std::thread::sleep(Duration::from_micros(50));
         }
         // Each whatever became of the others.
-        let ended = self.slots.into_iter().map(|Slot { address, fence, .. }| {
+        let ended = self.slots.into_iter().map(|slot| {
             // SAFETY: all copies are done, and the ring ends here.
-            unsafe { driver.destroy_fence(fence).and(driver.free_pinned(address, self.size.slot_bytes)) }
+            unsafe { slot.end(driver, self.size.slot_bytes) }
         });
         ended.fold(Ok(()), Result::and)
     }
 }
 
 impl Slot {
-    fn new(device: &Device, bytes: usize, deadline: Duration) -> Result<Self> {
+    pub(super) fn new(device: &Device, bytes: usize, deadline: Duration) -> Result<Self> {
         device.bounded("allocate_pinned", deadline, move |driver| {
             let fence = driver.create_fence()?;
             let address = driver.allocate_pinned(bytes).inspect_err(|_| {
@@ -193,6 +194,23 @@ impl Slot {
             })?;
             Ok(Self { address, fence, filled: 0 })
         })
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn fence(&self) -> Fence {
+        self.fence
+    }
+
+    /// Gives the memory and its fence back.
+    ///
+    /// # Safety
+    /// It was made with so many bytes, no copy from it or to it is queued, and it is not used afterwards.
+    pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
     }
 }
 

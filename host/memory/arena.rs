@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::step::Eager;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::field::Empty;
 
 /// What a step needs; made by [`Arena::measure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +57,13 @@ impl Arena {
     pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
         self.device().check("step")?;
         let region = &self.region;
+        let span = tracing::debug_span!("step", number = region.steps(), bytes = Empty, tensors = Empty).entered();
         let step = region.step_begins(self.step_deadline);
         let waits = self.step_deadline.is_some();
         let outcome = region.scope(|| {
             let result = run(&mut Eager::new(region))?;
+            let (bytes, tensors) = region.in_use();
+            span.record("bytes", bytes).record("tensors", tensors);
             if waits {
                 region.device().synchronize(region.time_left())?;
             }

@@ -10,6 +10,7 @@ use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::Location;
 use std::time::Duration;
+use tracing::Span;
 
 /// What a step is doing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -33,6 +34,15 @@ impl Phase {
             Self::Forward => "forward",
             Self::Backward => "backward",
             Self::Optimizer => "optimizer",
+        }
+    }
+
+    /// A span of this name.
+    pub(crate) fn span(self) -> Span {
+        match self {
+            Self::Forward => tracing::debug_span!("forward"),
+            Self::Backward => tracing::debug_span!("backward"),
+            Self::Optimizer => tracing::debug_span!("optimizer"),
         }
     }
 }

@@ -178,6 +178,16 @@ impl Region {
         self.checks.take().map(RefCell::into_inner)
     }
 
+    /// Bytes and tensors of the running step, as it stands.
+    pub(super) fn in_use(&self) -> (usize, u64) {
+        (self.bump.get().offset() + self.overflowed.get(), self.counters.borrow().step_allocations)
+    }
+
+    /// Steps that have ended.
+    pub(super) fn steps(&self) -> u64 {
+        self.resets.get()
+    }
+
     /// Tensors made so far.
     pub(crate) fn allocations(&self) -> u64 {
         self.counters.borrow().report().allocations

@@ -1,14 +1,15 @@
-//! Which kernels a piece of code launches, by the library's own trace events.
+//! Which kernels a piece of code launches, by the library's own spans.
 //!
 //! Invariant: only launches of the calling thread count. One subscriber serves the whole program, because `tracing` asks
-//! once whether anybody wants an event, and asks the thread that comes first: with a subscriber for one thread, another
-//! thread's first launch would turn the event off for all.
+//! once whether anybody wants a span, and asks the thread that comes first: with a subscriber for one thread, another
+//! thread's first launch would turn the span off for all.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::Once;
 use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 thread_local! {
@@ -32,8 +33,8 @@ pub(crate) fn launched(code: impl FnOnce()) -> BTreeSet<String> {
 struct Watch;
 
 impl<S: tracing::Subscriber> Layer<S> for Watch {
-    fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
-        event.record(&mut Names);
+    fn on_new_span(&self, attributes: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
+        attributes.record(&mut Names);
     }
 }
 

@@ -10,8 +10,13 @@ use stepscope::Device;
 /// Enough to need 28 MiB in a step, and no more.
 pub(crate) const SMALL: [&str; 6] = ["--limit", "100", "--batch", "32", "--folds", "1"];
 
-/// The example beside this test's folder, with arguments, on the device's kind, without settings of the environment.
+/// Runs [`command`].
 pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output {
+    command(example, device, arguments).output().expect("the example starts")
+}
+
+/// The example beside this test's folder, with arguments, on the device's kind, without settings of the environment.
+pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Command {
     let test = std::env::current_exe().expect("this test's path");
     let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
     let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
@@ -21,7 +26,7 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
         command.env_remove(variable);
     }
     command.args(["--device", &device.description().kind.to_string()]).args(arguments);
-    command.output().expect("the example starts")
+    command
 }
 
 /// A training run's screen and report.

@@ -14,6 +14,7 @@ pub(crate) unsafe fn one_too_far(out: *mut f32, length: usize) {
 
 // SAFETY: deliberately wrong, and harmless: the word past the tensor is the arena's own.
 unsafe impl Contract for one_too_far<'_> {
+    const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
     const BLOCK: u32 = 32;
     const SHARED_BYTES: u32 = 0;
     const ALIGN: u64 = 4;

@@ -37,6 +37,8 @@ pub unsafe trait Kernel: fmt::Debug {
 /// # Safety
 /// When `grid` returns `Ok`, running that grid touches nothing outside the arguments' lengths.
 pub unsafe trait Contract: Kernel {
+    /// The package that the kernel is compiled in, by which a driver finds its PTX.
+    const PACKAGE: &'static str;
     /// Threads in a block, at most 1024.
     const BLOCK: u32;
     /// Bytes of dynamic shared memory a block.
@@ -48,6 +50,7 @@ pub unsafe trait Contract: Kernel {
 
     /// The kernel as a driver knows it.
     const ENTRY: Entry = Entry {
+        package: Self::PACKAGE,
         name: Self::NAME,
         block: Self::BLOCK,
         shared_bytes: Self::SHARED_BYTES,
@@ -59,6 +62,8 @@ pub unsafe trait Contract: Kernel {
 /// A kernel without its arguments.
 #[derive(Clone, Copy)]
 pub struct Entry {
+    /// The package that the kernel is compiled in.
+    pub package: &'static str,
     /// The PTX entry.
     pub name: &'static str,
     /// Threads in a block.

@@ -9,6 +9,7 @@ macro_rules! contract {
     ($($kernel:ident: $block:literal, $shared:literal;)*) => {$(
         // SAFETY: the tests below size every buffer for the grid that they launch.
         unsafe impl Contract for $kernel<'_> {
+            const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
             const BLOCK: u32 = $block;
             const SHARED_BYTES: u32 = $shared;
             const ALIGN: u64 = 4;

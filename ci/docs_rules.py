@@ -1,0 +1,231 @@
+"""What ci/docs checks in Markdown files and packages.
+
+    docs_rules.py text ROOT FILE...        paths, links, fences and the programs that commands name
+    docs_rules.py commands FILE...         what is to be run: FILE:LINE, a tab, the command
+    docs_rules.py packages ROOT METADATA   cargo's metadata, and the files of each package
+    docs_rules.py self-test                each rule finds a planted violation and passes what is right
+
+A fence ```sh is run by ci/docs, ```sh gpu needs a GPU, ```sh slow takes minutes or runs in another step of .ci/run. Text in
+other fences is not run, so it may not look like a command; a transcript's lines start with `$ `.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+FENCE = re.compile(r"^\s*```(.*)$")
+SHELL = {"sh", "sh gpu", "sh slow"}
+COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S+ )*(?:cargo\s|\.?ci/)")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# Where a path that starts like this is one of the repository's.
+ROOTS = {".ci", "benches", "ci", "device", "docs", "examples", "fuzz", "host", "tests"}
+PATH = re.compile(r"^(?:\./)?([.a-z]+)/[\w./{},*-]*$")
+PROGRAM = re.compile(r"--(example|bench|test)[ =](\w+)")
+FOLDERS = {"example": "examples", "bench": "benches", "test": "tests"}
+PACKAGE_LIMIT_BYTES = 2_000_000
+
+
+def lines_of(file):
+    """(number, fence or None, line) of each line; the lines of a fence have its info string."""
+    fence = None
+    for number, line in enumerate(pathlib.Path(file).read_text().splitlines(), 1):
+        mark = FENCE.match(line)
+        if mark and fence is None:
+            fence = mark.group(1).strip()
+            yield number, "open", fence
+        elif mark:
+            fence = None
+        else:
+            yield number, fence, line
+    if fence is not None:
+        yield number, "open", "a fence without an end"
+
+
+def commands(file):
+    """(number, command) of each ```sh fence, comments and blank lines left out, continued lines joined."""
+    pending = ""
+    for number, fence, line in lines_of(file):
+        if fence != "sh" or not line.strip() or line.lstrip().startswith("#"):
+            continue
+        pending += line.rstrip()
+        if pending.endswith("\\"):
+            pending = pending[:-1]
+            continue
+        yield number, pending
+        pending = ""
+
+
+def alternatives(path):
+    """The paths that braces stand for."""
+    brace = re.search(r"\{([^{}]*)\}", path)
+    if not brace:
+        return [path]
+    before, after = path[: brace.start()], path[brace.end() :]
+    return [whole for part in brace.group(1).split(",") for whole in alternatives(before + part + after)]
+
+
+def missing(root, path):
+    """The alternatives of a path that are not there; capitals stand for anything, as in DATE."""
+    pattern = lambda one: re.sub(r"[A-Z]{2,}", "*", one.rstrip("/"))
+    there = lambda one: (root / one).exists() or any(root.glob(pattern(one)))
+    return [one for one in alternatives(path) if not there(one)]
+
+
+def programs(root, command):
+    """What a command runs that is not there."""
+    for kind, name in PROGRAM.findall(command):
+        folder = root / FOLDERS[kind]
+        if not any(place.exists() for place in (folder / f"{name}.rs", folder / name / "main.rs")):
+            yield f"no {kind} `{name}`"
+    for word in command.split():
+        if word.startswith(("ci/", ".ci/")) and not (root / word).exists():
+            yield f"no {word}"
+
+
+def text(root, files):
+    """Violations of the rules for Markdown."""
+    for file in files:
+        folder = pathlib.Path(file).parent
+        for number, fence, line in lines_of(file):
+            at = f"{file}:{number}"
+            if fence == "open":
+                if line.split(" ")[0] in {"bash", "console", "shell", "sh"} and line not in SHELL:
+                    yield f"{at}: ```{line}: say ```sh, ```sh gpu or ```sh slow"
+                elif line == "a fence without an end":
+                    yield f"{at}: {line}"
+            elif fence in SHELL:
+                yield from (f"{at}: {problem}" for problem in programs(root, line))
+            elif fence is not None:
+                if not fence.startswith(("rust", "python")) and COMMAND.match(line):
+                    yield f"{at}: a command outside ```sh: {line.strip()}"
+            else:
+                for code in CODE.findall(line):
+                    path = code.split("#")[0]
+                    found = PATH.match(path)
+                    if found and found.group(1) in ROOTS:
+                        yield from (f"{at}: no {one}" for one in missing(root, path))
+                    yield from (f"{at}: {problem}" for problem in programs(root, code))
+                for target in LINK.findall(CODE.sub("", line)):
+                    if "://" not in target and not target.startswith("#"):
+                        if not (folder / target.split("#")[0]).exists():
+                            yield f"{at}: a link to {target}, which is not there"
+
+
+def package(manifest, files):
+    """Violations in a package's metadata, and in the list of its files: (path, bytes)."""
+    name = manifest["name"]
+    for field in ("description", "license", "readme", "rust_version"):
+        if not manifest.get(field):
+            yield f"{name}: no {field}"
+    for field in ("keywords", "categories"):
+        if not 1 <= len(manifest[field]) <= 5:
+            yield f"{name}: {len(manifest[field])} {field}, wanted are 1 to 5"
+    for dependency in manifest["dependencies"]:
+        if dependency.get("path") and dependency["req"] == "*":
+            yield f"{name}: no version for {dependency['name']}, which is a path"
+    unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
+    if unwanted:
+        yield f"{name}: {len(unwanted)} files that nobody builds from, such as {unwanted[0]}"
+    total = sum(size for _, size in files)
+    if total > PACKAGE_LIMIT_BYTES:
+        yield f"{name}: {total} bytes, at most {PACKAGE_LIMIT_BYTES} are wanted"
+
+
+def packages(root, metadata):
+    """Violations in every package of a workspace."""
+    for manifest in json.loads(pathlib.Path(metadata).read_text())["packages"]:
+        folder = pathlib.Path(manifest["manifest_path"]).parent
+        listing = ["cargo", "package", "--list", "--allow-dirty", "--package", manifest["name"]]
+        paths = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split()
+        # Some are made while packing, of which nothing is in the folder.
+        files = [(path, (folder / path).stat().st_size) for path in paths if (folder / path).exists()]
+        yield from package(manifest, files)
+        print(f"{manifest['name']}: {len(paths)} files, {sum(size for _, size in files)} bytes")
+
+
+def self_test():
+    """Ends with an error where a rule passes a planted violation, or refuses what is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder)
+        for path in ("host/ops", "tests/kernels", "examples/shown", "benches/runs", "ci", "docs"):
+            (root / path).mkdir(parents=True)
+        for path in ("host/ops/norm.rs", "examples/shown/main.rs", "benches/runs/2026-h200-arena.json", "ci/test", "README.md"):
+            (root / path).write_text("")
+        page = root / "docs/page.md"
+
+        def found(content):
+            page.write_text(content)
+            return list(text(root, [page]))
+
+        right = [
+            "`host/ops/norm.rs`, `host/ops/{norm}.rs`, `host/ops/*.rs`, `ci/`, `a/b` and `benches/runs/DATE-GPU-arena.json`\n",
+            "[home](../README.md#top), [there](https://example.org), [`code`](#here)\n",
+            "```sh\ncargo run --example shown # ci/test\nci/test\n```\n",
+            "```sh gpu\ncargo run --example shown\n```\n```text\n$ cargo run\nout\n```\n```rust\nlet x = 1;\n```\n",
+        ]
+        wrong = {
+            "a missing path": "`host/ops/gone.rs`\n",
+            "one missing alternative": "`host/ops/{norm,gone}.rs`\n",
+            "a glob of nothing": "`tests/kernels/*.rs`\n",
+            "a dead link": "[there](gone.md)\n",
+            "an example that is not there": "```sh\ncargo run --example hidden\n```\n",
+            "a bench that is not there": "```sh gpu\ncargo bench --bench hidden\n```\n",
+            "a test that is not there, in a sentence": "run `cargo test --test hidden`\n",
+            "a script that is not there": "```sh slow\nci/gone\n```\n",
+            "a command that is not run": "```text\nSEED=1 cargo run\n```\n",
+            "another word for a shell": "```bash\nls\n```\n",
+            "a tag that nobody knows": "```sh later\nls\n```\n",
+            "a fence without an end": "```sh\nls\n",
+        }
+        for content in right:
+            if problems := found(content):
+                raise SystemExit(f"refused what is right: {problems}")
+        for what, content in wrong.items():
+            if not found(content):
+                raise SystemExit(f"passed {what}")
+            print(f"refused: {what}")
+        page.write_text("```sh\n# why\nls \\\n  -l\n\nls # so\n```\n```sh gpu\nno\n```\n```sh slow\nno\n```\n")
+        if [command for _, command in commands(page)] != ["ls   -l", "ls # so"]:
+            raise SystemExit(f"the commands are {list(commands(page))}")
+
+    good = {"name": "p", "description": "d", "license": "MIT", "readme": "R", "rust_version": "1", "keywords": ["k"]}
+    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}]}
+    plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
+    plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
+    plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
+    files = [("src/lib.rs", 10)]
+    if problems := list(package(good, files)):
+        raise SystemExit(f"refused a good package: {problems}")
+    for plant in plants:
+        if not list(package(plant, files)):
+            raise SystemExit(f"passed a package with bad metadata: {plant}")
+    for plant in ([("benches/runs/a.json", 1)], [("src/lib.rs", PACKAGE_LIMIT_BYTES + 1)]):
+        if not list(package(good, plant)):
+            raise SystemExit(f"passed a package with {plant}")
+    print("refused: packages without metadata, with measurements, too large")
+
+
+def main(arguments):
+    match arguments:
+        case ["text", root, *files] if files:
+            problems = list(text(pathlib.Path(root), files))
+        case ["commands", *files] if files:
+            for file in files:
+                for number, command in commands(file):
+                    print(f"{file}:{number}\t{command}")
+            return
+        case ["packages", root, metadata]:
+            problems = list(packages(pathlib.Path(root), metadata))
+        case ["self-test"]:
+            return self_test()
+        case _:
+            raise SystemExit(__doc__)
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
+main(sys.argv[1:])

@@ -1,0 +1,53 @@
+//! What a run says of itself on standard error: text for people, or JSON objects for programs.
+//!
+//! Invariant: with `--log json` each line there is one object, whoever says it.
+
+use std::error::Error;
+use std::io::{IsTerminal, stderr};
+
+use tracing_subscriber::filter::{EnvFilter, LevelFilter};
+use tracing_subscriber::fmt::format::FmtSpan;
+use tracing_subscriber::prelude::*;
+
+use crate::cli::Log;
+
+/// Listens to this program and the library. `RUST_LOG` says how closely: warnings, with JSON also progress, unless it is set; from
+/// `debug` on each step as it ends, with its time. With the feature `nvtx` a profiler that is there hears all of it besides.
+pub(crate) fn start(log: Log) {
+    let default = match log {
+        Log::Text => LevelFilter::WARN,
+        Log::Json => LevelFilter::INFO,
+    };
+    let filter = EnvFilter::builder().with_default_directive(default.into()).from_env_lossy();
+    let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_span_events(FmtSpan::CLOSE);
+    let lines = match log {
+        Log::Text => lines.with_ansi(stderr().is_terminal()).boxed(),
+        Log::Json => lines.json().flatten_event(true).boxed(),
+    };
+    let listeners = tracing_subscriber::registry().with(lines.with_filter(filter));
+    #[cfg(feature = "nvtx")]
+    let listeners = listeners.with(profiler().then(|| stepscope::NvtxLayer.with_filter(LevelFilter::TRACE)));
+    listeners.init();
+}
+
+/// Whether a profiler has started this program: it then names its library here.
+#[cfg(feature = "nvtx")]
+fn profiler() -> bool {
+    std::env::var_os("NVTX_INJECTION64_PATH").is_some()
+}
+
+/// Says a sentence.
+pub(crate) fn say(log: Log, text: &str) {
+    match log {
+        Log::Text => eprintln!("{text}"),
+        Log::Json => tracing::info!("{text}"),
+    }
+}
+
+/// Says why the run ends.
+pub(crate) fn failed(log: Log, error: &dyn Error) {
+    match log {
+        Log::Text => eprintln!("error: {error}"),
+        Log::Json => tracing::error!("{error}"),
+    }
+}

@@ -1,0 +1,110 @@
+//! The PTX that launches come from: the library's own, and what other packages bring.
+//!
+//! Invariant: a kernel is looked up in its own package's PTX alone, so two packages may use one name.
+
+use super::{DEFAULT_SHARED_BYTES, check};
+use crate::driver::Kernels;
+use crate::driver::ptx::PTX;
+use crate::error::{Error, Result};
+use cuda_std::launch::Entry;
+use cust::module::Module;
+use cust::sys::{self, CUfunction};
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+/// The library's kernels.
+const OWN: Kernels = Kernels { package: "stepscope-kernels", ptx: PTX };
+
+/// A kernel of a loaded module.
+#[derive(Clone, Copy)]
+pub(super) struct Function {
+    pub(super) name: CUfunction,
+    /// It begins by waiting for the kernels before it, so its blocks may come while they still run.
+    pub(super) overlaps: bool,
+}
+
+// SAFETY: a function handle is a plain name within its context; the driver's calls on it are thread-safe.
+unsafe impl Send for Function {}
+
+/// Loaded modules by package, and the functions that were asked for.
+pub(super) struct Modules {
+    // The order of fields is the order of destruction: functions before their modules.
+    functions: Mutex<HashMap<(&'static str, &'static str), Function>>,
+    modules: HashMap<&'static str, Loaded>,
+}
+
+/// A module, and whether all its kernels wait for those before them.
+struct Loaded {
+    module: Module,
+    overlaps: bool,
+}
+
+impl fmt::Debug for Modules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.modules.keys()).finish()
+    }
+}
+
+impl Modules {
+    /// Compiles the library's kernels and `others` for the GPU called `name`.
+    pub(super) fn load(capability: u32, name: &str, others: &[Kernels]) -> Result<Self> {
+        let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
+        let mut modules = HashMap::new();
+        for Kernels { package, ptx } in [&[OWN], others].concat() {
+            let chosen = choose(ptx, capability).ok_or_else(|| {
+                let built: Vec<String> = ptx.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
+                absent(format!(
+                    "{name} is sm_{capability}, and this build holds kernels of {package} for {}; build with \
+                     STEPSCOPE_ARCHS=sm_{capability}",
+                    built.join(", ")
+                ))
+            })?;
+            let module = Module::from_ptx(chosen, &[])
+                .map_err(|error| absent(format!("`cuModuleLoadDataEx` of {package} failed: {error:?}")))?;
+            modules.insert(package, Loaded { module, overlaps: waits(chosen) });
+        }
+        Ok(Self { functions: Mutex::default(), modules })
+    }
+
+    /// A kernel, ready to be launched.
+    pub(super) fn function(&self, entry: &Entry) -> Result<Function> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (entry.package, entry.name);
+        if let Some(function) = functions.get(&key) {
+            return Ok(*function);
+        }
+        let missing = |reason| Error::Driver { call: "cuModuleGetFunction", reason, fatal: false };
+        let Loaded { module, overlaps } = self.modules.get(entry.package).ok_or_else(|| {
+            let reason = format!(
+                "kernel `{}` is of package {}, whose PTX this device has not; give it to `DeviceBuilder::kernels`",
+                entry.name, entry.package
+            );
+            missing(reason)
+        })?;
+        let function = module.get_function(entry.name).map_err(|error| {
+            let reason = format!("{error:?}: the PTX has no kernel `{}`; was it built from other sources?", entry.name);
+            missing(reason)
+        })?;
+        let function = Function { name: function.to_raw(), overlaps: *overlaps };
+        if entry.shared_bytes > DEFAULT_SHARED_BYTES {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a loaded module.
+            let result = unsafe { sys::cuFuncSetAttribute(function.name, attribute, entry.shared_bytes as i32) };
+            check("cuFuncSetAttribute", result)?;
+        }
+        functions.insert(key, function);
+        Ok(function)
+    }
+}
+
+/// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
+fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<&'static str> {
+    let fits = |arch: u32| arch <= capability;
+    ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
+}
+
+/// Whether each kernel has the wait of `cuda_std::grid`; rust-cuda's `#[kernel]` and targets before sm_90 have none.
+fn waits(ptx: &str) -> bool {
+    ptx.matches("griddepcontrol.wait").count() >= ptx.matches(".entry ").count()
+}

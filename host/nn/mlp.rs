@@ -1,0 +1,54 @@
+//! GELU, and two linear layers with it between them.
+
+use super::{Linear, Names};
+use crate::autograd::{Tape, Var};
+use crate::error::Result;
+
+/// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
+#[derive(Clone, Copy, Debug)]
+pub struct Gelu;
+
+impl Gelu {
+    /// See [`Tape::gelu`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+        tape.gelu(x)
+    }
+}
+
+/// `y = gelu(x W1 + b1) W2 + b2`, two launches; `x`: `[.., in]`, `y`: `[.., out]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Mlp {
+    /// W1 and b1.
+    pub up: Linear,
+    /// W2 and b2.
+    pub down: Linear,
+}
+
+impl Mlp {
+    /// `up` and `down`, each with `weight` and `bias`; see [`Linear::new`].
+    pub fn new(mut names: Names<'_>, inputs: usize, hidden: usize, outputs: usize) -> Self {
+        Self { up: Linear::new(names.at("up"), inputs, hidden), down: Linear::new(names.at("down"), hidden, outputs) }
+    }
+
+    /// See [`Tape::linear_gelu`] and [`Tape::linear`].
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+        self.down.forward(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?)
+    }
+
+    /// `residual + forward(x)`, also two launches.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<Var<'s>> {
+        self.down.forward_residual(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?, residual)
+    }
+}

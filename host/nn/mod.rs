@@ -1,0 +1,44 @@
+//! Layers: handles of parameters and a forward function, no more.
+//!
+//! A layer's constructor names its parameters within [`Names`] and gives them initialisers; its fields are the handles, so a model
+//! may put a layer together itself. Invariant: a layer holds no memory and no state; what `forward` does is on the tape.
+//!
+//! ```
+//! use stepscope::nn::{Mlp, RmsNorm};
+//! use stepscope::*;
+//!
+//! # fn main() -> Result<()> {
+//! let mut layout = Layout::builder();
+//! let mut names = layout.names();
+//! let norm = RmsNorm::new(names.at("norm"), 64);
+//! let mlp = Mlp::new(names.at("mlp"), 64, 128, 10);
+//! let layout = layout.build()?;
+//! let found: Vec<&str> = layout.entries().iter().map(Entry::name).collect();
+//! assert_eq!(found, ["norm.gain", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"]);
+//!
+//! let device = Device::open(DeviceKind::Emulated)?;
+//! let weights = Parameters::new(&device, &layout, 7)?;
+//! let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+//! let logits = arena.step(|step| {
+//!     let tape = Tape::new(step, &weights);
+//!     let x = tape.input(step.upload(&[0.5; 2 * 64], [2, 64])?);
+//!     step.read(mlp.forward(&tape, &norm.forward(&tape, &x)?)?.value())
+//! })?;
+//! assert_eq!(logits.len(), 2 * 10);
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod linear;
+mod mlp;
+mod names;
+mod norm;
+
+pub use attention::Attention;
+pub use linear::{Linear, TokenLinear};
+pub use mlp::{Gelu, Mlp};
+pub use names::Names;
+pub use norm::RmsNorm;

@@ -1,0 +1,35 @@
+//! RMSNorm.
+
+use super::Names;
+use crate::autograd::{Tape, Var};
+use crate::error::Result;
+use crate::initializer::Initializer;
+use crate::params::Parameter;
+
+/// `y = gain x / sqrt(mean(x^2) + epsilon)` over the last extent (Zhang and Sennrich, 2019); `gain`: `[cols]`.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    /// The gain.
+    pub gain: Parameter,
+    /// What keeps rows of zeros finite.
+    pub epsilon: f32,
+}
+
+impl RmsNorm {
+    /// The default epsilon.
+    pub const EPSILON: f32 = 1e-6;
+
+    /// `gain`, one; with [`RmsNorm::EPSILON`].
+    pub fn new(mut names: Names<'_>, cols: usize) -> Self {
+        Self { gain: names.add("gain", [cols], Initializer::ONE), epsilon: Self::EPSILON }
+    }
+
+    /// See [`Tape::rms_norm`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+        tape.rms_norm(x, self.gain, self.epsilon)
+    }
+}

@@ -1,0 +1,297 @@
+//! Training: batches to updates, eagerly or captured, with checkpoints and an end that leaves one.
+//!
+//! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser has the schedule and the clipping,
+//! [`Checkpoint`] the files. Invariants: the weights after an update depend on the batches alone, not on how they were run, looked
+//! at or interrupted; while captured steps run, the next batch is staged before the last one's loss is waited for, and never more
+//! than one ahead.
+
+#![forbid(unsafe_code)]
+
+mod batch;
+mod model;
+mod run;
+
+pub use batch::{EpochProgress, Samples, Update};
+pub use model::{Learner, Model};
+
+use crate::autograd::{Tape, Var};
+use crate::capture::CaptureReport;
+use crate::checkpoint::Checkpoint;
+use crate::driver::Landing;
+use crate::error::Result;
+use crate::memory::Arena;
+use crate::step::Eager;
+use batch::{PROGRESS, Part};
+use run::{Queued, Stage};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Hears of an epoch while it runs. Every function has a default that does nothing.
+pub trait Observer {
+    /// An update is done; the next one may be running. The arena is there for its report.
+    ///
+    /// # Errors
+    /// Its error ends the epoch and is the epoch's.
+    fn updated(&mut self, _update: &Update, _progress: &EpochProgress, _arena: &Arena) -> Result<()> {
+        Ok(())
+    }
+
+    /// What the caller wants to find in a checkpoint again.
+    fn notes(&self) -> Vec<(&str, String)> {
+        Vec::new()
+    }
+}
+
+impl Observer for () {}
+
+/// How an epoch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// All batches were trained on.
+    Finished,
+    /// The stop flag was set; the update that was running is done, and the checkpoint is written if there is a path for one.
+    Stopped,
+}
+
+/// Trains a model on an arena.
+///
+/// ```
+/// use stepscope::nn::Linear;
+/// use stepscope::*;
+///
+/// struct Classifier(Linear);
+///
+/// impl Model for Classifier {
+///     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+///         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+///     }
+/// }
+///
+/// struct Points(Vec<f32>, Vec<u32>);
+///
+/// impl Samples for Points {
+///     fn len(&self) -> usize {
+///         self.1.len()
+///     }
+///
+///     fn inputs(&self) -> Result<Inputs<'_>> {
+///         Inputs::new().with(&self.0, [self.1.len(), 2])?.with(&self.1, [self.1.len()])
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let mut layout = Layout::builder();
+/// let model = Classifier(Linear::new(layout.names().at("head"), 2, 2));
+/// let device = Device::open(DeviceKind::Emulated)?;
+/// let config = AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() };
+/// let learner = Learner::new(&device, model, &layout.build()?, 7, config)?;
+/// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+///
+/// let batch = || Points(vec![1.0, 0.0, 0.0, 1.0], vec![0, 1]);
+/// let mut trainer = Trainer::captured(&mut arena, learner, &batch())?;
+/// let mut progress = EpochProgress::default();
+/// trainer.epoch((0..50).map(|_| Ok(vec![batch()])), &mut progress, &mut ())?;
+/// let (loss, logits) = trainer.evaluate(&batch(), |step, logits| step.read(logits.value()))?;
+/// assert!(loss < 0.1 && logits[0] > logits[1] && logits[2] < logits[3], "{loss}");
+/// # Ok(())
+/// # }
+/// ```
+pub struct Trainer<'a, M> {
+    arena: &'a mut Arena,
+    stage: Stage<M>,
+    /// Where results land, free for the next update.
+    landings: Vec<Landing>,
+    checkpoint: Option<PathBuf>,
+    every: Option<u64>,
+    stop: Option<&'a AtomicBool>,
+}
+
+impl<M: fmt::Debug> fmt::Debug for Trainer<'_, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer").field("learner", self.stage.learner()).finish_non_exhaustive()
+    }
+}
+
+impl<'a, M: Model> Trainer<'a, M> {
+    /// A trainer whose steps run launch by launch.
+    pub fn eager(arena: &'a mut Arena, learner: Learner<M>) -> Self {
+        Self::new(arena, Stage::Eager(learner))
+    }
+
+    /// A trainer whose steps are replays of a graph, recorded once for each shape of micro-batch; `largest` is the largest of them,
+    /// and the values in it are not looked at.
+    ///
+    /// # Errors
+    /// As for [`Arena::capture`].
+    pub fn captured(arena: &'a mut Arena, learner: Learner<M>, largest: &impl Samples) -> Result<Self> {
+        let part = Part { samples: largest.len(), first: true, last: true, update: true };
+        let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), Learner::record)?;
+        Ok(Self::new(arena, Stage::Captured(captured)))
+    }
+
+    fn new(arena: &'a mut Arena, stage: Stage<M>) -> Self {
+        Self { arena, stage, landings: Vec::new(), checkpoint: None, every: None, stop: None }
+    }
+
+    /// Where [`Trainer::save`] writes, and after how many updates of an epoch it is called; none: only at a stop.
+    #[must_use]
+    pub fn checkpoint(mut self, path: impl Into<PathBuf>, every: Option<u64>) -> Self {
+        (self.checkpoint, self.every) = (Some(path.into()), every);
+        self
+    }
+
+    /// A flag that ends an epoch behind the update that is running, with a checkpoint: what a signal handler may set.
+    #[must_use]
+    pub fn stop_when(mut self, flag: &'a AtomicBool) -> Self {
+        self.stop = Some(flag);
+        self
+    }
+
+    /// The model with its weights and optimiser. What the host reads of it is read behind all updates so far.
+    pub fn learner(&self) -> &Learner<M> {
+        self.stage.learner()
+    }
+
+    /// The arena that the steps run on.
+    pub fn arena(&mut self) -> &mut Arena {
+        self.arena
+    }
+
+    /// What captured steps did; none when steps run launch by launch.
+    pub fn capture_report(&self) -> Option<CaptureReport> {
+        match &self.stage {
+            Stage::Captured(captured) => Some(captured.report()),
+            Stage::Eager(_) => None,
+        }
+    }
+
+    /// One update of the weights by a batch, which is given in parts: each is a step, and their gradients are added up. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) for no samples; those of the steps. The weights are then those of the update before, and the optimiser has
+    /// counted one more: go on from a checkpoint.
+    #[track_caller]
+    pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let queued = self.queue(batch)?;
+        self.settle(queued)
+    }
+
+    /// Trains on batches, each an update (see [`Trainer::update`]), from where `progress` is: the caller has skipped the batches that
+    /// it counts. Returns behind the last batch or, behind a checkpoint, when the stop flag is set.
+    ///
+    /// # Errors
+    /// The first of: an error among the batches; those of [`Trainer::update`] and [`Trainer::save`]; the observer's.
+    #[track_caller]
+    pub fn epoch<S: Samples>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        let mut running = None;
+        let ended = self.run(batches, &mut running, progress, observer);
+        // What was queued before an error is done all the same.
+        let told = running.map_or(Ok(()), |last| self.tell(last, progress, observer));
+        ended.and_then(|ended| told.map(|()| ended))
+    }
+
+    /// Queues each batch before it tells of the one before; the last is left running.
+    fn run<S: Samples>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        running: &mut Option<Queued>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        for batch in batches {
+            let queued = self.queue(&batch?)?;
+            if let Some(before) = running.replace(queued) {
+                self.tell(before, progress, observer)?;
+            }
+            let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
+            let made = progress.updates + 1;
+            if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
+                running.take().map_or(Ok(()), |last| self.tell(last, progress, observer))?;
+                self.save(progress, &observer.notes())?;
+            }
+            if stop {
+                return Ok(Ended::Stopped);
+            }
+        }
+        Ok(Ended::Finished)
+    }
+
+    fn tell(&mut self, queued: Queued, progress: &mut EpochProgress, observer: &mut impl Observer) -> Result<()> {
+        let update = self.settle(queued)?;
+        progress.add(&update);
+        observer.updated(&update, progress, self.arena)
+    }
+
+    /// The gradients of a batch without the update, by steps that run launch by launch: for callers that look at them, or at the
+    /// memory of the steps. [`Trainer::apply`] must follow.
+    ///
+    /// # Errors
+    /// As for [`Trainer::update`].
+    #[track_caller]
+    pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let queued = self.queue_eager(batch, false)?;
+        self.settle(queued)
+    }
+
+    /// The update that [`Trainer::accumulate`] has left out.
+    ///
+    /// # Errors
+    /// Those of the step.
+    #[track_caller]
+    pub fn apply(&mut self) -> Result<()> {
+        let Learner { parameters, gradients, optimizer, .. } = self.stage.learner_mut();
+        self.arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))
+    }
+
+    /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients.
+    ///
+    /// # Errors
+    /// Those of the step.
+    #[track_caller]
+    pub fn evaluate<R>(
+        &mut self,
+        samples: &impl Samples,
+        read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<R>,
+    ) -> Result<(f64, R)> {
+        let Learner { model, parameters, .. } = self.stage.learner();
+        self.arena.step(|step| {
+            let batch = step.upload_inputs(&samples.inputs()?)?;
+            let tape = Tape::new(step, parameters);
+            let output = model.forward(&tape, &batch)?;
+            let loss = model.loss(&tape, &output, &batch, 1.0)?;
+            Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
+        })
+    }
+
+    /// Writes weights, optimiser, progress and notes to the checkpoint's path; does nothing without one. Waits.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::save`].
+    pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
+        let Some(path) = self.checkpoint_path() else { return Ok(()) };
+        let Learner { parameters, optimizer, .. } = self.learner();
+        Checkpoint::save(path, parameters, Some(optimizer), &[&[(PROGRESS, progress.to_string())], notes].concat())
+    }
+
+    /// The path of the checkpoint.
+    pub fn checkpoint_path(&self) -> Option<&Path> {
+        self.checkpoint.as_deref()
+    }
+
+    /// Puts weights and optimiser back, and tells how far the epoch was.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::restore`].
+    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
+        let progress = EpochProgress::of(checkpoint)?;
+        let Learner { parameters, optimizer, .. } = self.stage.learner_mut();
+        checkpoint.restore(parameters, Some(optimizer))?;
+        Ok(progress)
+    }
+}

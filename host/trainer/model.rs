@@ -1,0 +1,106 @@
+//! What is trained, and the step that trains it: the same function runs launch by launch and captured.
+
+use super::batch::Part;
+use crate::autograd::{Tape, Var};
+use crate::capture::{Batch, Output, Slots};
+use crate::driver::Device;
+use crate::error::Result;
+use crate::ops;
+use crate::optim::{AdamW, AdamWConfig};
+use crate::params::{Gradients, Layout, Parameter, Parameters};
+use crate::step::Step;
+use crate::tensor::{Saved, Tensor};
+
+/// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
+///
+/// Both functions run on each step, or once for each capture: they do the same whenever they see batches of the same shapes.
+pub trait Model {
+    /// What the model makes of a batch: of a classifier, logits `[samples, classes]`.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>>;
+
+    /// `weight` times the sum of the samples' losses, `[1]`; unless it is overridden, their cross-entropy with the labels that
+    /// are the batch's input 1.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+        tape.cross_entropy(output, batch.input(1)?, weight)
+    }
+
+    /// A parameter whose gradient's norm is told with each update.
+    fn watched(&self) -> Option<Parameter> {
+        None
+    }
+}
+
+/// A model with its weights, gradients and optimiser: what steps of training change.
+#[derive(Debug)]
+pub struct Learner<M> {
+    /// The handles.
+    pub model: M,
+    /// The weights.
+    pub parameters: Parameters,
+    /// The gradients of the batch that is being trained on.
+    pub gradients: Gradients,
+    /// The optimiser.
+    pub optimizer: AdamW,
+}
+
+/// What a step tells: its share of the loss and, when the gradients are complete, the squared norm of the watched one's.
+pub(super) struct Told<Loss, Norm> {
+    pub(super) loss: Loss,
+    pub(super) watched: Option<Norm>,
+}
+
+impl<M: Model> Learner<M> {
+    /// A model with the weights that its initialisers make from `seed`, and an optimiser that has made no update.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory) when there is no room; [`Error::Misuse`](crate::Error::Misuse) for a setting out of range.
+    pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, config: AdamWConfig) -> Result<Self> {
+        let parameters = Parameters::new(device, layout, seed)?;
+        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
+        Ok(Self { model, parameters, gradients, optimizer })
+    }
+
+    /// Forward, backward and, at the end of a batch, the update that [`AdamW::advance`] has set up.
+    #[track_caller]
+    pub(super) fn learn<'s>(
+        &mut self,
+        step: &Step<'s>,
+        batch: &Batch<'s>,
+        part: Part,
+    ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
+        let Self { model, parameters, gradients, optimizer } = self;
+        let tape = Tape::new(step, parameters);
+        let output = model.forward(&tape, batch)?;
+        let loss = model.loss(&tape, &output, batch, 1.0 / part.samples as f32)?;
+        if part.first {
+            tape.backward_afresh(&loss, gradients)?;
+        } else {
+            tape.backward(&loss, gradients)?;
+        }
+        let watched = match model.watched().filter(|_| part.last) {
+            Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
+            None => None,
+        };
+        if part.update {
+            optimizer.apply(step, parameters, gradients)?;
+        }
+        Ok(Told { loss: *loss.value(), watched })
+    }
+
+    /// [`Learner::learn`], to be captured.
+    pub(super) fn record<'s>(
+        step: &mut Step<'s>,
+        learner: &mut Self,
+        slots: &Slots<'s>,
+    ) -> Result<Told<Output, Output>> {
+        let told = learner.learn(step, slots.batch(), Part::of(slots.variant()))?;
+        let watched = told.watched.map(|norm| slots.output(&norm));
+        Ok(Told { loss: slots.output(&told.loss), watched })
+    }
+}

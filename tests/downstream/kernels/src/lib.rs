@@ -1,0 +1,52 @@
+//! Kernels that stepscope has not: the leaky rectifier and its derivative. Compiled to PTX by the build script of `downstream`, and as
+//! they are for the CPU.
+
+#![no_std]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx))]
+
+#[cfg(not(target_arch = "nvptx64"))]
+extern crate std;
+
+use cuda_std::prelude::*;
+use kernels::contract;
+use kernels::vector::{load, store};
+
+/// Threads of a block.
+pub const BLOCK: usize = 128;
+
+/// y[i] = x[i] above zero, else slope x[i]; `x`, `y`: `[n]`. Overwrites `y`.
+#[kernel]
+pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
+    let index = thread::index_1d() as usize;
+    if index < x.len() {
+        // SAFETY: the index lies inside `x`, and `y` is as long.
+        unsafe {
+            let x = load(x, index);
+            store(y, index, if x > 0.0 { x } else { slope * x });
+        }
+    }
+}
+
+contract! { leaky_relu { block: BLOCK, align: 4 } |k| {
+    Violation::unless_length("y", k.x.len(), k.y.len())?;
+    Grid::cover(k.x.len(), BLOCK)
+}}
+
+/// dx[i] = dy[i] where x[i] is above zero, else slope dy[i]; `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+#[kernel]
+pub unsafe fn leaky_relu_backward(x: &[f32], dy: &[f32], slope: f32, dx: *mut f32) {
+    let index = thread::index_1d() as usize;
+    if index < x.len() {
+        // SAFETY: the index lies inside `x`, and the others are as long.
+        unsafe {
+            let dy = load(dy, index);
+            store(dx, index, if load(x, index) > 0.0 { dy } else { slope * dy });
+        }
+    }
+}
+
+contract! { leaky_relu_backward { block: BLOCK, align: 4 } |k| {
+    Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+    Grid::cover(k.x.len(), BLOCK)
+}}

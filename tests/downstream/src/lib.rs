@@ -1,0 +1,37 @@
+//! What a package outside stepscope needs for a kernel of its own: the kernel on a device, and an op with its backward on a tape.
+
+#![forbid(unsafe_code)]
+
+use downstream_kernels as kernels;
+use stepscope::{Device, DeviceKind, Result, Source, Tape, Target, Var};
+
+/// A device that has this package's kernels.
+///
+/// # Errors
+/// As for `DeviceBuilder::open`.
+pub fn open(kind: DeviceKind) -> Result<Device> {
+    let builder = Device::builder(kind);
+    #[cfg(feature = "cuda")]
+    let builder = builder.kernels(stepscope::Kernels {
+        package: "downstream-kernels",
+        ptx: include!(concat!(env!("OUT_DIR"), "/ptx.rs")),
+    });
+    builder.open()
+}
+
+/// `y = x` above zero, else `slope x`; backward is [`kernels::leaky_relu_backward`].
+///
+/// # Errors
+/// When the arena is full.
+#[track_caller]
+pub fn leaky_relu<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, slope: f32) -> Result<Var<'s>> {
+    let (step, x) = (tape.step(), *x);
+    let mut y = step.empty(x.shape())?;
+    step.launch(kernels::leaky_relu { x: x.value().slice(), slope, y: y.out() })?;
+    Ok(tape.record(y.save(), move |back, dy| {
+        let mut dx = back.step().empty(x.shape())?;
+        let (x_slice, dy) = (x.value().slice(), dy.slice());
+        back.step().launch(kernels::leaky_relu_backward { x: x_slice, dy, slope, dx: dx.out() })?;
+        back.add(&x, dx)
+    }))
+}

@@ -1,0 +1,134 @@
+//! A stranger's kernel in a step that trains, eager and captured, and in a launch that its contract refuses.
+
+use downstream::{leaky_relu, open};
+use stepscope::nn::Linear;
+use stepscope::{
+    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model, Result,
+    Samples, Source, SplitMix64, Tape, Target, Trainer, Var,
+};
+
+const SLOPE: f32 = 0.25;
+const UPDATES: usize = 60;
+
+struct Classifier {
+    hidden: Linear,
+    head: Linear,
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let hidden = self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
+        self.head.forward(tape, &leaky_relu(tape, &hidden, SLOPE)?)
+    }
+}
+
+/// Points of the plane: are both coordinates of one sign?
+struct Points {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Points {
+    fn new() -> Self {
+        let mut random = SplitMix64::new(5);
+        let x: Vec<f32> = (0..128).map(|_| 2.0 * random.unit() - 1.0).collect();
+        let labels = x.as_chunks::<2>().0.iter().map(|[a, b]| u32::from(a * b > 0.0)).collect();
+        Self { x, labels }
+    }
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.len(), 2])?.with(&self.labels, [self.len()])
+    }
+}
+
+fn learner(device: &Device) -> Learner<Classifier> {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    let model =
+        Classifier { hidden: Linear::new(names.at("hidden"), 2, 32), head: Linear::new(names.at("head"), 32, 2) };
+    let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+    Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+}
+
+/// Exact values, forward and backward, of the kernel alone.
+fn computes(device: &Device) {
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+    let x: Vec<f32> = (-150..150).map(|number| number as f32).collect();
+    let [y, dx] = arena
+        .step(|step| {
+            let (x, dy) = (step.upload(&x, [300])?, step.upload(&[8.0; 300], [300])?);
+            let (mut y, mut dx) = (step.empty::<f32>([300])?, step.empty::<f32>([300])?);
+            step.launch(downstream_kernels::leaky_relu { x: x.slice(), slope: SLOPE, y: y.out() })?;
+            step.launch(downstream_kernels::leaky_relu_backward {
+                x: x.slice(),
+                dy: dy.slice(),
+                slope: SLOPE,
+                dx: dx.out(),
+            })?;
+            Ok([step.read(&y)?, step.read(&dx)?])
+        })
+        .unwrap();
+    for (at, x) in x.into_iter().enumerate() {
+        let (slope, name) = if x > 0.0 { (1.0, "above") } else { (SLOPE, "below") };
+        assert_eq!((y[at], dx[at]), (slope * x, 8.0 * slope), "{name} zero, at {x}");
+    }
+    let refused = arena.step(|step| {
+        let x = step.upload(&[0.0; 4], [4])?;
+        let mut y = step.empty::<f32>([3])?;
+        step.launch(downstream_kernels::leaky_relu { x: x.slice(), slope: SLOPE, y: y.out() })
+    });
+    assert!(matches!(refused, Err(Error::Contract { kernel: "leaky_relu", .. })), "{refused:?}");
+}
+
+fn trains(device: &Device) {
+    let mut weights = Vec::new();
+    for captured in [false, true] {
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let mut trainer = match captured {
+            true => Trainer::captured(&mut arena, learner(device), &Points::new()).unwrap(),
+            false => Trainer::eager(&mut arena, learner(device)),
+        };
+        let mut progress = EpochProgress::default();
+        trainer.epoch((0..UPDATES).map(|_| Ok(vec![Points::new()])), &mut progress, &mut ()).unwrap();
+        let (loss, ()) = trainer.evaluate(&Points::new(), |_, _| Ok(())).unwrap();
+        assert!(loss < 0.35 * 64.0, "no line divides these points, so it needs the kernel: loss {loss} of 64 samples");
+        weights.push(trainer.learner().parameters.sha256().unwrap());
+    }
+    assert_eq!(weights[0], weights[1], "captured or not");
+}
+
+mod emulated {
+    use super::*;
+
+    #[test]
+    fn a_kernel_of_ones_own() {
+        let device = open(DeviceKind::Emulated).unwrap();
+        computes(&device);
+        trains(&device);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn a_kernel_of_ones_own() {
+        let device = open(DeviceKind::Cuda).unwrap();
+        computes(&device);
+        trains(&device);
+        // Without the package's PTX its kernels are refused by name.
+        let without = Device::open(DeviceKind::Cuda).unwrap();
+        let mut arena = Arena::builder(&without).capacity(Capacity::mib(1)).build().unwrap();
+        let mut trainer = Trainer::eager(&mut arena, learner(&without));
+        let error = trainer.update(&[Points::new()]).unwrap_err().to_string();
+        assert!(error.contains("leaky_relu") && error.contains("downstream-kernels"), "{error}");
+    }
+}

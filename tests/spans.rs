@@ -1,0 +1,233 @@
+//! What a listener hears: spans of steps, phases, uploads, captures and replays, in order, with their fields.
+//!
+//! Invariant: a span begins and ends where its work does, so a listener sees them nested as the work is.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::Once;
+use stepscope::{
+    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Initializer, Inputs, Layout, Parameter,
+    Parameters, Result, Saved, Step, Tape,
+};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+
+/// A span that was heard.
+#[derive(Clone, Debug)]
+struct Heard {
+    depth: usize,
+    name: &'static str,
+    level: Level,
+    fields: BTreeMap<&'static str, String>,
+    ended: bool,
+}
+
+impl Heard {
+    fn number(&self, field: &str) -> u64 {
+        let text = self.fields.get(field).unwrap_or_else(|| panic!("no `{field}` in {self:?}"));
+        text.parse().unwrap_or_else(|_| panic!("`{field}` is no number in {self:?}"))
+    }
+}
+
+impl Visit for Heard {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.fields.insert(field.name(), format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.fields.insert(field.name(), value.to_owned());
+    }
+}
+
+thread_local! {
+    /// What this thread has made, while somebody listens, in the order in which it began.
+    static HEARD: RefCell<Option<Vec<Heard>>> = const { RefCell::new(None) };
+}
+
+/// One for the whole program: with one for each thread, another thread's first span could turn that span off for all.
+struct Listener;
+
+/// A span's place in what was heard.
+struct Place(usize);
+
+impl Listener {
+    fn change(place: &Place, change: impl FnOnce(&mut Heard)) {
+        HEARD.with_borrow_mut(|heard| {
+            if let Some(heard) = heard {
+                change(&mut heard[place.0]);
+            }
+        });
+    }
+}
+
+impl<S: Subscriber + for<'l> LookupSpan<'l>> Layer<S> for Listener {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        let span = context.span(id).unwrap();
+        let depth = span.scope().skip(1).count();
+        let mut new =
+            Heard { depth, name: span.name(), level: *span.metadata().level(), fields: BTreeMap::new(), ended: false };
+        attributes.record(&mut new);
+        HEARD.with_borrow_mut(|heard| {
+            let Some(heard) = heard else { return };
+            span.extensions_mut().insert(Place(heard.len()));
+            heard.push(new);
+        });
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
+        if let Some(place) = context.span(id).unwrap().extensions().get() {
+            Self::change(place, |heard| values.record(heard));
+        }
+    }
+
+    fn on_close(&self, id: Id, context: Context<'_, S>) {
+        if let Some(place) = context.span(&id).unwrap().extensions().get() {
+            Self::change(place, |heard| heard.ended = true);
+        }
+    }
+}
+
+/// What is heard of `work`, up to a level.
+fn listen(level: Level, work: impl FnOnce()) -> Vec<Heard> {
+    static LISTENING: Once = Once::new();
+    LISTENING.call_once(|| {
+        tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Listener)).unwrap();
+        // Ask again about spans that other threads have made meanwhile.
+        tracing::callsite::rebuild_interest_cache();
+    });
+    HEARD.set(Some(Vec::new()));
+    work();
+    let mut heard = HEARD.take().unwrap();
+    assert!(heard.iter().all(|span| span.ended), "a span without an end: {heard:?}");
+    heard.retain(|span| span.level <= level);
+    heard
+}
+
+/// Names, indented by depth.
+fn outline(heard: &[Heard]) -> Vec<String> {
+    heard.iter().map(|span| format!("{}{}", "  ".repeat(span.depth), span.name)).collect()
+}
+
+struct Model {
+    w: Parameter,
+    weights: Parameters,
+    gradients: Gradients,
+    adamw: AdamW,
+}
+
+impl Model {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [4, 3], Initializer::fan_in(4));
+        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        let gradients = Gradients::zeros(&weights).unwrap();
+        let adamw = AdamW::new(&weights, AdamWConfig::default()).unwrap();
+        Self { w, weights, gradients, adamw }
+    }
+
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
+        let tape = Tape::new(step, &self.weights);
+        let loss = tape.cross_entropy(&tape.linear(&tape.input(x), self.w, None)?, labels, 0.5)?;
+        tape.backward_afresh(&loss, &mut self.gradients)?;
+        self.adamw.apply(step, &mut self.weights, &self.gradients)?;
+        Ok(*loss.value())
+    }
+}
+
+const X: [f32; 8] = [1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0, 1.0];
+const LABELS: [u32; 2] = [0, 2];
+
+fn emulated() -> (Device, Arena) {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    (device, arena)
+}
+
+#[test]
+fn a_step_is_heard_with_its_uploads_and_phases() {
+    let (device, mut arena) = emulated();
+    let mut model = Model::new(&device);
+    model.adamw.advance().unwrap();
+    let mut step = || {
+        arena.step(|step| {
+            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload(&LABELS, [2])?.save());
+            model.train(step, x, labels).map(drop)
+        })
+    };
+    let heard = listen(Level::DEBUG, || (0..2).for_each(|_| step().unwrap()));
+    let one = ["step", "  upload", "  upload", "  forward", "  backward", "  optimizer"];
+    assert_eq!(outline(&heard), [one, one].concat());
+    let (first, second) = heard.split_at(6);
+    assert_eq!([&first[0], &second[0]].map(|step| step.number("number")), [0, 1]);
+    assert_eq!([&first[1], &first[2]].map(|upload| upload.number("bytes")), [32, 8]);
+    // Two inputs, and what the passes made, each at a multiple of 256 bytes.
+    assert!(
+        first[0].number("tensors") > 2 && first[0].number("bytes") >= 256 * first[0].number("tensors"),
+        "{first:?}"
+    );
+    assert_eq!(first[0].number("bytes"), arena.report().high_water_bytes as u64);
+}
+
+#[test]
+fn a_failed_step_ends_its_spans_and_has_no_bytes() {
+    let (_, mut arena) = emulated();
+    let heard = listen(Level::DEBUG, || {
+        arena.step(|step| step.upload(&X, [3, 3]).map(drop)).unwrap_err();
+        arena.step(|step| step.upload(&[0.0f32; 1 << 19], [1 << 19]).map(drop)).unwrap_err();
+    });
+    assert_eq!(outline(&heard), ["step", "step"]);
+    assert!(heard.iter().all(|step| !step.fields.contains_key("bytes")), "{heard:?}");
+}
+
+#[test]
+fn a_capture_and_its_replays_tell_what_they_are_for() {
+    let (device, mut arena) = emulated();
+    let mut model = Model::new(&device);
+    let heard = listen(Level::DEBUG, || {
+        let inputs = Inputs::new().with(&X, [2, 4]).unwrap().with(&LABELS, [2]).unwrap();
+        let captured = arena.capture(&mut model, &inputs, |step, model, slots| {
+            let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
+            Ok(slots.output(&loss))
+        });
+        let mut captured = captured.unwrap();
+        captured.state_mut().adamw.advance().unwrap();
+        captured.replay(&inputs).unwrap();
+        captured.repeat().unwrap();
+        let one = Inputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
+        captured.replay(&one).unwrap();
+    });
+    let capture = ["capture", "  forward", "  backward", "  optimizer", "  forward", "  backward", "  optimizer"];
+    let replay = ["replay", "  upload", "  upload"];
+    let advance = ["upload"];
+    let whole = [&capture[..], &advance, &replay, &["replay"], &capture, &replay].concat();
+    assert_eq!(outline(&heard), whole);
+    let named = |name| heard.iter().filter(move |span| span.name == name);
+    let keys = |name| named(name).map(|span| span.fields["key"].as_str()).collect::<Vec<_>>();
+    assert_eq!(keys("capture"), ["f32[2, 4] u32[2] #0", "f32[1, 4] u32[1] #0"]);
+    assert_eq!(keys("replay"), [keys("capture")[0], keys("capture")[0], keys("capture")[1]]);
+    assert_eq!(named("replay").map(|span| span.number("number")).collect::<Vec<_>>(), [0, 1, 2]);
+    let kernels: Vec<u64> = named("capture").map(|span| span.number("kernels")).collect();
+    assert!(kernels[0] > 3 && named("replay").next().unwrap().number("kernels") == kernels[0], "{heard:?}");
+    assert!(named("capture").all(|span| span.number("bytes") >= 256 * span.number("tensors")), "{heard:?}");
+}
+
+#[test]
+fn launches_are_heard_where_they_are_asked_for() {
+    let (device, mut arena) = emulated();
+    let mut model = Model::new(&device);
+    model.adamw.advance().unwrap();
+    let heard = listen(Level::TRACE, || {
+        let step = arena.step(|step| {
+            let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload(&LABELS, [2])?.save());
+            model.train(step, x, labels).map(drop)
+        });
+        step.unwrap();
+    });
+    let launches: Vec<&Heard> = heard.iter().filter(|span| span.name == "launch").collect();
+    assert!(launches.len() > 3 && launches.iter().all(|launch| launch.depth == 2), "{heard:?}");
+    assert!(launches.last().unwrap().fields["kernel"].starts_with("adamw"), "{launches:?}");
+}

@@ -1,0 +1,98 @@
+//! Files in the layout of PyTorch's `state_dict`: names, shapes and every bit, there and back.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use stepscope::nn::{Attention, Linear, RmsNorm};
+use stepscope::*;
+use support::on_each_device;
+
+fn layout() -> Layout {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    Linear::new(names.at("encoder").at("0"), 5, 3);
+    RmsNorm::new(names.at("norm"), 7);
+    Attention::new(names.at("attention"), 128);
+    layout.add("scalegain", [4], Initializer::ONE);
+    layout.add("kernel", [2, 3, 4], Initializer::fan_in(6));
+    layout.build().unwrap()
+}
+
+/// A file's tensors by name: extents and numbers.
+fn tensors(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let file = std::fs::read(path).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let numbers = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    let named = tensors.tensors().into_iter();
+    named.map(|(name, tensor)| (name, (tensor.shape().to_vec(), numbers(tensor.data())))).collect()
+}
+
+on_each_device! {
+    fn weights_go_there_and_back(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let layout = layout();
+        let parameters = Parameters::new(device, &layout, 7).unwrap();
+        parameters.save_state_dict(&path).unwrap();
+        let file = tensors(&path);
+        let names: Vec<&str> = file.keys().map(String::as_str).collect();
+        assert_eq!(names, [
+            "attention.k_norm.weight", "attention.norm.weight", "attention.q_norm.weight", "attention.wk.weight",
+            "attention.wo.weight", "attention.wq.weight", "attention.wv.weight", "encoder.0.bias", "encoder.0.weight",
+            "kernel", "norm.weight", "scalegain",
+        ]);
+        let ours = parameters.flat().read().unwrap();
+        let entry = |name: &str| layout.entries().iter().find(|entry| entry.name() == name).unwrap();
+        let (shape, theirs) = &file["encoder.0.weight"];
+        assert_eq!(shape, &[3, 5]);
+        let start = entry("encoder.0.weight").start();
+        for input in 0..5 {
+            for output in 0..3 {
+                assert_eq!(theirs[output * 5 + input].to_bits(), ours[start + input * 3 + output].to_bits());
+            }
+        }
+        assert_eq!(file["kernel"], (vec![2, 3, 4], ours[entry("kernel").range()].to_vec()));
+
+        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        assert_ne!(other.sha256().unwrap(), parameters.sha256().unwrap());
+        other.load_state_dict(&path).unwrap();
+        assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
+    }
+
+    fn a_file_that_does_not_fit_changes_nothing(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let model = |add: &dyn Fn(&mut LayoutBuilder)| {
+            let mut layout = Layout::builder();
+            layout.add("head.weight", [2, 3], Initializer::fan_in(2));
+            add(&mut layout);
+            Parameters::new(device, &layout.build().unwrap(), 7).unwrap()
+        };
+        let bias = |extent: usize| move |layout: &mut LayoutBuilder| {
+            layout.add("head.bias", [extent], Initializer::ONE);
+        };
+        let mut parameters = model(&bias(3));
+        let before = parameters.sha256().unwrap();
+        for (file, reason) in [
+            (model(&|_| ()), "has no `head.bias`"),
+            (model(&bias(4)), "`head.bias`: expected F32 [3], got F32 [4]"),
+            (model(&|layout| {
+                bias(3)(layout);
+                layout.add("norm.gain", [3], Initializer::ONE);
+            }), "has `norm.weight`, which is no parameter"),
+        ] {
+            let path = folder.path().join("other.safetensors");
+            file.save_state_dict(&path).unwrap();
+            let error = parameters.load_state_dict(&path).unwrap_err().to_string();
+            assert!(error.contains(reason) && error.contains("other.safetensors"), "{error}");
+            assert_eq!(parameters.sha256().unwrap(), before, "{reason}");
+        }
+        let twice = model(&|layout| {
+            layout.add("head.gain", [3], Initializer::ONE);
+        });
+        let error = twice.save_state_dict(folder.path().join("twice")).unwrap_err().to_string();
+        assert!(error.contains("two named `head.weight`"), "{error}");
+    }
+}

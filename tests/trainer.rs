@@ -1,0 +1,287 @@
+//! The trainer: the same weights however it runs, is looked at or interrupted, and errors that reach the caller.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::nn::{Linear, Mlp};
+use stepscope::*;
+use support::{Random, on_each_device};
+
+const INPUTS: usize = 12;
+const CLASSES: usize = 3;
+/// Batches of an epoch, the last of which is short.
+const BATCHES: [usize; 5] = [8, 8, 8, 8, 3];
+
+struct Classifier {
+    mlp: Mlp,
+    head: Linear,
+}
+
+impl Classifier {
+    fn learner(device: &Device) -> Learner<Self> {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
+        let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
+        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+        let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamWConfig::default() };
+        Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+    }
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
+    }
+}
+
+/// Points in three clouds.
+#[derive(Clone, Debug, PartialEq)]
+struct Points {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
+    }
+}
+
+/// An epoch's batches in parts of at most so many samples.
+fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
+    let mut random = Random::new(epoch);
+    let mut batch = |samples: usize| {
+        let labels = random.belows(samples, CLASSES as u32);
+        let near = |label: u32, random: &mut Random| random.normals(INPUTS).into_iter().map(move |x| x + label as f32);
+        let x: Vec<f32> = labels.iter().flat_map(|&label| near(label, &mut random)).collect();
+        let parts = labels.chunks(part).zip(x.chunks(part * INPUTS));
+        parts.map(|(labels, x)| Points { x: x.to_vec(), labels: labels.to_vec() }).collect()
+    };
+    BATCHES.map(&mut batch).into()
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize) -> Trainer<'a, Classifier> {
+    let learner = Classifier::learner(arena.device());
+    match captured {
+        true => Trainer::captured(arena, learner, &batches(0, part)[0][0]).unwrap(),
+        false => Trainer::eager(arena, learner),
+    }
+}
+
+/// What an epoch told, and how often the stop flag waits.
+#[derive(Default)]
+struct Heard<'f> {
+    updates: Vec<Update>,
+    stop: Option<(u64, &'f AtomicBool)>,
+}
+
+impl Observer for Heard<'_> {
+    fn updated(&mut self, update: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
+        self.updates.push(*update);
+        if let Some((after, flag)) = self.stop {
+            flag.store(progress.updates == after, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn notes(&self) -> Vec<(&str, String)> {
+        vec![("heard", self.updates.len().to_string())]
+    }
+}
+
+fn epoch(trainer: &mut Trainer<'_, Classifier>, part: usize, progress: &mut EpochProgress) -> (Vec<Update>, Ended) {
+    let mut heard = Heard::default();
+    let left = batches(1, part).into_iter().skip(progress.updates as usize).map(Ok);
+    let ended = trainer.epoch(left, progress, &mut heard).unwrap();
+    (heard.updates, ended)
+}
+
+fn sha256(trainer: &Trainer<'_, Classifier>) -> String {
+    trainer.learner().parameters.sha256().unwrap()
+}
+
+/// The weights after an epoch that nothing disturbed.
+fn undisturbed(device: &Device, part: usize) -> (String, Vec<Update>) {
+    let mut arena = arena(device);
+    let mut trainer = trainer(&mut arena, false, part);
+    let (updates, ended) = epoch(&mut trainer, part, &mut EpochProgress::default());
+    assert_eq!((ended, updates.len()), (Ended::Finished, BATCHES.len()));
+    (sha256(&trainer), updates)
+}
+
+on_each_device! {
+    fn captured_or_not_ahead_or_one_by_one_the_bits_are_the_same(device: &Device) {
+        for part in [8, 3] {
+            let (expected, expected_updates) = undisturbed(device, part);
+            assert!(expected_updates[4].loss < 0.8 * expected_updates[0].loss, "it learns: {expected_updates:?}");
+            let mut arena = arena(device);
+            let mut progress = EpochProgress::default();
+            let mut ahead = trainer(&mut arena, true, part);
+            let (updates, _) = epoch(&mut ahead, part, &mut progress);
+            assert_eq!((sha256(&ahead), updates), (expected.clone(), expected_updates.clone()), "parts of {part}");
+            assert_eq!((progress.updates, progress.samples), (5, 35));
+            let losses = expected_updates.iter().map(|update| update.loss * update.samples as f64);
+            assert_eq!(progress.loss_sum, losses.sum::<f64>());
+            assert_eq!(ahead.capture_report().unwrap().replays, if part == 8 { 5 } else { 13 });
+            drop(ahead);
+
+            // One at a time; and with gradients that are looked at before each update.
+            let mut arena = self::arena(device);
+            let mut single = trainer(&mut arena, true, part);
+            let updates: Vec<Update> = batches(1, part).iter().map(|batch| single.update(batch).unwrap()).collect();
+            assert_eq!((sha256(&single), updates), (expected.clone(), expected_updates.clone()));
+            drop(single);
+            let mut arena = self::arena(device);
+            let mut looked_at = trainer(&mut arena, true, part);
+            for (batch, expected) in batches(1, part).iter().zip(&expected_updates) {
+                let before = sha256(&looked_at);
+                assert_eq!(looked_at.accumulate(batch).unwrap(), *expected);
+                assert_eq!(sha256(&looked_at), before, "only gradients have changed");
+                looked_at.apply().unwrap();
+            }
+            assert_eq!(sha256(&looked_at), expected);
+        }
+    }
+
+    fn interrupted_and_resumed_it_ends_with_the_same_weights(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let (expected, all) = undisturbed(device, 3);
+        for (captured, after) in [(false, 1), (true, 1), (false, 4), (true, 3), (true, 5)] {
+            let path = folder.path().join(format!("{captured}-{after}.safetensors"));
+            let (flag, mut progress) = (AtomicBool::new(false), EpochProgress::default());
+            let mut heard = Heard { stop: Some((after, &flag)), ..Heard::default() };
+            let mut arena = arena(device);
+            let mut first = trainer(&mut arena, captured, 3).checkpoint(&path, None).stop_when(&flag);
+            let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut heard).unwrap();
+            // The flag is seen when the next update is queued: it is the last.
+            let stopped = (after + 1).min(5);
+            assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
+            assert_eq!((progress.updates, heard.updates.len() as u64), (stopped, stopped));
+            if ended == Ended::Finished {
+                assert!(!path.exists(), "nothing asked for a checkpoint");
+                first.save(&progress, &heard.notes()).unwrap();
+            }
+            drop(first);
+
+            let checkpoint = Checkpoint::load(&path).unwrap();
+            assert_eq!(checkpoint.note("heard").unwrap(), stopped.to_string());
+            assert_eq!(EpochProgress::of(&checkpoint).unwrap(), progress);
+            let mut arena = self::arena(device);
+            let mut second = trainer(&mut arena, captured, 3);
+            let mut restored = second.restore(&checkpoint).unwrap();
+            let (rest, _) = epoch(&mut second, 3, &mut restored);
+            assert_eq!(rest, all[stopped as usize..]);
+            assert_eq!(sha256(&second), expected, "captured {captured}, stopped after {stopped}");
+            assert_eq!(restored.mean_loss(), all.iter().map(|update| update.loss * update.samples as f64).sum::<f64>() / 35.0);
+        }
+    }
+
+    fn a_checkpoint_comes_every_so_many_updates(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8).checkpoint(&path, Some(2));
+        let mut seen = Vec::new();
+        let taken = batches(1, 8).into_iter().map(|batch| {
+            // What is there when the trainer asks for the next batch.
+            seen.push(Checkpoint::load(&path).ok().map(|checkpoint| EpochProgress::of(&checkpoint).unwrap().updates));
+            Ok(batch)
+        });
+        trainer.epoch(taken, &mut EpochProgress::default(), &mut ()).unwrap();
+        assert_eq!(seen, [None, None, Some(2), Some(2), Some(4)]);
+    }
+
+    fn evaluation_changes_nothing_and_sums_over_samples(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let before = sha256(&trainer);
+        let [whole] = batches(1, 8)[0].clone().try_into().unwrap();
+        let (loss, classes) = trainer
+            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .unwrap();
+        assert_eq!((sha256(&trainer), classes.len()), (before, 8));
+        let told = trainer.update(&[whole]).unwrap().loss;
+        assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
+    }
+
+    fn wrong_batches_and_errors_among_them_reach_the_caller(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, false, 8);
+        for empty in [vec![], vec![Points { x: vec![], labels: vec![] }]] {
+            let error = trainer.update(&empty).unwrap_err().to_string();
+            assert!(error.contains("samples in each part"), "{error}");
+        }
+        let broken = Error::Loader { reason: "the disk is gone".into() };
+        let some = batches(1, 8).into_iter().take(2).map(Ok).chain([Err(broken.clone())]);
+        let mut progress = EpochProgress::default();
+        assert_eq!(trainer.epoch(some, &mut progress, &mut ()).unwrap_err(), broken);
+        assert_eq!(progress.updates, 2, "what was queued before it is told");
+    }
+}
+
+/// A full arena and a missed deadline are told as everywhere: with the arena's report, and the loss of the device.
+#[test]
+fn reports_of_the_arena_and_of_deadlines_pass_through() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut small = Arena::builder(&device).capacity(Capacity::Bytes(4096)).build().unwrap();
+    let mut cramped = Trainer::eager(&mut small, Classifier::learner(&device));
+    let error = cramped.update(&batches(1, 8)[0]).unwrap_err();
+    assert!(matches!(&error, Error::ArenaFull { cause: Cause::WorkingSetLargerThanArena, .. }), "{error}");
+
+    for (call, fault) in [(Call::PollFence, Fault::Never), (Call::QueueDownload, Fault::Spoil)] {
+        let plan = FaultPlan::new();
+        let device = Device::builder(DeviceKind::Emulated)
+            .deadline(Duration::from_millis(50))
+            .faults(plan.clone())
+            .open()
+            .unwrap();
+        let mut arena = arena(&device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        trainer.update(&batches(1, 8)[0]).unwrap();
+        let _ = plan.clone().on(call, plan.count(call) + 1, fault);
+        let error = trainer.update(&batches(1, 8)[1]).unwrap_err();
+        match fault {
+            Fault::Never => assert!(matches!(error, Error::Timeout { call: "download", .. }), "{error}"),
+            _ => assert!(matches!(error, Error::Driver { fatal: true, .. }), "{error}"),
+        }
+        assert!(device.lost().is_some());
+        let later = trainer.update(&batches(1, 8)[2]).unwrap_err();
+        assert!(matches!(later, Error::DeviceLost { .. }), "{later}");
+    }
+}
+
+/// A copy that fails and leaves the device whole costs the update, and no memory.
+#[test]
+fn results_that_did_not_land_leave_nothing_behind() {
+    let plan = FaultPlan::new();
+    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    {
+        let mut arena = arena(&device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let _ = plan.clone().on(Call::QueueDownload, 2, Fault::Fail);
+        assert!(trainer.update(&batches(1, 8)[0]).is_err());
+        trainer.update(&batches(1, 8)[1]).unwrap();
+    }
+    drop(device);
+    let count = |call| plan.count(call);
+    assert_eq!(count(Call::FreePinned), count(Call::AllocatePinned));
+    assert_eq!(count(Call::DestroyFence), count(Call::CreateFence));
+    assert_eq!(count(Call::Free), count(Call::Allocate));
+}
