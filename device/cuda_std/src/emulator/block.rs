@@ -10,8 +10,9 @@ use super::fault::{Cause, Fault, Kind};
 use super::mode::Order;
 use super::stack::ColouredStack;
 use super::{CURRENT, WARP, access, current};
-use crate::launch::{Entry, Grid};
+use crate::launch::{Entry, Grid, Threads, Versions};
 use corosensei::{Coroutine, CoroutineResult, Yielder};
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -34,7 +35,7 @@ struct Wait {
 #[derive(Clone, Copy)]
 enum State {
     Fresh,
-    /// Goes on when the scheduler comes by; its coroutine stands in `carriers`.
+    /// Goes on when the scheduler comes by, on its carrier.
     Ready,
     Waiting(Wait),
     Done,
@@ -58,7 +59,9 @@ pub struct Block {
     threads: u32,
     shared: *mut u8,
     shared_bytes: usize,
-    thread: unsafe fn(*const u64),
+    /// What runs threads that have not started.
+    code: Threads,
+    is_wide: bool,
     words: *const u64,
     /// The thread that runs now.
     running: Cell<u32>,
@@ -68,6 +71,9 @@ pub struct Block {
     order: Option<RefCell<Order>>,
     yielder: Cell<*const Yielder<(), ()>>,
     states: RefCell<Vec<State>>,
+    /// The plain barrier at which all that have come to one since the last look stand, and how many they are.
+    gathering: Cell<Option<&'static Location<'static>>>,
+    gathered: Cell<u32>,
     /// What each thread brought to the collective that was resolved last, or its result.
     exchange: RefCell<Vec<u64>>,
     detector: Option<RefCell<Detector>>,
@@ -102,6 +108,12 @@ impl Block {
     #[inline(always)]
     pub fn lane(&self) -> u32 {
         self.running.get() % WARP
+    }
+
+    /// Whether the code is the version for registers of 16 floats.
+    #[inline(always)]
+    pub(super) fn is_wide(&self) -> bool {
+        self.is_wide
     }
 
     /// The start of the shared memory.
@@ -156,7 +168,9 @@ impl Block {
         }
     }
 
-    /// Suspends the running thread until its collective is resolved.
+    /// Suspends the running thread until its collective is resolved. Always inlined: a return after a switch of stacks is one
+    /// that the processor predicts wrongly.
+    #[inline(always)]
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
         let thread = self.running.get();
         if let Some(mask) = collective.mask() {
@@ -164,13 +178,32 @@ impl Block {
             assert!(mask >> lane & 1 == 1, "lane {lane} is not in the mask {mask:#010x} of its own warp operation");
         }
         self.states.borrow_mut()[thread as usize] = State::Waiting(Wait { collective, location, value });
+        if collective == Collective::Barrier {
+            self.gather(location);
+        }
         let yielder = self.yielder.get();
         // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
         unsafe { (*yielder).suspend(()) };
-        let exchange = self.exchange.borrow();
         match collective {
-            Collective::Shuffle { source, .. } => exchange[(thread / WARP * WARP + source) as usize],
-            _ => exchange[thread as usize],
+            Collective::Shuffle { source, .. } => self.brought(source),
+            _ => self.brought(thread % WARP),
+        }
+    }
+
+    /// What `lane` of the running thread's warp brought to the collective that was resolved last.
+    #[inline(always)]
+    pub(super) fn brought(&self, lane: u32) -> u64 {
+        self.exchange.borrow()[(self.running.get() / WARP * WARP + lane) as usize]
+    }
+
+    /// Counts the running thread among those that stand at one barrier.
+    fn gather(&self, location: &'static Location<'static>) {
+        let gathered = self.gathered.get();
+        if gathered == 0 {
+            self.gathering.set(Some(location));
+        }
+        if self.gathering.get().is_some_and(|first| core::ptr::eq(first, location)) {
+            self.gathered.set(gathered + 1);
         }
     }
 
@@ -179,16 +212,23 @@ impl Block {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
     }
 
-    /// Runs threads that have not started, one after another, until none is left.
-    fn carry(&self) {
-        while self.started.get() < self.threads {
-            let place = self.started.replace(self.started.get() + 1);
-            self.running.set(self.thread_at(place));
-            // SAFETY: `launch`'s caller promised that the words are this kernel's arguments.
-            unsafe { (self.thread)(self.words) };
-            // The thread may have waited meanwhile and others may have run.
-            self.states.borrow_mut()[self.running.get() as usize] = State::Done;
+    /// Makes a thread that has not started the running one; false: none is left.
+    #[inline(always)]
+    pub fn begin(&self) -> bool {
+        let place = self.started.get();
+        if place == self.threads {
+            return false;
         }
+        self.started.set(place + 1);
+        self.running.set(self.thread_at(place));
+        true
+    }
+
+    /// The running thread has come to its end.
+    #[inline(always)]
+    pub fn end(&self) {
+        // It may have waited since it began, and others may have run.
+        self.states.borrow_mut()[self.running.get() as usize] = State::Done;
     }
 }
 
@@ -206,7 +246,9 @@ impl Carrier {
                 loop {
                     current(|block| block.yielder.set(yielder));
                     yielder.suspend(());
-                    current(Block::carry);
+                    // SAFETY: `launch`'s caller promised that the words are this kernel's arguments, and `Runner::run`
+                    // chose a version that this processor can run.
+                    current(|block| unsafe { (block.code)(block.words, block) });
                 }
             }),
             yielder: core::ptr::null(),
@@ -217,21 +259,22 @@ impl Carrier {
     }
 
     /// Runs until the thread that it carries waits, or no fresh thread is left.
-    fn resume(&mut self, block: &Block) -> Result<(), Cause> {
+    fn resume(&mut self, block: &Block) {
         block.yielder.set(self.yielder);
-        match catch_unwind(AssertUnwindSafe(|| self.coroutine.resume(()))) {
-            Ok(CoroutineResult::Yield(())) => Ok(()),
-            Ok(CoroutineResult::Return(())) => unreachable!("a carrier loops for ever"),
-            Err(panic) => Err(panic.downcast::<Cause>().map_or_else(
-                |panic| {
-                    let text = panic.downcast_ref::<String>().cloned();
-                    let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-                    Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
-                },
-                |cause| *cause,
-            )),
-        }
+        let CoroutineResult::Yield(()) = self.coroutine.resume(()) else { unreachable!("a carrier loops for ever") };
     }
+}
+
+/// What a kernel's panic means.
+fn cause(panic: Box<dyn Any + Send>) -> Cause {
+    panic.downcast::<Cause>().map_or_else(
+        |panic| {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+            Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
+        },
+        |cause| *cause,
+    )
 }
 
 /// The time in which `current` answers.
@@ -255,8 +298,11 @@ impl Drop for Entered {
 /// Runs blocks on one OS thread; keeps coroutines and shared memory from block to block.
 #[derive(Default)]
 pub(super) struct Runner {
-    idle: Vec<Carrier>,
-    made: usize,
+    carriers: Vec<Carrier>,
+    /// The carriers that carry no thread, by their place in `carriers`.
+    idle: Vec<usize>,
+    /// The carrier of each thread that waits.
+    carrier_of: Vec<usize>,
     shared: Vec<u128>,
     states: Vec<State>,
     exchange: Vec<u64>,
@@ -274,6 +320,8 @@ impl Runner {
         states.clear();
         states.resize(entry.block as usize, State::Fresh);
         exchange.resize(entry.block as usize, 0);
+        self.carrier_of.resize(entry.block as usize, 0);
+        let (code, is_wide) = version(&entry.versions, arguments.is_some());
         let detector = arguments.clone().map(|arguments| Detector::new(arguments, entry, *grid, index).into());
         let block = Block {
             grid: *grid,
@@ -281,17 +329,16 @@ impl Runner {
             threads: entry.block,
             shared: self.shared_memory(entry.shared_bytes as usize),
             shared_bytes: entry.shared_bytes as usize,
-            thread: match &detector {
-                _ if !has_fused() => entry.thread.portable,
-                None => entry.thread.fused,
-                Some(_) => entry.thread.watched,
-            },
+            code,
+            is_wide,
             words: words.as_ptr(),
             running: Cell::new(0),
             started: Cell::new(0),
             order: shuffle.map(|seed| Order::new(entry.block, seed, index).into()),
             yielder: Cell::new(core::ptr::null()),
             states: RefCell::new(states),
+            gathering: Cell::new(None),
+            gathered: Cell::new(0),
             exchange: RefCell::new(exchange),
             detector,
         };
@@ -304,30 +351,30 @@ impl Runner {
     }
 
     fn schedule(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
-        // The carrier of each thread that waits, by thread.
-        let mut carriers: Vec<Option<Carrier>> = Vec::new();
-        let outcome = self.run_threads(block, &mut carriers);
-        // After a fault these still hold suspended threads; dropping them unwinds their frames.
-        debug_assert!(outcome.is_err() || carriers.iter().all(Option::is_none));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_threads(block)));
+        let outcome = outcome.unwrap_or_else(|panic| Err((block.running.get(), cause(panic))));
+        if outcome.is_err() {
+            // They may hold suspended threads; dropping them unwinds their frames.
+            self.carriers.clear();
+            self.idle.clear();
+        }
         outcome
     }
 
-    fn run_threads(&mut self, block: &Block, carriers: &mut Vec<Option<Carrier>>) -> Result<(), (u32, Cause)> {
-        let fault = |cause| (block.running.get(), cause);
+    fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
+        let mut waits = false;
         while block.started.get() < block.threads {
-            let mut carrier = self.idle.pop().unwrap_or_else(|| {
-                self.made += 1;
-                Carrier::new(self.made)
+            let carrier = self.idle.pop().unwrap_or_else(|| {
+                self.carriers.push(Carrier::new(self.carriers.len()));
+                self.carriers.len() - 1
             });
-            carrier.resume(block).map_err(fault)?;
-            self.park(block, carrier, carriers);
+            waits |= self.carry(block, carrier);
         }
-        // No thread waits: the whole block ran on one coroutine.
-        if carriers.is_empty() {
-            return Ok(());
-        }
-        loop {
-            if !resolve(block)? {
+        while waits {
+            let all = block.gathered.replace(0) == block.threads;
+            if all {
+                block.met(Collective::Barrier, 0);
+            } else if !resolve(block)? {
                 return Ok(());
             }
             if let Some(order) = &block.order {
@@ -335,28 +382,27 @@ impl Runner {
             }
             for place in 0..block.threads {
                 let thread = block.thread_at(place);
-                if !matches!(block.states.borrow()[thread as usize], State::Ready) {
-                    continue;
+                if all || matches!(block.states.borrow()[thread as usize], State::Ready) {
+                    block.running.set(thread);
+                    self.carry(block, self.carrier_of[thread as usize]);
                 }
-                let mut carrier = carriers[thread as usize].take().expect("a ready thread has a carrier");
-                block.running.set(thread);
-                carrier.resume(block).map_err(fault)?;
-                self.park(block, carrier, carriers);
             }
         }
+        Ok(())
     }
 
-    /// Keeps a carrier with the thread that waits on it, or for another use.
-    fn park(&mut self, block: &Block, carrier: Carrier, carriers: &mut Vec<Option<Carrier>>) {
+    /// Lets a carrier run, and keeps it for the thread that waits on it then, if one does, or for another use.
+    #[inline(always)]
+    fn carry(&mut self, block: &Block, carrier: usize) -> bool {
+        self.carriers[carrier].resume(block);
         let thread = block.running.get() as usize;
-        if matches!(block.states.borrow()[thread], State::Waiting(_)) {
-            if carriers.is_empty() {
-                carriers.resize_with(block.threads as usize, || None);
-            }
-            carriers[thread] = Some(carrier);
+        let waits = matches!(block.states.borrow()[thread], State::Waiting(_));
+        if waits {
+            self.carrier_of[thread] = carrier;
         } else {
             self.idle.push(carrier);
         }
+        waits
     }
 
     /// Poisoned shared memory of `bytes` between two red zones.
@@ -465,7 +511,7 @@ fn complete(
         Collective::BarrierAnd => Some(u64::from(count == total)),
         Collective::BarrierOr => Some(u64::from(count != 0)),
         Collective::Ballot(_) => Some(ballot),
-        Collective::Shuffle { .. } => None,
+        Collective::Gather(_) | Collective::Shuffle { .. } => None,
     };
     for thread in threads {
         if let Some(result) = result {
@@ -475,9 +521,17 @@ fn complete(
     }
 }
 
-fn has_fused() -> bool {
+/// The version of a kernel for this processor, and whether it has registers of 16 floats.
+fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
-    #[cfg(not(target_arch = "x86_64"))]
-    true
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if !(has!("avx2") && has!("fma")) {
+            return (versions.portable, false);
+        }
+        if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") && !watched {
+            return (versions.wide, true);
+        }
+    }
+    (if watched { versions.watched } else { versions.fused }, false)
 }
