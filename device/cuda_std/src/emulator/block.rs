@@ -4,15 +4,15 @@
 //! waits for has come to the same operation at the same source line.
 
 use super::arguments::{Arguments, Span};
+use super::carrier::{Carrier, cause};
 use super::collective::Collective;
 use super::detector::Detector;
 use super::fault::{Cause, Fault, Kind};
 use super::mode::Order;
-use super::stack::ColouredStack;
-use super::{CURRENT, WARP, access, current};
+use super::resolve::{State, Wait, resolve_block, resolve_lanes};
+use super::{CURRENT, WARP, access};
 use crate::launch::{Entry, Grid, Threads, Versions};
-use corosensei::{Coroutine, CoroutineResult, Yielder};
-use std::any::Any;
+use corosensei::Yielder;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -23,23 +23,6 @@ const RED_ZONE_BYTES: usize = 256;
 const RED_ZONE: u8 = 0xa5;
 /// Fresh shared memory reads as NaN.
 const POISON: u8 = 0xff;
-
-/// What a thread waits at, and what it brought.
-#[derive(Clone, Copy)]
-struct Wait {
-    collective: Collective,
-    location: &'static Location<'static>,
-    value: u64,
-}
-
-#[derive(Clone, Copy)]
-enum State {
-    Fresh,
-    /// Goes on when the scheduler comes by, on its carrier.
-    Ready,
-    Waiting(Wait),
-    Done,
-}
 
 /// What the blocks of a launch share.
 pub(super) struct Launch<'l> {
@@ -56,26 +39,27 @@ pub(super) struct Launch<'l> {
 pub struct Block {
     grid: Grid,
     index: [u32; 3],
-    threads: u32,
+    pub(super) threads: u32,
     shared: *mut u8,
     shared_bytes: usize,
     /// What runs threads that have not started.
-    code: Threads,
+    pub(super) code: Threads,
     is_wide: bool,
-    words: *const u64,
+    pub(super) words: *const u64,
     /// The thread that runs now.
     running: Cell<u32>,
-    /// Threads that have started.
+    /// Threads that have started, and before which number they may.
     started: Cell<u32>,
+    start_before: Cell<u32>,
     /// The threads' order, where it is not the ascending one.
     order: Option<RefCell<Order>>,
-    yielder: Cell<*const Yielder<(), ()>>,
-    states: RefCell<Vec<State>>,
+    pub(super) yielder: Cell<*const Yielder<(), ()>>,
+    pub(super) states: RefCell<Vec<State>>,
     /// The plain barrier at which all that have come to one since the last look stand, and how many they are.
     gathering: Cell<Option<&'static Location<'static>>>,
-    gathered: Cell<u32>,
+    pub(super) gathered: Cell<u32>,
     /// What each thread brought to the collective that was resolved last, or its result.
-    exchange: RefCell<Vec<u64>>,
+    pub(super) exchange: RefCell<Vec<u64>>,
     detector: Option<RefCell<Detector>>,
 }
 
@@ -162,7 +146,7 @@ impl Block {
     }
 
     /// The threads that take part in a collective, `thread` among them, go on.
-    fn met(&self, collective: Collective, thread: u32) {
+    pub(super) fn met(&self, collective: Collective, thread: u32) {
         if let Some(detector) = &self.detector {
             detector.borrow_mut().met(collective, thread);
         }
@@ -207,6 +191,13 @@ impl Block {
         }
     }
 
+    /// Draws another order for the next round, where the order is drawn.
+    fn shuffle(&self) {
+        if let Some(order) = &self.order {
+            order.borrow_mut().draw();
+        }
+    }
+
     /// The thread that comes at `place` in this round.
     fn thread_at(&self, place: u32) -> u32 {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
@@ -216,7 +207,7 @@ impl Block {
     #[inline(always)]
     pub fn begin(&self) -> bool {
         let place = self.started.get();
-        if place == self.threads {
+        if place >= self.start_before.get() {
             return false;
         }
         self.started.set(place + 1);
@@ -230,51 +221,6 @@ impl Block {
         // It may have waited since it began, and others may have run.
         self.states.borrow_mut()[self.running.get() as usize] = State::Done;
     }
-}
-
-/// A coroutine that runs threads of whatever block is current, block after block.
-struct Carrier {
-    coroutine: Coroutine<(), (), (), ColouredStack>,
-    yielder: *const Yielder<(), ()>,
-}
-
-impl Carrier {
-    fn new(index: usize) -> Self {
-        let stack = ColouredStack::new(index).expect("no memory for a coroutine stack of 64 KiB");
-        let mut carrier = Self {
-            coroutine: Coroutine::with_stack(stack, |yielder: &Yielder<(), ()>, ()| {
-                loop {
-                    current(|block| block.yielder.set(yielder));
-                    yielder.suspend(());
-                    // SAFETY: `launch`'s caller promised that the words are this kernel's arguments, and `Runner::run`
-                    // chose a version that this processor can run.
-                    current(|block| unsafe { (block.code)(block.words, block) });
-                }
-            }),
-            yielder: core::ptr::null(),
-        };
-        carrier.coroutine.resume(());
-        carrier.yielder = current(|block| block.yielder.get());
-        carrier
-    }
-
-    /// Runs until the thread that it carries waits, or no fresh thread is left.
-    fn resume(&mut self, block: &Block) {
-        block.yielder.set(self.yielder);
-        let CoroutineResult::Yield(()) = self.coroutine.resume(()) else { unreachable!("a carrier loops for ever") };
-    }
-}
-
-/// What a kernel's panic means.
-fn cause(panic: Box<dyn Any + Send>) -> Cause {
-    panic.downcast::<Cause>().map_or_else(
-        |panic| {
-            let text = panic.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-            Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
-        },
-        |cause| *cause,
-    )
 }
 
 /// The time in which `current` answers.
@@ -334,6 +280,7 @@ impl Runner {
             words: words.as_ptr(),
             running: Cell::new(0),
             started: Cell::new(0),
+            start_before: Cell::new(0),
             order: shuffle.map(|seed| Order::new(entry.block, seed, index).into()),
             yielder: Cell::new(core::ptr::null()),
             states: RefCell::new(states),
@@ -362,33 +309,45 @@ impl Runner {
     }
 
     fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
+        // A warp's lanes exchange their values before the next warp goes on: the fewer stacks are in use at a time, the more
+        // of them stay in the cache. A shuffled block goes on thread by thread.
+        let group = if block.order.is_some() { block.threads } else { WARP };
         let mut waits = false;
-        while block.started.get() < block.threads {
-            let carrier = self.idle.pop().unwrap_or_else(|| {
-                self.carriers.push(Carrier::new(self.carriers.len()));
-                self.carriers.len() - 1
-            });
-            waits |= self.carry(block, carrier);
-        }
-        while waits {
-            let all = block.gathered.replace(0) == block.threads;
-            if all {
-                block.met(Collective::Barrier, 0);
-            } else if !resolve(block)? {
-                return Ok(());
-            }
-            if let Some(order) = &block.order {
-                order.borrow_mut().draw();
-            }
-            for place in 0..block.threads {
-                let thread = block.thread_at(place);
-                if all || matches!(block.states.borrow()[thread as usize], State::Ready) {
-                    block.running.set(thread);
-                    self.carry(block, self.carrier_of[thread as usize]);
+        loop {
+            for first in (0..block.threads).step_by(group as usize) {
+                let threads = first..(first + group).min(block.threads);
+                // Where the first warp did not wait, the others follow it without a stop.
+                block.start_before.set(if waits || first == 0 { threads.end } else { block.threads });
+                waits |= self.turn(block, threads.clone());
+                while waits && resolve_lanes(block, threads.clone()) {
+                    block.shuffle();
+                    self.turn(block, threads.clone());
                 }
             }
+            if !(waits && resolve_block(block)?) {
+                return Ok(());
+            }
+            block.shuffle();
         }
-        Ok(())
+    }
+
+    /// Lets those of `places` go on that can; whether one waits then.
+    fn turn(&mut self, block: &Block, places: Range<u32>) -> bool {
+        let mut waits = false;
+        for place in places {
+            let thread = block.thread_at(place);
+            let carrier = match block.states.borrow()[thread as usize] {
+                State::Fresh => self.idle.pop().unwrap_or_else(|| {
+                    self.carriers.push(Carrier::new(self.carriers.len()));
+                    self.carriers.len() - 1
+                }),
+                State::Ready => self.carrier_of[thread as usize],
+                State::Waiting(_) | State::Done => continue,
+            };
+            block.running.set(thread);
+            waits |= self.carry(block, carrier);
+        }
+        waits
     }
 
     /// Lets a carrier run, and keeps it for the thread that waits on it then, if one does, or for another use.
@@ -424,100 +383,16 @@ impl Runner {
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
         // SAFETY: the vector holds `total` initialised bytes, and no thread of the block is left.
         let memory = unsafe { std::slice::from_raw_parts(self.shared.as_ptr().cast::<u8>(), total) };
-        let zones = (0..RED_ZONE_BYTES).chain(RED_ZONE_BYTES + bytes..total);
-        for at in zones {
-            if memory[at] != RED_ZONE {
-                let offset = at as i64 - RED_ZONE_BYTES as i64;
+        for zone in [0..RED_ZONE_BYTES, RED_ZONE_BYTES + bytes..total] {
+            // A whole zone at once; where it was hit is looked for afterwards.
+            let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
+            if memory[zone.clone()] != intact[..zone.len()] {
+                let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");
+                let offset = (zone.start + hit) as i64 - RED_ZONE_BYTES as i64;
                 return Err((block.running.get(), Cause::SharedOverrun { offset, size: bytes }));
             }
         }
         Ok(())
-    }
-}
-
-/// Makes ready what can go on. False: every thread has ended.
-fn resolve(block: &Block) -> Result<bool, (u32, Cause)> {
-    let mut states = block.states.borrow_mut();
-    let mut exchange = block.exchange.borrow_mut();
-    let mut progress = false;
-    let mut waiting = None;
-    for warp in (0..block.threads).step_by(WARP as usize) {
-        for thread in warp..(warp + WARP).min(block.threads) {
-            let State::Waiting(wait) = states[thread as usize] else { continue };
-            waiting.get_or_insert((thread, wait));
-            let Some(mask) = wait.collective.mask() else { continue };
-            let lanes = (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| warp + lane);
-            if missing(&states, wait, lanes.clone()).is_some() {
-                continue;
-            }
-            complete(&mut states, &mut exchange, wait.collective, lanes);
-            block.met(wait.collective, thread);
-            progress = true;
-        }
-    }
-    let Some((thread, wait)) = waiting else { return Ok(false) };
-    if progress {
-        return Ok(true);
-    }
-    // Nothing moved within a warp: the block must stand at one barrier, or it never goes on.
-    let lanes: Vec<u32> = match wait.collective.mask() {
-        None => (0..block.threads).collect(),
-        Some(mask) => (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane).collect(),
-    };
-    if let Some(missing) = missing(&states, wait, lanes.iter().copied()) {
-        let found = match states.get(missing as usize) {
-            Some(State::Waiting(other)) => format!("waits at {} ({:?})", other.location, other.collective),
-            Some(_) => "has ended".into(),
-            None => "does not exist".into(),
-        };
-        let waits_at = format!("{} ({:?})", wait.location, wait.collective);
-        return Err((thread, Cause::Divergence { waits_at, missing, found }));
-    }
-    complete(&mut states, &mut exchange, wait.collective, lanes.iter().copied());
-    block.met(wait.collective, thread);
-    Ok(true)
-}
-
-/// The first of `threads` that does not stand at `wait`.
-fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>) -> Option<u32> {
-    threads.find(|&thread| match states.get(thread as usize) {
-        Some(State::Waiting(other)) => {
-            !other.collective.same(wait.collective)
-                || (!core::ptr::eq(other.location, wait.location) && *other.location != *wait.location)
-        }
-        _ => true,
-    })
-}
-
-/// Hands out the results and lets `threads` go on.
-fn complete(
-    states: &mut [State],
-    exchange: &mut [u64],
-    collective: Collective,
-    threads: impl Iterator<Item = u32> + Clone,
-) {
-    let (mut count, mut total, mut ballot) = (0u64, 0u64, 0u64);
-    for thread in threads.clone() {
-        if let State::Waiting(wait) = states[thread as usize] {
-            exchange[thread as usize] = wait.value;
-            count += u64::from(wait.value != 0);
-            total += 1;
-            ballot |= u64::from(wait.value != 0) << (thread % WARP);
-        }
-    }
-    let result = match collective {
-        Collective::Barrier | Collective::Warp(_) => Some(0),
-        Collective::BarrierCount => Some(count),
-        Collective::BarrierAnd => Some(u64::from(count == total)),
-        Collective::BarrierOr => Some(u64::from(count != 0)),
-        Collective::Ballot(_) => Some(ballot),
-        Collective::Gather(_) | Collective::Shuffle { .. } => None,
-    };
-    for thread in threads {
-        if let Some(result) = result {
-            exchange[thread as usize] = result;
-        }
-        states[thread as usize] = State::Ready;
     }
 }
 

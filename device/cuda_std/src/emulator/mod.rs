@@ -11,11 +11,13 @@
 pub mod access;
 mod arguments;
 mod block;
+mod carrier;
 mod clock;
 mod collective;
 mod detector;
 mod fault;
 mod mode;
+mod resolve;
 mod shadow;
 mod site;
 mod stack;
