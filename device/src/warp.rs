@@ -155,28 +155,48 @@ macro_rules! for_each_vector {
     }};
 }
 
-/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1; `lanes` is a power of two.
+/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1; `lanes` is a power of two and
+/// `combine` commutative, so that every lane gets the same.
 ///
 /// # Safety
 /// The lanes in `mask`, a segment of `lanes`, call it together.
 #[inline(always)]
 pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
-    let mut value = value;
-    let mut distance = lanes / 2;
-    while distance > 0 {
-        // SAFETY: the caller's promise; the source lane lies in the same segment.
-        let other = unsafe { of_other_lane(mask, value, distance) };
-        value = combine(value, other);
-        distance /= 2;
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut value = value;
+        let mut distance = lanes / 2;
+        while distance > 0 {
+            // SAFETY: the caller's promise; the source lane lies in the same segment.
+            let other = unsafe { of_other_lane(mask, value, distance) };
+            value = combine(value, other);
+            distance /= 2;
+        }
+        value
     }
-    value
+    // The same pairs after one wait instead of one for each distance, which are what a reduction costs here.
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        if lanes == 1 {
+            return value;
+        }
+        let mut values = cuda_std::emulator::gather(mask, lanes, value);
+        let mut distance = lanes as usize / 2;
+        while distance > 0 {
+            for lane in 0..distance {
+                values[lane] = combine(values[lane], values[lane + distance]);
+            }
+            distance /= 2;
+        }
+        values[0]
+    }
 }
 
 /// The `value` of the lane whose number is this lane's xor `distance`.
 ///
 /// # Safety
 /// The lanes in `mask` call it together, and the other lane is among them.
-#[cfg(not(rust_cuda))]
+#[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
 #[inline(always)]
 unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     // SAFETY: the caller's promise.

@@ -1,5 +1,6 @@
 //! Matrix multiply and what is fused behind it.
 
+use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
@@ -44,7 +45,8 @@ pub struct Gemm {
     pub stride_bias: usize,
     /// What the old content counts.
     pub beta: f32,
-    /// Which tile computes it, of [`TILES`]; none: the one that should be done first. The bits are the same.
+    /// Which tile computes it, of [`TILES`]; none: the one that should be done first, or on the emulator the CPU's own. The
+    /// bits are the same.
     pub tile: Option<Tile>,
 }
 
@@ -208,36 +210,45 @@ fn queue<'s>(
             pre.out()
         }
     };
-    let tile = form.tile.unwrap_or_else(|| fastest(form, step.device().description().processors as usize));
     macro_rules! launch {
-        ($($kernel:ident: $tile:ident,)*) => {
-            match tile {
-                $($tile => step.launch($kernel {
-                    a: a.slice(),
-                    b: b.slice(),
-                    bias: bias.map_or_else(Slice::empty, Source::slice),
-                    c: residual.map_or(own, Source::pointer),
-                    out,
-                    pre,
-                    m: word("m", form.m)?,
-                    n: word("n", form.n)?,
-                    k: word("k", form.k)?,
-                    lda: word("lda", form.lda)?,
-                    ldb: word("ldb", form.ldb)?,
-                    ldc: word("ldc", form.ldc)?,
-                    batches: word("batches", form.batches)?,
-                    stride_a: form.stride_a,
-                    stride_b: form.stride_b,
-                    stride_c: form.stride_c,
-                    stride_bias: form.stride_bias,
-                    beta: form.beta,
-                    flags,
-                }),)*
+        ($kernel:ident) => {
+            step.launch($kernel {
+                a: a.slice(),
+                b: b.slice(),
+                bias: bias.map_or_else(Slice::empty, Source::slice),
+                c: residual.map_or(own, Source::pointer),
+                out,
+                pre,
+                m: word("m", form.m)?,
+                n: word("n", form.n)?,
+                k: word("k", form.k)?,
+                lda: word("lda", form.lda)?,
+                ldb: word("ldb", form.ldb)?,
+                ldc: word("ldc", form.ldc)?,
+                batches: word("batches", form.batches)?,
+                stride_a: form.stride_a,
+                stride_b: form.stride_b,
+                stride_c: form.stride_c,
+                stride_bias: form.stride_bias,
+                beta: form.beta,
+                flags,
+            })
+        };
+    }
+    macro_rules! launch_tile {
+        ($tile:ident in $($kernel:ident: $known:ident,)*) => {
+            match $tile {
+                $($known => launch!($kernel),)*
                 tile => Err(Error::misuse("matmul", "one of `ops::TILES`", format!("{tile:?}"))),
             }
         };
     }
-    kernels::matmul_tiles!(launch!)
+    let device = step.device().description();
+    if form.tile.is_none() && device.kind == DeviceKind::Emulated {
+        return launch!(matmul_on_cpu);
+    }
+    let tile = form.tile.unwrap_or_else(|| fastest(form, device.processors as usize));
+    kernels::matmul_tiles!(launch_tile! tile in)
 }
 
 /// The tile whose last block should end first: blocks that share a multiprocessor hide each other's latency, one alone does not.

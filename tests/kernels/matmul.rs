@@ -11,7 +11,7 @@ use cuda_std::launch::Slice;
 use kernels::math;
 use kernels::matmul::*;
 use stepscope::ops::{self, Gemm};
-use stepscope::{Device, Result, Source, Target, Tensor};
+use stepscope::{Device, DeviceKind, Result, Source, Target, Tensor};
 
 /// m, n, k: tails and multiples of every tile, no products, one, around a stage of 16, the model's 193, more than all stages of 64.
 const SHAPES: [[usize; 3]; 18] = [
@@ -152,7 +152,7 @@ impl Case {
     }
 }
 
-/// Runs a case on every tile's kernel: its name, `out` and `pre`.
+/// Runs a case on every tile's kernel that the device has: its name, `out` and `pre`.
 fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])> {
     let mut results = Vec::new();
     macro_rules! run {
@@ -189,6 +189,9 @@ fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])>
         )*};
     }
     kernels::matmul_tiles!(run!);
+    if device.description().kind == DeviceKind::Emulated {
+        run!(matmul_on_cpu: CPU,);
+    }
     results
 }
 

@@ -34,7 +34,9 @@ fn every_kernel_has_a_case() {
         .collect();
     let files = SOURCES.iter().map(|(module, _)| *module).filter(|module| !module.contains('/'));
     assert_eq!(modules, files.collect(), "SOURCES holds every kernel file");
-    let known: BTreeSet<String> = SOURCES.iter().flat_map(|(_, source)| contracts(source)).collect();
+    let mut known: BTreeSet<String> = SOURCES.iter().flat_map(|(_, source)| contracts(source)).collect();
+    // Not on the GPU: there is nothing to compare. `matmul.rs` compares its bits with the other tiles'.
+    assert!(known.remove("matmul_on_cpu"));
     assert_eq!(known, CASES.iter().map(|(name, _)| (*name).to_owned()).collect(), "kernels that exist and CASES");
     let device = support::open(DeviceKind::Emulated);
     for (name, case) in CASES {

@@ -3,29 +3,36 @@
 //! Invariant: a [`Kernel`] is inert. Only a [`Contract`], written beside the kernel, turns arguments into a
 //! launch, and it checks every length first; a host never chooses a grid.
 
+use crate::emulator::Block;
 use core::fmt;
 use core::marker::PhantomData;
 
-/// One thread of a kernel on the CPU: reads its arguments from packed words and runs to the end.
+/// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
+/// started, one after another, each to its end.
+pub type Threads = unsafe fn(*const u64, &Block);
+
+/// A kernel on the CPU, compiled for several processors.
 #[derive(Clone, Copy)]
-pub struct Thread {
+pub struct Versions {
     /// For any processor, watched for races or not.
-    pub portable: unsafe fn(*const u64),
+    pub portable: Threads,
     /// For x86-64 with AVX2 and FMA, and for any other processor; not watched.
-    pub fused: unsafe fn(*const u64),
+    pub fused: Threads,
+    /// For x86-64 with AVX-512 as well; not watched.
+    pub wide: Threads,
     /// As `fused`, but watched.
-    pub watched: unsafe fn(*const u64),
+    pub watched: Threads,
 }
 
 /// A kernel's typed arguments, made by `#[kernel]`.
 ///
 /// # Safety
-/// `pack` must write the words that `THREAD` reads, in order.
+/// `pack` must write the words that `VERSIONS` read, in order.
 pub unsafe trait Kernel: fmt::Debug {
     /// The function's name and PTX entry.
     const NAME: &'static str;
     /// The function on the CPU.
-    const THREAD: Thread;
+    const VERSIONS: Versions;
     /// The names of the parameters that are slices or pointers, in order.
     const POINTERS: &'static [&'static str];
     /// Writes the arguments as 8-byte words: two for a slice, one for anything else.
@@ -54,7 +61,7 @@ pub unsafe trait Contract: Kernel {
         name: Self::NAME,
         block: Self::BLOCK,
         shared_bytes: Self::SHARED_BYTES,
-        thread: Self::THREAD,
+        versions: Self::VERSIONS,
         pointers: Self::POINTERS,
     };
 }
@@ -71,7 +78,7 @@ pub struct Entry {
     /// Bytes of dynamic shared memory a block.
     pub shared_bytes: u32,
     /// The kernel on the CPU.
-    pub thread: Thread,
+    pub versions: Versions,
     /// The names of the parameters that are slices or pointers, in order.
     pub pointers: &'static [&'static str],
 }

@@ -13,6 +13,8 @@
 //!   may be `out`. With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
 
 mod block;
+#[cfg(not(target_arch = "nvptx64"))]
+mod cpu;
 mod operand;
 mod tile;
 
@@ -46,10 +48,10 @@ pub const T64X128: Tile =
 pub const T128X256: Tile =
     Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, latency: 344, cycles: 326 };
 
-/// The entry points: the same parameters, another tile.
-macro_rules! entries {
-    ($($(#[$doc:meta])* $name:ident: $tile:ident;)*) => {$(
-        $(#[$doc])*
+/// An entry point: `$compute` for the problem that the parameters name.
+macro_rules! entry {
+    ($(#[$attribute:meta])* $name:ident, |$problem:ident| $compute:expr) => {
+        $(#[$attribute])*
         #[kernel]
         pub unsafe fn $name(
             a: &[f32],
@@ -72,7 +74,6 @@ macro_rules! entries {
             beta: f32,
             flags: u32,
         ) {
-            const { assert!(is_even($tile, $tile.rows()) && is_even($tile, $tile.cols())) };
             let z = thread::block_idx_z() as usize;
             if z >= batches as usize {
                 return;
@@ -81,12 +82,20 @@ macro_rules! entries {
             let a = Operand { values: a, start: z * stride_a, rows: m, k, stride: lda, along_k: a_along_k };
             let b = Operand { values: b, start: z * stride_b, rows: n, k, stride: ldb, along_k: b_along_k };
             let (start, bias_start) = (z * stride_c, z * stride_bias);
-            let problem = Problem { a, b, bias, bias_start, c, out, pre, start, m, n, k, ldc, beta, flags };
+            let $problem = Problem { a, b, bias, bias_start, c, out, pre, start, m, n, k, ldc, beta, flags };
             // SAFETY: each batch lies inside its arguments by the contract.
-            unsafe {
-                compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.depth }, { $tile.stages - 2 }, { $tile.at_once }>(problem, $tile);
-            }
+            unsafe { $compute }
         }
+    };
+}
+
+/// The entry points for a GPU, which a CPU can run too: the same parameters, another tile.
+macro_rules! entries {
+    ($($(#[$doc:meta])* $name:ident: $tile:ident;)*) => {$(
+        entry!($(#[$doc])* $name, |problem| {
+            const { assert!(is_even($tile, $tile.rows()) && is_even($tile, $tile.cols())) };
+            compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.depth }, { $tile.stages - 2 }, { $tile.at_once }>(problem, $tile)
+        });
     )*};
 }
 
@@ -102,6 +111,13 @@ entries! {
     /// 128 x 256, 256 threads.
     matmul_128x256: T128X256;
 }
+
+#[cfg(not(target_arch = "nvptx64"))]
+entry!(
+    /// 128 x 256, 32 threads: for the emulator, and not on the GPU.
+    matmul_on_cpu,
+    |problem| cpu::compute(problem)
+);
 
 /// Calls `$with!` with the kernel and the tile of every entry point, after `$arguments`.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -128,7 +144,7 @@ pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X256];
 /// Every element that a batch reads or writes lies inside its argument, and no two batches write the same one.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
-    ($p:ident, $tile:ident) => {{
+    ($p:ident, $rows:expr, $cols:expr) => {{
         let p = $p;
         let [m, n, k, lda, ldb, ldc, batches] = [p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.batches].map(|x| x as usize);
         let transposed = |flag| p.flags & flag != 0;
@@ -149,7 +165,7 @@ macro_rules! grid {
         let apart = batches <= 1 || p.stride_c >= m * ldc || (p.stride_c >= n && ldc >= batches * p.stride_c);
         Violation::unless(apart, "stride_c", "batches that do not write the same element", p.stride_c)?;
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), 1, batches)
+        Grid::new(tiles(p.m, $rows).saturating_mul(tiles(p.n, $cols)), 1, batches)
     }};
 }
 
@@ -179,8 +195,30 @@ fn holds(
     Err(cuda_std::launch::Violation::new(argument, expected, std::format!("{len} elements")))
 }
 
-contract!(matmul_16x16 { block: T16X16.threads(), shared: T16X16.shared_bytes() } | p | grid!(p, T16X16));
-contract!(matmul_32x32 { block: T32X32.threads(), shared: T32X32.shared_bytes() } | p | grid!(p, T32X32));
-contract!(matmul_32x64 { block: T32X64.threads(), shared: T32X64.shared_bytes() } | p | grid!(p, T32X64));
-contract!(matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } | p | grid!(p, T64X128));
-contract!(matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } | p | grid!(p, T128X256));
+contract!(
+    matmul_16x16 { block: T16X16.threads(), shared: T16X16.shared_bytes() }
+        | p
+        | grid!(p, T16X16.rows(), T16X16.cols())
+);
+contract!(
+    matmul_32x32 { block: T32X32.threads(), shared: T32X32.shared_bytes() }
+        | p
+        | grid!(p, T32X32.rows(), T32X32.cols())
+);
+contract!(
+    matmul_32x64 { block: T32X64.threads(), shared: T32X64.shared_bytes() }
+        | p
+        | grid!(p, T32X64.rows(), T32X64.cols())
+);
+contract!(
+    matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() }
+        | p
+        | grid!(p, T64X128.rows(), T64X128.cols())
+);
+contract!(
+    matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() }
+        | p
+        | grid!(p, T128X256.rows(), T128X256.cols())
+);
+#[cfg(not(target_arch = "nvptx64"))]
+contract!(matmul_on_cpu { block: cpu::THREADS, shared: cpu::SHARED_BYTES } | p | grid!(p, cpu::ROWS, cpu::COLS));

@@ -178,6 +178,13 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
             }
         })
         .collect();
+    let threads = quote! {
+        while block.begin() {
+            // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
+            unsafe { #name(#(#unpacked),*) }
+            block.end();
+        }
+    };
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
@@ -192,33 +199,34 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled three times: a fused multiply-add is one instruction where the processor has it, a call where not;
-            // and what watches memory is compiled in, or out.
-            unsafe fn portable(words: *const u64) {
-                // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
-                unsafe { #name(#(#unpacked),*) }
+            // Compiled four times: a fused multiply-add is one instruction where the processor has it, a call where not;
+            // vectors are as wide as the processor's; and what watches memory is compiled in, or out.
+            unsafe fn portable(words: *const u64, block: &::cuda_std::emulator::Block) {
+                #threads
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
-            unsafe fn fused(words: *const u64) {
-                // SAFETY: as above; the emulator has seen that the processor has AVX2 and FMA, and watches nothing.
-                unsafe {
-                    ::cuda_std::emulator::access::assume_watched(false);
-                    #name(#(#unpacked),*)
-                }
+            unsafe fn fused(words: *const u64, block: &::cuda_std::emulator::Block) {
+                // SAFETY: the emulator watches nothing.
+                unsafe { ::cuda_std::emulator::access::assume_watched(false) };
+                #threads
+            }
+            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl"))]
+            unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
+                // SAFETY: the emulator watches nothing.
+                unsafe { ::cuda_std::emulator::access::assume_watched(false) };
+                #threads
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
-            unsafe fn watched(words: *const u64) {
-                // SAFETY: as above; the emulator watches.
-                unsafe {
-                    ::cuda_std::emulator::access::assume_watched(true);
-                    #name(#(#unpacked),*)
-                }
+            unsafe fn watched(words: *const u64, block: &::cuda_std::emulator::Block) {
+                // SAFETY: the emulator watches.
+                unsafe { ::cuda_std::emulator::access::assume_watched(true) };
+                #threads
             }
 
-            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `portable` reads them.
+            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `threads` reads them.
             unsafe impl #launch::Kernel for #name #elided {
                 const NAME: &'static str = #text;
-                const THREAD: #launch::Thread = #launch::Thread { portable, fused, watched };
+                const VERSIONS: #launch::Versions = #launch::Versions { portable, fused, wide, watched };
                 const POINTERS: &'static [&'static str] = &[#(#pointers),*];
                 fn pack(&self, words: &mut #launch::Words) {
                     #(#packed;)*

@@ -4,14 +4,15 @@
 //! waits for has come to the same operation at the same source line.
 
 use super::arguments::{Arguments, Span};
+use super::carrier::{Carrier, cause};
 use super::collective::Collective;
 use super::detector::Detector;
 use super::fault::{Cause, Fault, Kind};
 use super::mode::Order;
-use super::stack::ColouredStack;
-use super::{CURRENT, WARP, access, current};
-use crate::launch::{Entry, Grid};
-use corosensei::{Coroutine, CoroutineResult, Yielder};
+use super::resolve::{State, Wait, resolve_block, resolve_lanes};
+use super::{CURRENT, WARP, access};
+use crate::launch::{Entry, Grid, Threads, Versions};
+use corosensei::Yielder;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -22,23 +23,6 @@ const RED_ZONE_BYTES: usize = 256;
 const RED_ZONE: u8 = 0xa5;
 /// Fresh shared memory reads as NaN.
 const POISON: u8 = 0xff;
-
-/// What a thread waits at, and what it brought.
-#[derive(Clone, Copy)]
-struct Wait {
-    collective: Collective,
-    location: &'static Location<'static>,
-    value: u64,
-}
-
-#[derive(Clone, Copy)]
-enum State {
-    Fresh,
-    /// Goes on when the scheduler comes by; its coroutine stands in `carriers`.
-    Ready,
-    Waiting(Wait),
-    Done,
-}
 
 /// What the blocks of a launch share.
 pub(super) struct Launch<'l> {
@@ -55,21 +39,27 @@ pub(super) struct Launch<'l> {
 pub struct Block {
     grid: Grid,
     index: [u32; 3],
-    threads: u32,
+    pub(super) threads: u32,
     shared: *mut u8,
     shared_bytes: usize,
-    thread: unsafe fn(*const u64),
-    words: *const u64,
+    /// What runs threads that have not started.
+    pub(super) code: Threads,
+    is_wide: bool,
+    pub(super) words: *const u64,
     /// The thread that runs now.
     running: Cell<u32>,
-    /// Threads that have started.
+    /// Threads that have started, and before which number they may.
     started: Cell<u32>,
+    start_before: Cell<u32>,
     /// The threads' order, where it is not the ascending one.
     order: Option<RefCell<Order>>,
-    yielder: Cell<*const Yielder<(), ()>>,
-    states: RefCell<Vec<State>>,
+    pub(super) yielder: Cell<*const Yielder<(), ()>>,
+    pub(super) states: RefCell<Vec<State>>,
+    /// The plain barrier at which all that have come to one since the last look stand, and how many they are.
+    gathering: Cell<Option<&'static Location<'static>>>,
+    pub(super) gathered: Cell<u32>,
     /// What each thread brought to the collective that was resolved last, or its result.
-    exchange: RefCell<Vec<u64>>,
+    pub(super) exchange: RefCell<Vec<u64>>,
     detector: Option<RefCell<Detector>>,
 }
 
@@ -102,6 +92,12 @@ impl Block {
     #[inline(always)]
     pub fn lane(&self) -> u32 {
         self.running.get() % WARP
+    }
+
+    /// Whether the code is the version for registers of 16 floats.
+    #[inline(always)]
+    pub(super) fn is_wide(&self) -> bool {
+        self.is_wide
     }
 
     /// The start of the shared memory.
@@ -150,13 +146,15 @@ impl Block {
     }
 
     /// The threads that take part in a collective, `thread` among them, go on.
-    fn met(&self, collective: Collective, thread: u32) {
+    pub(super) fn met(&self, collective: Collective, thread: u32) {
         if let Some(detector) = &self.detector {
             detector.borrow_mut().met(collective, thread);
         }
     }
 
-    /// Suspends the running thread until its collective is resolved.
+    /// Suspends the running thread until its collective is resolved. Always inlined: a return after a switch of stacks is one
+    /// that the processor predicts wrongly.
+    #[inline(always)]
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
         let thread = self.running.get();
         if let Some(mask) = collective.mask() {
@@ -164,13 +162,39 @@ impl Block {
             assert!(mask >> lane & 1 == 1, "lane {lane} is not in the mask {mask:#010x} of its own warp operation");
         }
         self.states.borrow_mut()[thread as usize] = State::Waiting(Wait { collective, location, value });
+        if collective == Collective::Barrier {
+            self.gather(location);
+        }
         let yielder = self.yielder.get();
         // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
         unsafe { (*yielder).suspend(()) };
-        let exchange = self.exchange.borrow();
         match collective {
-            Collective::Shuffle { source, .. } => exchange[(thread / WARP * WARP + source) as usize],
-            _ => exchange[thread as usize],
+            Collective::Shuffle { source, .. } => self.brought(source),
+            _ => self.brought(thread % WARP),
+        }
+    }
+
+    /// What `lane` of the running thread's warp brought to the collective that was resolved last.
+    #[inline(always)]
+    pub(super) fn brought(&self, lane: u32) -> u64 {
+        self.exchange.borrow()[(self.running.get() / WARP * WARP + lane) as usize]
+    }
+
+    /// Counts the running thread among those that stand at one barrier.
+    fn gather(&self, location: &'static Location<'static>) {
+        let gathered = self.gathered.get();
+        if gathered == 0 {
+            self.gathering.set(Some(location));
+        }
+        if self.gathering.get().is_some_and(|first| core::ptr::eq(first, location)) {
+            self.gathered.set(gathered + 1);
+        }
+    }
+
+    /// Draws another order for the next round, where the order is drawn.
+    fn shuffle(&self) {
+        if let Some(order) = &self.order {
+            order.borrow_mut().draw();
         }
     }
 
@@ -179,58 +203,23 @@ impl Block {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
     }
 
-    /// Runs threads that have not started, one after another, until none is left.
-    fn carry(&self) {
-        while self.started.get() < self.threads {
-            let place = self.started.replace(self.started.get() + 1);
-            self.running.set(self.thread_at(place));
-            // SAFETY: `launch`'s caller promised that the words are this kernel's arguments.
-            unsafe { (self.thread)(self.words) };
-            // The thread may have waited meanwhile and others may have run.
-            self.states.borrow_mut()[self.running.get() as usize] = State::Done;
+    /// Makes a thread that has not started the running one; false: none is left.
+    #[inline(always)]
+    pub fn begin(&self) -> bool {
+        let place = self.started.get();
+        if place >= self.start_before.get() {
+            return false;
         }
-    }
-}
-
-/// A coroutine that runs threads of whatever block is current, block after block.
-struct Carrier {
-    coroutine: Coroutine<(), (), (), ColouredStack>,
-    yielder: *const Yielder<(), ()>,
-}
-
-impl Carrier {
-    fn new(index: usize) -> Self {
-        let stack = ColouredStack::new(index).expect("no memory for a coroutine stack of 64 KiB");
-        let mut carrier = Self {
-            coroutine: Coroutine::with_stack(stack, |yielder: &Yielder<(), ()>, ()| {
-                loop {
-                    current(|block| block.yielder.set(yielder));
-                    yielder.suspend(());
-                    current(Block::carry);
-                }
-            }),
-            yielder: core::ptr::null(),
-        };
-        carrier.coroutine.resume(());
-        carrier.yielder = current(|block| block.yielder.get());
-        carrier
+        self.started.set(place + 1);
+        self.running.set(self.thread_at(place));
+        true
     }
 
-    /// Runs until the thread that it carries waits, or no fresh thread is left.
-    fn resume(&mut self, block: &Block) -> Result<(), Cause> {
-        block.yielder.set(self.yielder);
-        match catch_unwind(AssertUnwindSafe(|| self.coroutine.resume(()))) {
-            Ok(CoroutineResult::Yield(())) => Ok(()),
-            Ok(CoroutineResult::Return(())) => unreachable!("a carrier loops for ever"),
-            Err(panic) => Err(panic.downcast::<Cause>().map_or_else(
-                |panic| {
-                    let text = panic.downcast_ref::<String>().cloned();
-                    let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-                    Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
-                },
-                |cause| *cause,
-            )),
-        }
+    /// The running thread has come to its end.
+    #[inline(always)]
+    pub fn end(&self) {
+        // It may have waited since it began, and others may have run.
+        self.states.borrow_mut()[self.running.get() as usize] = State::Done;
     }
 }
 
@@ -255,8 +244,11 @@ impl Drop for Entered {
 /// Runs blocks on one OS thread; keeps coroutines and shared memory from block to block.
 #[derive(Default)]
 pub(super) struct Runner {
-    idle: Vec<Carrier>,
-    made: usize,
+    carriers: Vec<Carrier>,
+    /// The carriers that carry no thread, by their place in `carriers`.
+    idle: Vec<usize>,
+    /// The carrier of each thread that waits.
+    carrier_of: Vec<usize>,
     shared: Vec<u128>,
     states: Vec<State>,
     exchange: Vec<u64>,
@@ -274,6 +266,8 @@ impl Runner {
         states.clear();
         states.resize(entry.block as usize, State::Fresh);
         exchange.resize(entry.block as usize, 0);
+        self.carrier_of.resize(entry.block as usize, 0);
+        let (code, is_wide) = version(&entry.versions, arguments.is_some());
         let detector = arguments.clone().map(|arguments| Detector::new(arguments, entry, *grid, index).into());
         let block = Block {
             grid: *grid,
@@ -281,17 +275,17 @@ impl Runner {
             threads: entry.block,
             shared: self.shared_memory(entry.shared_bytes as usize),
             shared_bytes: entry.shared_bytes as usize,
-            thread: match &detector {
-                _ if !has_fused() => entry.thread.portable,
-                None => entry.thread.fused,
-                Some(_) => entry.thread.watched,
-            },
+            code,
+            is_wide,
             words: words.as_ptr(),
             running: Cell::new(0),
             started: Cell::new(0),
+            start_before: Cell::new(0),
             order: shuffle.map(|seed| Order::new(entry.block, seed, index).into()),
             yielder: Cell::new(core::ptr::null()),
             states: RefCell::new(states),
+            gathering: Cell::new(None),
+            gathered: Cell::new(0),
             exchange: RefCell::new(exchange),
             detector,
         };
@@ -304,59 +298,70 @@ impl Runner {
     }
 
     fn schedule(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
-        // The carrier of each thread that waits, by thread.
-        let mut carriers: Vec<Option<Carrier>> = Vec::new();
-        let outcome = self.run_threads(block, &mut carriers);
-        // After a fault these still hold suspended threads; dropping them unwinds their frames.
-        debug_assert!(outcome.is_err() || carriers.iter().all(Option::is_none));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_threads(block)));
+        let outcome = outcome.unwrap_or_else(|panic| Err((block.running.get(), cause(panic))));
+        if outcome.is_err() {
+            // They may hold suspended threads; dropping them unwinds their frames.
+            self.carriers.clear();
+            self.idle.clear();
+        }
         outcome
     }
 
-    fn run_threads(&mut self, block: &Block, carriers: &mut Vec<Option<Carrier>>) -> Result<(), (u32, Cause)> {
-        let fault = |cause| (block.running.get(), cause);
-        while block.started.get() < block.threads {
-            let mut carrier = self.idle.pop().unwrap_or_else(|| {
-                self.made += 1;
-                Carrier::new(self.made)
-            });
-            carrier.resume(block).map_err(fault)?;
-            self.park(block, carrier, carriers);
-        }
-        // No thread waits: the whole block ran on one coroutine.
-        if carriers.is_empty() {
-            return Ok(());
-        }
+    fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
+        // A warp's lanes exchange their values before the next warp goes on: the fewer stacks are in use at a time, the more
+        // of them stay in the cache. A shuffled block goes on thread by thread.
+        let group = if block.order.is_some() { block.threads } else { WARP };
+        let mut waits = false;
         loop {
-            if !resolve(block)? {
+            for first in (0..block.threads).step_by(group as usize) {
+                let threads = first..(first + group).min(block.threads);
+                // Where the first warp did not wait, the others follow it without a stop.
+                block.start_before.set(if waits || first == 0 { threads.end } else { block.threads });
+                waits |= self.turn(block, threads.clone());
+                while waits && resolve_lanes(block, threads.clone()) {
+                    block.shuffle();
+                    self.turn(block, threads.clone());
+                }
+            }
+            if !(waits && resolve_block(block)?) {
                 return Ok(());
             }
-            if let Some(order) = &block.order {
-                order.borrow_mut().draw();
-            }
-            for place in 0..block.threads {
-                let thread = block.thread_at(place);
-                if !matches!(block.states.borrow()[thread as usize], State::Ready) {
-                    continue;
-                }
-                let mut carrier = carriers[thread as usize].take().expect("a ready thread has a carrier");
-                block.running.set(thread);
-                carrier.resume(block).map_err(fault)?;
-                self.park(block, carrier, carriers);
-            }
+            block.shuffle();
         }
     }
 
-    /// Keeps a carrier with the thread that waits on it, or for another use.
-    fn park(&mut self, block: &Block, carrier: Carrier, carriers: &mut Vec<Option<Carrier>>) {
+    /// Lets those of `places` go on that can; whether one waits then.
+    fn turn(&mut self, block: &Block, places: Range<u32>) -> bool {
+        let mut waits = false;
+        for place in places {
+            let thread = block.thread_at(place);
+            let carrier = match block.states.borrow()[thread as usize] {
+                State::Fresh => self.idle.pop().unwrap_or_else(|| {
+                    self.carriers.push(Carrier::new(self.carriers.len()));
+                    self.carriers.len() - 1
+                }),
+                State::Ready => self.carrier_of[thread as usize],
+                State::Waiting(_) | State::Done => continue,
+            };
+            block.running.set(thread);
+            waits |= self.carry(block, carrier);
+        }
+        waits
+    }
+
+    /// Lets a carrier run, and keeps it for the thread that waits on it then, if one does, or for another use.
+    #[inline(always)]
+    fn carry(&mut self, block: &Block, carrier: usize) -> bool {
+        self.carriers[carrier].resume(block);
         let thread = block.running.get() as usize;
-        if matches!(block.states.borrow()[thread], State::Waiting(_)) {
-            if carriers.is_empty() {
-                carriers.resize_with(block.threads as usize, || None);
-            }
-            carriers[thread] = Some(carrier);
+        let waits = matches!(block.states.borrow()[thread], State::Waiting(_));
+        if waits {
+            self.carrier_of[thread] = carrier;
         } else {
             self.idle.push(carrier);
         }
+        waits
     }
 
     /// Poisoned shared memory of `bytes` between two red zones.
@@ -378,10 +383,12 @@ impl Runner {
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
         // SAFETY: the vector holds `total` initialised bytes, and no thread of the block is left.
         let memory = unsafe { std::slice::from_raw_parts(self.shared.as_ptr().cast::<u8>(), total) };
-        let zones = (0..RED_ZONE_BYTES).chain(RED_ZONE_BYTES + bytes..total);
-        for at in zones {
-            if memory[at] != RED_ZONE {
-                let offset = at as i64 - RED_ZONE_BYTES as i64;
+        for zone in [0..RED_ZONE_BYTES, RED_ZONE_BYTES + bytes..total] {
+            // A whole zone at once; where it was hit is looked for afterwards.
+            let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
+            if memory[zone.clone()] != intact[..zone.len()] {
+                let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");
+                let offset = (zone.start + hit) as i64 - RED_ZONE_BYTES as i64;
                 return Err((block.running.get(), Cause::SharedOverrun { offset, size: bytes }));
             }
         }
@@ -389,95 +396,17 @@ impl Runner {
     }
 }
 
-/// Makes ready what can go on. False: every thread has ended.
-fn resolve(block: &Block) -> Result<bool, (u32, Cause)> {
-    let mut states = block.states.borrow_mut();
-    let mut exchange = block.exchange.borrow_mut();
-    let mut progress = false;
-    let mut waiting = None;
-    for warp in (0..block.threads).step_by(WARP as usize) {
-        for thread in warp..(warp + WARP).min(block.threads) {
-            let State::Waiting(wait) = states[thread as usize] else { continue };
-            waiting.get_or_insert((thread, wait));
-            let Some(mask) = wait.collective.mask() else { continue };
-            let lanes = (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| warp + lane);
-            if missing(&states, wait, lanes.clone()).is_some() {
-                continue;
-            }
-            complete(&mut states, &mut exchange, wait.collective, lanes);
-            block.met(wait.collective, thread);
-            progress = true;
-        }
-    }
-    let Some((thread, wait)) = waiting else { return Ok(false) };
-    if progress {
-        return Ok(true);
-    }
-    // Nothing moved within a warp: the block must stand at one barrier, or it never goes on.
-    let lanes: Vec<u32> = match wait.collective.mask() {
-        None => (0..block.threads).collect(),
-        Some(mask) => (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane).collect(),
-    };
-    if let Some(missing) = missing(&states, wait, lanes.iter().copied()) {
-        let found = match states.get(missing as usize) {
-            Some(State::Waiting(other)) => format!("waits at {} ({:?})", other.location, other.collective),
-            Some(_) => "has ended".into(),
-            None => "does not exist".into(),
-        };
-        let waits_at = format!("{} ({:?})", wait.location, wait.collective);
-        return Err((thread, Cause::Divergence { waits_at, missing, found }));
-    }
-    complete(&mut states, &mut exchange, wait.collective, lanes.iter().copied());
-    block.met(wait.collective, thread);
-    Ok(true)
-}
-
-/// The first of `threads` that does not stand at `wait`.
-fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>) -> Option<u32> {
-    threads.find(|&thread| match states.get(thread as usize) {
-        Some(State::Waiting(other)) => {
-            !other.collective.same(wait.collective)
-                || (!core::ptr::eq(other.location, wait.location) && *other.location != *wait.location)
-        }
-        _ => true,
-    })
-}
-
-/// Hands out the results and lets `threads` go on.
-fn complete(
-    states: &mut [State],
-    exchange: &mut [u64],
-    collective: Collective,
-    threads: impl Iterator<Item = u32> + Clone,
-) {
-    let (mut count, mut total, mut ballot) = (0u64, 0u64, 0u64);
-    for thread in threads.clone() {
-        if let State::Waiting(wait) = states[thread as usize] {
-            exchange[thread as usize] = wait.value;
-            count += u64::from(wait.value != 0);
-            total += 1;
-            ballot |= u64::from(wait.value != 0) << (thread % WARP);
-        }
-    }
-    let result = match collective {
-        Collective::Barrier | Collective::Warp(_) => Some(0),
-        Collective::BarrierCount => Some(count),
-        Collective::BarrierAnd => Some(u64::from(count == total)),
-        Collective::BarrierOr => Some(u64::from(count != 0)),
-        Collective::Ballot(_) => Some(ballot),
-        Collective::Shuffle { .. } => None,
-    };
-    for thread in threads {
-        if let Some(result) = result {
-            exchange[thread as usize] = result;
-        }
-        states[thread as usize] = State::Ready;
-    }
-}
-
-fn has_fused() -> bool {
+/// The version of a kernel for this processor, and whether it has registers of 16 floats.
+fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
-    #[cfg(not(target_arch = "x86_64"))]
-    true
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if !(has!("avx2") && has!("fma")) {
+            return (versions.portable, false);
+        }
+        if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") && !watched {
+            return (versions.wide, true);
+        }
+    }
+    (if watched { versions.watched } else { versions.fused }, false)
 }

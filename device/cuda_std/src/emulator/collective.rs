@@ -2,7 +2,8 @@
 //!
 //! Invariant: a result depends on the values that the threads brought, never on the order in which they came.
 
-use super::current;
+use super::{WARP, current_block};
+use core::mem::transmute_copy;
 use std::panic::Location;
 
 /// An operation that several threads perform together.
@@ -20,6 +21,8 @@ pub enum Collective {
     Warp(u32),
     /// The lanes of a mask; each gets the set of those that brought non-zero.
     Ballot(u32),
+    /// The lanes of a mask; each may look at what all brought.
+    Gather(u32),
     /// The lanes of a mask; each gets what lane `source` brought.
     Shuffle {
         /// The lanes that take part.
@@ -31,18 +34,18 @@ pub enum Collective {
 
 impl Collective {
     /// Brings `value`, waits for the others, and returns this thread's result.
-    #[inline]
+    #[inline(always)]
     #[track_caller]
     pub fn wait(self, value: u64) -> u64 {
-        let location = Location::caller();
-        current(|block| block.wait(self, value, location))
+        // SAFETY: it is not kept.
+        unsafe { current_block() }.wait(self, value, Location::caller())
     }
 
     /// The lanes that take part; `None`: the whole block.
     pub(super) fn mask(self) -> Option<u32> {
         match self {
             Self::Barrier | Self::BarrierCount | Self::BarrierAnd | Self::BarrierOr => None,
-            Self::Warp(mask) | Self::Ballot(mask) | Self::Shuffle { mask, .. } => Some(mask),
+            Self::Warp(mask) | Self::Ballot(mask) | Self::Gather(mask) | Self::Shuffle { mask, .. } => Some(mask),
         }
     }
 
@@ -53,4 +56,30 @@ impl Collective {
             (a, b) => a == b,
         }
     }
+}
+
+/// What the lanes of the caller's segment of `lanes`, a power of two, bring, by their place in it; all of `mask`, the caller
+/// among them, call it together. One wait shows a lane what it would see by waiting for a shuffle again and again.
+///
+/// # Panics
+/// When a value has not 4 or 8 bytes.
+#[inline(always)]
+#[track_caller]
+pub fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as usize] {
+    const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "lanes exchange 4 or 8 bytes") };
+    // SAFETY: `T` is plain data of 4 or 8 bytes, checked above.
+    let word = unsafe {
+        if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
+    };
+    Collective::Gather(mask).wait(word);
+    let mut values = [value; WARP as usize];
+    // SAFETY: it is not kept.
+    let block = unsafe { current_block() };
+    let first = block.lane() & !(lanes - 1);
+    for (lane, value) in (first..first + lanes).zip(&mut values) {
+        let word = block.brought(lane);
+        // SAFETY: as above; the word came from a `T`.
+        *value = unsafe { if size_of::<T>() == 4 { transmute_copy(&(word as u32)) } else { transmute_copy(&word) } };
+    }
+    values
 }

@@ -62,7 +62,7 @@ impl Detector {
             }
             Collective::Warp(mask) => self.clock.warp_barrier(thread / WARP, mask),
             // They exchange values; CUDA promises no order of memory.
-            Collective::Ballot(_) | Collective::Shuffle { .. } => {}
+            Collective::Ballot(_) | Collective::Gather(_) | Collective::Shuffle { .. } => {}
         }
     }
 

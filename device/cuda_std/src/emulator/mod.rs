@@ -11,22 +11,25 @@
 pub mod access;
 mod arguments;
 mod block;
+mod carrier;
 mod clock;
 mod collective;
 mod detector;
 mod fault;
 mod mode;
+mod resolve;
 mod shadow;
 mod site;
 mod stack;
 
-pub use collective::Collective;
+pub use block::Block;
+pub use collective::{Collective, gather};
 pub use fault::{Access, Cause, Fault, Kind, Place};
 pub use mode::Mode;
 
 use crate::launch::{Entry, Grid, Words};
 use arguments::Arguments;
-use block::{Block, Launch, Runner};
+use block::{Launch, Runner};
 use mode::Order;
 use rayon::prelude::*;
 use std::cell::{Cell, RefCell};
@@ -46,11 +49,30 @@ thread_local! {
 /// Outside a launch: a device function was called by host code.
 #[inline(always)]
 pub fn current<R>(ask: impl FnOnce(&Block) -> R) -> R {
+    // SAFETY: the block outlives the call.
+    ask(unsafe { current_block() })
+}
+
+/// The block of the running kernel thread; for where a closure, which may stay a call, costs too much.
+///
+/// # Safety
+/// The kernel thread does not keep it beyond its end.
+///
+/// # Panics
+/// As for [`current`].
+#[inline(always)]
+unsafe fn current_block<'b>() -> &'b Block {
     let block = CURRENT.get();
     assert!(!block.is_null(), "a device function was called outside a launch");
     // SAFETY: `Runner::run` sets the pointer for the time that its block is alive and on this OS thread, where the
     // kernel runs too; it resets it before the block goes.
-    ask(unsafe { &*block })
+    unsafe { &*block }
+}
+
+/// Whether the version of the kernel that runs was compiled for registers of 16 floats.
+#[inline(always)]
+pub fn is_wide() -> bool {
+    current(Block::is_wide)
 }
 
 /// Runs every thread of `grid` and returns when all have ended.

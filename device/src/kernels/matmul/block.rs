@@ -43,6 +43,9 @@ macro_rules! unroll {
     };
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) use unroll;
+
 /// Computes this block's tile: `TM x TN` outputs for each thread, stages of `DEPTH`, of which `AHEAD + 1` are on their
 /// way while one is in use; the factors of `AT_ONCE` k are read together.
 ///
@@ -108,7 +111,7 @@ pub(super) unsafe fn compute<
 
 /// Row and column of this block's tile among `rows` x `cols` tiles.
 #[inline(always)]
-fn place(rows: u32, cols: u32) -> [u32; 2] {
+pub(super) fn place(rows: u32, cols: u32) -> [u32; 2] {
     let block = thread::block_idx_x();
     let height = rows.min(GROUP);
     let above = block / (height * cols) * height;
@@ -208,7 +211,7 @@ fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (lef
 
 /// Bias, old content, gelu, and the write of up to `width` neighbours at (`i`, `j`).
 #[inline(always)]
-unsafe fn finish(problem: &Problem<'_>, i: u32, j: u32, width: u32, mut sum: F4) {
+pub(super) unsafe fn finish(problem: &Problem<'_>, i: u32, j: u32, width: u32, mut sum: F4) {
     let Problem { bias, bias_start, c, out, pre, start, n, ldc, beta, flags, .. } = problem;
     let at = start + i as usize * *ldc as usize + j as usize;
     let own = part(at, width.min(n - j));

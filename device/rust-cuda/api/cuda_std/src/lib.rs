@@ -53,6 +53,17 @@ recorded! {
     }
 }
 
+/// What the macro above calls first; rust-cuda's own calls nothing, and its kernels wait for none before them.
+#[doc(hidden)]
+pub mod grid {
+    /// Nothing.
+    ///
+    /// # Safety
+    /// None is needed.
+    #[inline(always)]
+    pub unsafe fn begin() {}
+}
+
 /// The block's dynamic shared memory.
 pub mod shared {
     /// Its start, 16-byte aligned.

@@ -1,0 +1,122 @@
+//! Who may go on: the operations at which all threads have come that take part.
+//!
+//! Invariant: a thread becomes ready only when every thread that it waits for stands at the same operation at the same
+//! source line.
+
+use super::WARP;
+use super::block::Block;
+use super::collective::Collective;
+use super::fault::Cause;
+use std::ops::Range;
+use std::panic::Location;
+
+/// What a thread waits at, and what it brought.
+#[derive(Clone, Copy)]
+pub(super) struct Wait {
+    pub(super) collective: Collective,
+    pub(super) location: &'static Location<'static>,
+    pub(super) value: u64,
+}
+
+/// How far a thread is.
+#[derive(Clone, Copy)]
+pub(super) enum State {
+    Fresh,
+    /// Goes on when the scheduler comes by, on its carrier.
+    Ready,
+    Waiting(Wait),
+    Done,
+}
+
+/// Makes those of `threads` ready whose lanes have all come to one operation; whether there are any.
+pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
+    let mut states = block.states.borrow_mut();
+    let mut exchange = block.exchange.borrow_mut();
+    let mut progress = false;
+    for thread in threads {
+        let State::Waiting(wait) = states[thread as usize] else { continue };
+        let Some(mask) = wait.collective.mask() else { continue };
+        let lanes = (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane);
+        if missing(&states, wait, lanes.clone()).is_none() {
+            complete(&mut states, &mut exchange, wait.collective, lanes);
+            block.met(wait.collective, thread);
+            progress = true;
+        }
+    }
+    progress
+}
+
+/// Makes the block ready, which must stand at one barrier, or it never goes on. False: every thread has ended.
+pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
+    let mut states = block.states.borrow_mut();
+    let mut exchange = block.exchange.borrow_mut();
+    if block.gathered.replace(0) == block.threads {
+        states.fill(State::Ready);
+        block.met(Collective::Barrier, 0);
+        return Ok(true);
+    }
+    let first = states.iter().zip(0..).find_map(|(state, thread)| match state {
+        State::Waiting(wait) => Some((thread, *wait)),
+        _ => None,
+    });
+    let Some((thread, wait)) = first else { return Ok(false) };
+    let lanes: Vec<u32> = match wait.collective.mask() {
+        None => (0..block.threads).collect(),
+        Some(mask) => (0..WARP).filter(|lane| mask >> lane & 1 == 1).map(|lane| thread / WARP * WARP + lane).collect(),
+    };
+    if let Some(missing) = missing(&states, wait, lanes.iter().copied()) {
+        let found = match states.get(missing as usize) {
+            Some(State::Waiting(other)) => format!("waits at {} ({:?})", other.location, other.collective),
+            Some(_) => "has ended".into(),
+            None => "does not exist".into(),
+        };
+        let waits_at = format!("{} ({:?})", wait.location, wait.collective);
+        return Err((thread, Cause::Divergence { waits_at, missing, found }));
+    }
+    complete(&mut states, &mut exchange, wait.collective, lanes.iter().copied());
+    block.met(wait.collective, thread);
+    Ok(true)
+}
+
+/// The first of `threads` that does not stand at `wait`.
+fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>) -> Option<u32> {
+    threads.find(|&thread| match states.get(thread as usize) {
+        Some(State::Waiting(other)) => {
+            !other.collective.same(wait.collective)
+                || (!core::ptr::eq(other.location, wait.location) && *other.location != *wait.location)
+        }
+        _ => true,
+    })
+}
+
+/// Hands out the results and lets `threads` go on.
+fn complete(
+    states: &mut [State],
+    exchange: &mut [u64],
+    collective: Collective,
+    threads: impl Iterator<Item = u32> + Clone,
+) {
+    let (mut count, mut total, mut ballot) = (0u64, 0u64, 0u64);
+    for thread in threads.clone() {
+        if let State::Waiting(wait) = states[thread as usize] {
+            exchange[thread as usize] = wait.value;
+            count += u64::from(wait.value != 0);
+            total += 1;
+            ballot |= u64::from(wait.value != 0) << (thread % WARP);
+        }
+    }
+    let result = match collective {
+        Collective::Barrier | Collective::Warp(_) => Some(0),
+        Collective::BarrierCount => Some(count),
+        Collective::BarrierAnd => Some(u64::from(count == total)),
+        Collective::BarrierOr => Some(u64::from(count != 0)),
+        Collective::Ballot(_) => Some(ballot),
+        Collective::Gather(_) | Collective::Shuffle { .. } => None,
+    };
+    for thread in threads {
+        if let Some(result) = result {
+            exchange[thread as usize] = result;
+        }
+        states[thread as usize] = State::Ready;
+    }
+}

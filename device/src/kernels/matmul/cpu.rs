@@ -1,0 +1,222 @@
+//! The block of a matrix multiply that suits a CPU: few threads with many sums each, and long ways between barriers.
+//!
+//! A stage lies in panels of [`PANEL`] rows (of A) or columns (of B), so that a thread reads its factors one after
+//! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). Invariant: each sum is one
+//! chain over ascending k that begins with zero, as in every other tile.
+
+use super::block::{Problem, finish, place, unroll};
+use super::operand::Operand;
+use crate::tile::SharedTile;
+use crate::vector::F4;
+use cuda_std::{emulator, thread};
+
+/// Rows and columns of a thread's outputs, and of a panel.
+const PANEL: u32 = 32;
+/// Panels of rows and of columns in the tile.
+const PANELS: [u32; 2] = [4, 8];
+/// Rows of the tile.
+pub(super) const ROWS: u32 = PANELS[0] * PANEL;
+/// Columns of the tile.
+pub(super) const COLS: u32 = PANELS[1] * PANEL;
+/// Threads of a block: one for each pair of panels.
+pub(super) const THREADS: u32 = PANELS[0] * PANELS[1];
+/// Depth of a stage along k.
+const DEPTH: u32 = 64;
+/// Floats from one panel of a stage to the next; a line more than it holds, so that panels do not share their cache sets.
+const PANEL_LEN: u32 = DEPTH * PANEL + 16;
+const STAGE_LEN: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN;
+/// Shared bytes: one stage is in use while the next is copied.
+pub(super) const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
+
+/// A thread's outputs.
+type Sums = [[f32; PANEL as usize]; PANEL as usize];
+
+/// Computes this block's tile.
+///
+/// # Safety
+/// The contract has accepted the problem.
+#[inline(always)]
+pub(super) unsafe fn compute(problem: Problem<'_>) {
+    let Problem { m, n, k, .. } = problem;
+    let [row, col] = place(m.div_ceil(ROWS), n.div_ceil(COLS));
+    let first = [row * ROWS, col * COLS];
+    let own = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
+    let [first_row, first_col] = [first[0] + own[0] * PANEL, first[1] + own[1] * PANEL];
+    let is_inside = first_row < m && first_col < n;
+
+    let mut sums: Sums = [[0.0; _]; _];
+    // They wait in memory while other threads run, and stores to memory are where LLVM begins to look for vectors.
+    let sums = core::hint::black_box(&mut sums);
+    stage(&problem, first, 0);
+    for at in 0..k.div_ceil(DEPTH) {
+        thread::sync_threads();
+        // Into the slot that was read before this barrier.
+        stage(&problem, first, at + 1);
+        if is_inside {
+            let a = panel(at, own[0]);
+            let b = panel(at, PANELS[0] + own[1]);
+            let depth = if k - at * DEPTH < DEPTH { k - at * DEPTH } else { DEPTH };
+            match (emulator::is_wide(), problem.a.along_k) {
+                (true, true) => multiply::<8, 32, true>(sums, a, b, depth),
+                (true, false) => multiply::<8, 32, false>(sums, a, b, depth),
+                (false, true) => multiply::<4, 16, true>(sums, a, b, depth),
+                (false, false) => multiply::<4, 16, false>(sums, a, b, depth),
+            }
+        }
+    }
+    if !is_inside {
+        return;
+    }
+    for (i, row) in (first_row..m).zip(sums) {
+        for (j, four) in (first_col..n).step_by(F4::LEN).zip(row.as_chunks().0) {
+            // SAFETY: row and columns lie inside the output.
+            unsafe { finish(&problem, i, j, F4::LEN as u32, F4(*four)) };
+        }
+    }
+}
+
+/// Adds the products of `depth` k to a thread's sums, `R x C` of them at a time: what the processor's registers hold.
+/// `ALONG_K`: how `a` lies; `b` lies across.
+#[inline(always)]
+fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
+    sums: &mut Sums,
+    a: SharedTile<f32>,
+    b: SharedTile<f32>,
+    depth: u32,
+) {
+    for i in (0..PANEL as usize).step_by(R) {
+        for j in (0..PANEL as usize).step_by(C) {
+            let mut held = [[0.0; C]; R];
+            unroll!(row < R => { held[row].copy_from_slice(&sums[i + row][j..j + C]); });
+            for p in 0..depth {
+                let mut right = [0.0; C];
+                unroll!(four < C / 4 => {
+                    right[four * 4..][..4].copy_from_slice(&b.get4(p * PANEL + (j + four * 4) as u32).0);
+                });
+                unroll!(row < R => {
+                    let left = a.get(place_in_panel(ALONG_K, (i + row) as u32, p));
+                    unroll!(four < C / 4 => {
+                        unroll!(col < 4 => {
+                            held[row][four * 4 + col] = left.mul_add(right[four * 4 + col], held[row][four * 4 + col]);
+                        });
+                    });
+                });
+            }
+            unroll!(row < R => { sums[i + row][j..j + C].copy_from_slice(&held[row]); });
+        }
+    }
+}
+
+/// A panel of a stage: those of A, then those of B.
+#[inline(always)]
+fn panel(stage: u32, number: u32) -> SharedTile<f32> {
+    // SAFETY: the panels follow each other in what the contract declares.
+    unsafe { SharedTile::new((stage % 2 * STAGE_LEN + number * PANEL_LEN) * 4, PANEL_LEN) }
+}
+
+/// Copies this thread's share of a stage, if there is one.
+#[inline(always)]
+fn stage(problem: &Problem<'_>, first: [u32; 2], stage: u32) {
+    let first_k = stage * DEPTH;
+    if first_k < problem.k {
+        for number in 0..PANELS[0] {
+            problem.a.panel::<false>(panel(stage, number), first[0] + number * PANEL, first_k);
+        }
+        for number in 0..PANELS[1] {
+            problem.b.panel::<true>(panel(stage, PANELS[0] + number), first[1] + number * PANEL, first_k);
+        }
+    }
+}
+
+/// Where row `i` (of A) or column `i` (of B) of the `p`th k lies in a panel.
+#[inline(always)]
+fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
+    if along_k { i * DEPTH + p } else { p * PANEL + i }
+}
+
+impl Operand<'_> {
+    /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from `first_k`. The panel lies as the
+    /// operand does, or `ACROSS` k. Beyond the operand's rows come zeros, beyond its k nothing.
+    #[inline(always)]
+    fn panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, first_k: u32) {
+        if first_row >= self.rows {
+            return;
+        }
+        let is_aligned = self.start.is_multiple_of(4) && self.stride.is_multiple_of(4);
+        // Squares of four by four, neighbours along the operand's rows in memory: whole cache lines.
+        let extent = if self.along_k { [PANEL, DEPTH] } else { [DEPTH, PANEL] };
+        const SHARE: u32 = PANEL * DEPTH / 16 / THREADS;
+        for square in 0..SHARE {
+            let square = thread::thread_idx_x() * SHARE + square;
+            let (across, along) = (square / (extent[1] / 4) * 4, square % (extent[1] / 4) * 4);
+            let (i, p) = if self.along_k { (across, along) } else { (along, across) };
+            let (row, k) = (first_row + i, first_k + p);
+            if is_aligned && row + 4 <= self.rows && k + 4 <= self.k {
+                self.square::<ACROSS>(panel, [i, p], self.index(row, k));
+            } else {
+                self.elements::<ACROSS>(panel, [i, p], [row, k]);
+            }
+        }
+    }
+
+    /// Copies four by four elements that are aligned and lie inside the operand.
+    #[inline(always)]
+    fn square<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
+        let mut four = [F4::splat(0.0); 4];
+        // SAFETY: as the caller says. No closure: it would stay a call.
+        unroll!(at < 4 => { four[at] = unsafe { F4::load(self.values, from + at * self.stride as usize) }; });
+        if self.along_k && ACROSS {
+            four = transposed(four);
+        }
+        let at = place_in_panel(self.along_k && !ACROSS, i, p);
+        let pitch = if self.along_k && !ACROSS { DEPTH } else { PANEL };
+        unroll!(of < 4 => { panel.set4(at + of as u32 * pitch, four[of]); });
+    }
+
+    /// Copies four by four elements as far as they lie inside the operand.
+    #[inline(always)]
+    fn elements<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], [row, k]: [u32; 2]) {
+        for ahead in 0..16 {
+            let [down, right] = [ahead / 4, ahead % 4];
+            let at = place_in_panel(self.along_k && !ACROSS, i + down, p + right);
+            if k + right >= self.k {
+                continue;
+            }
+            if row + down < self.rows {
+                // SAFETY: inside the operand.
+                unsafe { panel.copy(at, self.values, self.index(row + down, k + right)) };
+            } else {
+                panel.set(at, 0.0);
+            }
+        }
+    }
+
+    /// The index of an element.
+    #[inline(always)]
+    fn index(&self, row: u32, k: u32) -> usize {
+        let [across, along] = if self.along_k { [row, k] } else { [k, row] };
+        self.start + across as usize * self.stride as usize + along as usize
+    }
+}
+
+/// The transpose of four by four.
+#[inline(always)]
+fn transposed(four: [F4; 4]) -> [F4; 4] {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use core::arch::x86_64::{__m128, _MM_TRANSPOSE4_PS};
+        // SAFETY: the same 16 floats as four registers, which every x86-64 processor has.
+        unsafe {
+            let [mut a, mut b, mut c, mut d] = core::mem::transmute::<[F4; 4], [__m128; 4]>(four);
+            _MM_TRANSPOSE4_PS(&mut a, &mut b, &mut c, &mut d);
+            core::mem::transmute::<[__m128; 4], [F4; 4]>([a, b, c, d])
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let [F4(a), F4(b), F4(c), F4(d)] = four;
+        let mut columns = [F4::splat(0.0); 4];
+        unroll!(at < 4 => { columns[at] = F4([a[at], b[at], c[at], d[at]]); });
+        columns
+    }
+}
