@@ -143,7 +143,7 @@ fn blocks(case: Case, tile: Tile) -> usize {
 /// Samples of one multiply, and the bits of the first outputs.
 fn measure(device: &Device, state: &mut State) -> Result<(Samples, Vec<u32>)> {
     let row = state.row;
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
     let mut captured = arena.capture(state, &Inputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
     let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;

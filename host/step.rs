@@ -81,6 +81,12 @@ impl<'s> Step<'s> {
         Err(Error::misuse("lend", format!("a shape of {} elements", buffer.len()), shape.to_string()))
     }
 
+    /// Runs an op's launches with memory that ends with them: what is queued later may use it again. `scoped` allocates on
+    /// the step that it is given, and on no other.
+    pub(crate) fn workspace<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>) -> Result<R>) -> Result<R> {
+        self.region.scope(|| scoped(&Step::new(self.region)))
+    }
+
     /// Runs `scoped` with memory that ends with it. The outer step is borrowed meanwhile and cannot allocate; its
     /// tensors are seen inside through [`Scratch::lend`].
     ///

@@ -43,6 +43,7 @@ macro_rules! matmul {
                 lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
                 ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
                 ldc: n as u32,
+                chunk: k as u32,
                 batches: batches as u32,
                 stride_a: m * k,
                 stride_b: k * n,
@@ -59,7 +60,7 @@ macro_rules! matmul {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 38] = [
+pub(crate) const CASES: [(&str, Case); 39] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -135,6 +136,15 @@ pub(crate) const CASES: [(&str, Case); 38] = [
     ("matmul_32x64", |i| matmul!(i, matmul_32x64)),
     ("matmul_64x128", |i| matmul!(i, matmul_64x128)),
     ("matmul_128x256", |i| matmul!(i, matmul_128x256)),
+    ("sum_splits", |i| {
+        for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
+            let (a, b, bias, mut out) = (i.normals([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals([m, n])?);
+            let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
+            ops::gemm_into(i.step, &form, &a, &b, Some(&bias), &mut out)?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use cuda_std::launch::{PointerMut, Slice};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
 use kernels::matmul::*;
 
 pub use kernels::matmul::{TILES, Tile};
@@ -89,8 +89,9 @@ enum Epilogue<'e, 's> {
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
 ///
-/// One fused-multiply-add chain over ascending k for each element, so the same bits for every tile and device. No
-/// scratch; queued, does not wait.
+/// One fused-multiply-add chain over ascending k for each element; where outputs are few and k is long, k is cut into chunks
+/// by a rule in m, n and k alone ([`kernels::matmul::chunk`]), and their sums are added in order: the same bits for every
+/// tile and device. Scratch: none, or `m n` floats for each chunk, up to 8 MiB for each batch; queued, does not wait.
 ///
 /// # Errors
 /// [`Error::Misuse`] when the inner extents differ; [`Error::ArenaFull`].
@@ -195,42 +196,144 @@ fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
-    let word = |what, extent: usize| {
-        u32::try_from(extent).map_err(|_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string()))
+    let words = Words::new(form)?;
+    let (own, out) = out.in_place();
+    let (pre, flags) = match epilogue {
+        Epilogue::Store => (PointerMut::empty(), 0),
+        Epilogue::Gelu { pre } => (pre.out(), GELU | KEEP),
     };
-    let mut flags = 0;
+    let outputs = Outputs {
+        bias: bias.map_or_else(Slice::empty, Source::slice),
+        c: residual.map_or(own, Source::pointer),
+        out,
+        pre,
+        ldc: words.ldc,
+        stride_c: form.stride_c,
+        beta: form.beta,
+        flags,
+    };
+    let chunks = words.k.div_ceil(words.chunk);
+    if chunks < 2 {
+        return multiply(step, form, &words, a.slice(), b.slice(), outputs);
+    }
+    let Gemm { m, n, batches, .. } = *form;
+    step.workspace(|step| {
+        let mut partials = step.empty([batches * chunks as usize, m, n])?;
+        let sums = Outputs {
+            bias: Slice::empty(),
+            c: Pointer::empty(),
+            out: partials.out(),
+            pre: PointerMut::empty(),
+            ldc: words.n,
+            stride_c: m * n,
+            beta: 0.0,
+            flags: 0,
+        };
+        multiply(step, form, &words, a.slice(), b.slice(), sums)?;
+        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
+        let Words { m, n, batches, .. } = words;
+        let (partials, stride_bias) = (partials.slice(), form.stride_bias);
+        step.launch(sum_splits {
+            partials,
+            splits: chunks,
+            bias,
+            c,
+            out,
+            pre,
+            m,
+            n,
+            ldc,
+            batches,
+            stride_c,
+            stride_bias,
+            beta,
+            flags,
+        })
+    })
+}
+
+/// The extents of a multiply as its kernels take them.
+#[derive(Clone, Copy)]
+struct Words {
+    m: u32,
+    n: u32,
+    k: u32,
+    lda: u32,
+    ldb: u32,
+    ldc: u32,
+    chunk: u32,
+    batches: u32,
+}
+
+impl Words {
+    fn new(form: &Gemm) -> Result<Self> {
+        let word = |what, extent: usize| {
+            let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
+            u32::try_from(extent).map_err(refused)
+        };
+        Ok(Self {
+            m: word("m", form.m)?,
+            n: word("n", form.n)?,
+            k: word("k", form.k)?,
+            lda: word("lda", form.lda)?,
+            ldb: word("ldb", form.ldb)?,
+            ldc: word("ldc", form.ldc)?,
+            chunk: word("k", chunk(form.m, form.n, form.k))?,
+            batches: word("batches", form.batches)?,
+        })
+    }
+}
+
+/// What follows the sums, and where they go.
+struct Outputs<'o> {
+    bias: Slice<'o, f32>,
+    c: Pointer<'o, f32>,
+    out: PointerMut<'o, f32>,
+    pre: PointerMut<'o, f32>,
+    ldc: u32,
+    stride_c: usize,
+    beta: f32,
+    flags: u32,
+}
+
+/// Queues the products: of all of k, or of each chunk.
+#[track_caller]
+fn multiply(
+    step: &Step<'_>,
+    form: &Gemm,
+    words: &Words,
+    a: Slice<'_, f32>,
+    b: Slice<'_, f32>,
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    let Words { m, n, k, lda, ldb, chunk, batches, .. } = *words;
+    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
+    let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
         flags |= if set { flag } else { 0 };
     }
-    let (own, out) = out.in_place();
-    let pre = match epilogue {
-        Epilogue::Store => PointerMut::empty(),
-        Epilogue::Gelu { pre } => {
-            flags |= GELU | KEEP;
-            pre.out()
-        }
-    };
     macro_rules! launch {
         ($kernel:ident) => {
             step.launch($kernel {
-                a: a.slice(),
-                b: b.slice(),
-                bias: bias.map_or_else(Slice::empty, Source::slice),
-                c: residual.map_or(own, Source::pointer),
+                a,
+                b,
+                bias,
+                c,
                 out,
                 pre,
-                m: word("m", form.m)?,
-                n: word("n", form.n)?,
-                k: word("k", form.k)?,
-                lda: word("lda", form.lda)?,
-                ldb: word("ldb", form.ldb)?,
-                ldc: word("ldc", form.ldc)?,
-                batches: word("batches", form.batches)?,
-                stride_a: form.stride_a,
-                stride_b: form.stride_b,
-                stride_c: form.stride_c,
-                stride_bias: form.stride_bias,
-                beta: form.beta,
+                m,
+                n,
+                k,
+                lda,
+                ldb,
+                ldc,
+                chunk,
+                batches,
+                stride_a,
+                stride_b,
+                stride_c,
+                stride_bias,
+                beta,
                 flags,
             })
         };
@@ -247,15 +350,17 @@ fn queue<'s>(
     if form.tile.is_none() && device.kind == DeviceKind::Emulated {
         return launch!(matmul_on_cpu);
     }
-    let tile = form.tile.unwrap_or_else(|| fastest(form, device.processors as usize));
+    let matrices = batches as usize * k.div_ceil(chunk).max(1) as usize;
+    let tile = form.tile.unwrap_or_else(|| fastest([form.m, form.n], matrices, device.processors as usize));
     kernels::matmul_tiles!(launch_tile! tile in)
 }
 
-/// The tile whose last block should end first: blocks that share a multiprocessor hide each other's latency, one alone does not.
-fn fastest(form: &Gemm, processors: usize) -> Tile {
+/// The tile whose last block should end first, of so many matrices of `m` x `n`: blocks that share a multiprocessor hide each
+/// other's latency, one alone does not.
+fn fastest([m, n]: [usize; 2], matrices: usize, processors: usize) -> Tile {
     let cost = |tile: &&Tile| {
         let along = |extent: usize, tile: u32| extent.div_ceil(tile as usize);
-        let blocks = along(form.m, tile.rows()).saturating_mul(along(form.n, tile.cols())).saturating_mul(form.batches);
+        let blocks = along(m, tile.rows()).saturating_mul(along(n, tile.cols())).saturating_mul(matrices);
         blocks.div_ceil(processors).saturating_mul(tile.cycles as usize).max(tile.latency as usize)
     };
     *TILES.iter().min_by_key(cost).expect("there are tiles")
@@ -268,19 +373,39 @@ mod tests {
     /// The shapes of CrossAsset and of large squares, on an H200 and a GB10.
     #[test]
     fn the_fastest_tile_suits_the_shape() {
-        let tile = |m, n, k, processors| fastest(&Gemm::new(m, n, k), processors);
         for (m, n, k, on_h200, on_gb10) in [
-            (12, 256, 1024, [16, 16], [16, 16]),
-            (256, 1024, 3072, [32, 32], [32, 64]),
+            (12, 256, 1024_usize, [16, 16], [16, 16]),
+            (256, 1024, 3072, [64, 128], [64, 128]),
             (3072, 256, 1024, [32, 64], [64, 128]),
             (3072, 1024, 256, [64, 128], [128, 256]),
             (1024, 1024, 1024, [64, 128], [64, 128]),
             (8192, 8192, 8192, [128, 256], [128, 256]),
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
-                let tile = tile(m, n, k, processors);
+                let tile = fastest([m, n], k.div_ceil(chunk(m, n, k)), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
+        }
+    }
+
+    /// Few outputs and long k, as in the gradients of weights; and the number of chunks stays within a grid.
+    #[test]
+    fn k_is_split_where_outputs_are_few() {
+        for ([m, n, k], want) in [
+            ([1024, 256, 3072], 384),
+            ([256, 256, 3072], 256),
+            ([193, 256, 256], 256),
+            ([12, 256, 1024], 256),
+            ([256, 1024, 12], 12),
+            ([12, 256, 511], 511),
+            ([12, 256, 513], 320),
+            ([1024, 256, 49152], 6144),
+            ([256, 3, 1 << 20], 1 << 14),
+            ([1024, 1024, 1024], 1024),
+            ([0, 3, 4096], 256),
+            ([3, 4, 0], 1),
+        ] {
+            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
         }
     }
 }

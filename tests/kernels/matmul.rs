@@ -1,12 +1,13 @@
 //! `ops::{matmul, linear, linear_residual, linear_gelu, gemm_into}` and every tile below them.
 //!
-//! The contract is bits: each output is one chain of fused multiply-adds over ascending k, then the bias, then beta
-//! times the old content, then gelu. The reference here is that chain as a plain loop, and it is close to float64.
+//! The contract is bits: each output is one chain of fused multiply-adds over ascending k, or where k is split the sum of
+//! several, in order; then the bias, then beta times the old content, then gelu. The reference here is that as plain loops,
+//! and it is close to float64.
 
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
-use crate::trial::{assert_refused, assert_same, trial};
+use crate::trial::{Trial, assert_refused, assert_same, trial};
 use cuda_std::launch::Slice;
 use kernels::math;
 use kernels::matmul::*;
@@ -120,11 +121,23 @@ impl Case {
         (!self.bias.is_empty()).then(|| self.bias[z * self.form.stride_bias + j])
     }
 
-    /// What the kernel must leave in `out` and in `pre`, which both held `old`: the plain chain.
+    /// A sum over k: one chain, or chunk by chunk, and each chunk chain by chain.
+    fn in_parts<P, S>(&self, products: Vec<P>, chain: impl Fn(&[P]) -> S, add: impl Fn(Vec<S>) -> S) -> S {
+        let Gemm { m, n, k, .. } = self.form;
+        let chunk = chunk(m, n, k);
+        if chunk >= k {
+            return chain(&products);
+        }
+        add(products.chunks(chunk).map(|chunk| add(chunk.chunks(CHAIN as usize).map(&chain).collect())).collect())
+    }
+
+    /// What the kernel must leave in `out` and in `pre`, which both held `old`.
     fn chain(&self) -> [Vec<f32>; 2] {
         let [mut out, mut pre] = [self.old.clone(), self.old.clone()];
         for (place, at) in self.places() {
-            let mut sum = self.factors(at).fold(0.0, |sum: f32, (a, b)| a.mul_add(b, sum));
+            let fused = |part: &[(f32, f32)]| part.iter().fold(0.0, |sum: f32, (a, b)| a.mul_add(*b, sum));
+            let add = |parts: Vec<f32>| parts.into_iter().reduce(|sum, next| sum + next).expect("a part");
+            let mut sum = self.in_parts(self.factors(at).collect(), fused, add);
             sum = self.bias(at).map_or(sum, |bias| sum + bias);
             if self.form.beta != 0.0 {
                 sum = self.form.beta.mul_add(self.old[place], sum);
@@ -141,7 +154,8 @@ impl Case {
     fn exact(&self) -> Vec<Exact> {
         let exact = |(place, at): (usize, [usize; 3])| {
             let products = self.factors(at).map(|(a, b)| Exact::given(a).times(Exact::given(b)));
-            let mut sum = Exact::sum(self.form.k, products);
+            let add = |parts: Vec<Exact>| if parts.len() == 1 { parts[0] } else { Exact::sum(parts.len(), parts) };
+            let mut sum = self.in_parts(products.collect(), |part| Exact::sum(part.len(), part.iter().copied()), add);
             sum = self.bias(at).map_or(sum, |bias| sum + Exact::given(bias));
             if self.form.beta == 0.0 {
                 return sum;
@@ -175,6 +189,7 @@ fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])>
                     lda: case.form.lda as u32,
                     ldb: case.form.ldb as u32,
                     ldc: case.form.ldc as u32,
+                    chunk: case.form.k.max(1) as u32,
                     batches: case.form.batches as u32,
                     stride_a: case.form.stride_a,
                     stride_b: case.form.stride_b,
@@ -200,9 +215,19 @@ fn gemm(device: &Device, case: &Case) -> Vec<f32> {
         let upload = |values: &[f32]| trial.upload(values, [values.len()]);
         let (a, b, bias, mut out) = (upload(&case.a)?, upload(&case.b)?, upload(&case.bias)?, upload(&case.old)?);
         let bias = (!case.bias.is_empty()).then_some(&bias);
-        ops::gemm_into(trial, &case.form, &a, &b, bias, &mut out)?;
+        trial.with_scratch(|| {
+            ops::gemm_into(trial, &case.form, &a, &b, bias, &mut out)?;
+            workspace(trial, &case.form)
+        })?;
         trial.output(&out)
     })
+}
+
+/// Takes the memory that a split product has used and given back, so that the trial knows of it.
+fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Option<Tensor<'s>>> {
+    let Gemm { m, n, k, batches, .. } = *form;
+    let chunks = k.div_ceil(chunk(m, n, k));
+    (chunks > 1).then(|| trial.empty([batches * chunks, m, n])).transpose()
 }
 
 on_each_device! {
@@ -279,6 +304,49 @@ on_each_device! {
         });
     }
 
+    /// Where k is split, every tile gives the bits of the rule, however k ends; the last chunk of the last shape is shorter,
+    /// and its chunks have two chains.
+    fn every_tile_splits_k_by_the_rule(device: &Device) {
+        let mut closeness = Closeness::new("split matmul");
+        let everything = Variant { pads: [3, 1, 2], batches: 2, beta: 0.5, bias: true, flags: 0 };
+        for (shape, transpose, variant) in [
+            ([12, 256, 1024], 0, VARIANTS[0]),
+            ([33, 70, 513], TRANSPOSE_A, everything),
+            ([130, 36, 771], TRANSPOSE_B, everything),
+            ([16, 20, 1537], TRANSPOSE_A | TRANSPOSE_B, VARIANTS[0]),
+            ([3, 4, 70_001], TRANSPOSE_A, VARIANTS[0]),
+        ] {
+            let mut case = Case::new(shape, transpose, variant);
+            assert!(chunk(shape[0], shape[1], shape[2]) < shape[2]);
+            let want = &case.chain()[0];
+            for &tile in TILES {
+                case.form = case.form.tile(tile);
+                let mut got = vec![];
+                let names = launched(|| got = gemm(device, &case));
+                assert_same(format_args!("{shape:?}, {tile:?}"), &got, want);
+                assert_eq!(names.iter().filter(|name| *name == "sum_splits").count(), 1);
+            }
+            let sums: Vec<f32> = case.places().map(|(place, _)| want[place]).collect();
+            closeness.check(format_args!("{shape:?}"), &sums, &case.exact());
+        }
+        closeness.finish();
+    }
+
+    /// The sums of chunks are scratch, given back when the product is queued.
+    fn chunks_leave_no_memory_behind(device: &Device) {
+        let case = Case::new([64, 64, 1024], 0, VARIANTS[0]);
+        trial(device, |trial| {
+            let upload = |values: &[f32]| trial.upload(values, [values.len()]);
+            let (a, b, mut out) = (upload(&case.a)?, upload(&case.b)?, upload(&case.old)?);
+            let next = || -> Result<u64> { Ok(trial.empty::<f32>([0])?.slice().address()) };
+            let before = next()?;
+            ops::gemm_into(trial, &case.form, &a, &b, None::<&Tensor<'_>>, &mut out)?;
+            assert_eq!(before, next()?);
+            trial.with_scratch(|| workspace(trial, &case.form))?;
+            trial.output(&out).map(drop)
+        });
+    }
+
     fn large(device: &Device) {
         let mut closeness = Closeness::new("large matmul");
         for (shape, transpose) in
@@ -310,7 +378,7 @@ on_each_device! {
 
     /// The shaped ops: inputs of any rank, bias, residual, gelu with what it had before.
     fn shaped_ops(device: &Device) {
-        for [batch, tokens, k, n] in [[2, 12, 193, 256], [1, 1, 1, 1], [0, 12, 5, 7], [3, 7, 0, 5], [3, 7, 66, 5]] {
+        for [batch, tokens, k, n] in [[2, 12, 193, 256], [1, 1, 1, 1], [0, 12, 5, 7], [3, 7, 0, 5], [3, 7, 66, 5], [1, 12, 1024, 24]] {
             let rows = batch * tokens;
             let mut case = Case::new([rows, n, k], 0, Variant { bias: true, ..VARIANTS[0] });
             // An operand without rows has no bias of its own length.
@@ -319,12 +387,20 @@ on_each_device! {
             let got = trial(device, |trial| {
                 let (x, w) = (trial.upload(&case.a, [batch, tokens, k])?, trial.upload(&case.b, [k, n])?);
                 let (bias, residual) = (trial.upload(&case.bias, [n])?, trial.upload(&residual, [batch, tokens, n])?);
-                let plain = ops::matmul(trial, &x, &w)?;
-                let biased = ops::linear(trial, &x, &w, Some(&bias))?;
-                let added = ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?;
-                let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
-                let unbiased = ops::linear_residual(trial, &x, &w, None::<&Tensor<'_>>, &residual)?;
-                let outputs = [plain, biased, added, active, pre, unbiased];
+                let outputs = trial.with_scratch(|| {
+                    let done = || workspace(trial, &Gemm::new(rows, n, k));
+                    let plain = ops::matmul(trial, &x, &w)?;
+                    done()?;
+                    let biased = ops::linear(trial, &x, &w, Some(&bias))?;
+                    done()?;
+                    let added = ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?;
+                    done()?;
+                    let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
+                    done()?;
+                    let unbiased = ops::linear_residual(trial, &x, &w, None::<&Tensor<'_>>, &residual)?;
+                    done()?;
+                    Ok([plain, biased, added, active, pre, unbiased])
+                })?;
                 assert!(outputs.iter().all(|output| output.shape() == residual.shape()));
                 outputs.iter().map(|output| trial.output(output)).collect::<Result<Vec<_>>>()
             });

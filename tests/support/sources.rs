@@ -3,7 +3,7 @@
 //! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
 
 /// Each file's path below `device/src/kernels`, without its ending, and its text.
-pub(crate) const SOURCES: [(&str, &str); 18] = [
+pub(crate) const SOURCES: [(&str, &str); 21] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
@@ -14,8 +14,11 @@ pub(crate) const SOURCES: [(&str, &str); 18] = [
     ("loss", include_str!("../../device/src/kernels/loss.rs")),
     ("matmul", include_str!("../../device/src/kernels/matmul.rs")),
     ("matmul/block", include_str!("../../device/src/kernels/matmul/block.rs")),
+    ("matmul/checks", include_str!("../../device/src/kernels/matmul/checks.rs")),
     ("matmul/cpu", include_str!("../../device/src/kernels/matmul/cpu.rs")),
+    ("matmul/epilogue", include_str!("../../device/src/kernels/matmul/epilogue.rs")),
     ("matmul/operand", include_str!("../../device/src/kernels/matmul/operand.rs")),
+    ("matmul/split", include_str!("../../device/src/kernels/matmul/split.rs")),
     ("matmul/tile", include_str!("../../device/src/kernels/matmul/tile.rs")),
     ("norm", include_str!("../../device/src/kernels/norm.rs")),
     ("reduce", include_str!("../../device/src/kernels/reduce.rs")),

@@ -11,17 +11,27 @@
 //! - `bias`: `[n]` at `z stride_bias`, added to every row; empty: none.
 //! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0 and
 //!   may be `out`. With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
+//! - `chunk`: where it is less than k, each `z` is `ceil(k / chunk)` products of as many of its k, and `out` has a matrix for
+//!   each, `z` before chunk: what [`sum_splits`](fn@sum_splits) ends. Nothing else may follow such a sum.
 
 mod block;
 #[cfg(not(target_arch = "nvptx64"))]
+mod checks;
+#[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
+mod epilogue;
 mod operand;
+mod split;
 mod tile;
 
 use crate::contract;
 use block::{Problem, compute};
+#[cfg(not(target_arch = "nvptx64"))]
+use checks::{check_factors, check_outputs};
 use cuda_std::prelude::*;
+use epilogue::Epilogue;
 use operand::{Operand, is_even};
+pub use split::*;
 pub use tile::Tile;
 
 /// A is stored as `[k, m]`.
@@ -34,19 +44,20 @@ pub const GELU: u32 = 4;
 pub const KEEP: u32 = 8;
 
 /// 16 x 16, 64 threads.
-pub const T16X16: Tile = Tile { warps: [2, 1], each: [2, 2], depth: 64, stages: 4, at_once: 8, latency: 20, cycles: 8 };
+pub const T16X16: Tile =
+    Tile { warps: [2, 1], each: [2, 2], depth: 64, stages: 4, at_once: 8, groups: 8, latency: 20, cycles: 8 };
 /// 32 x 32, 128 threads.
 pub const T32X32: Tile =
-    Tile { warps: [4, 1], each: [2, 4], depth: 32, stages: 3, at_once: 4, latency: 41, cycles: 22 };
+    Tile { warps: [4, 1], each: [2, 4], depth: 32, stages: 3, at_once: 4, groups: 8, latency: 41, cycles: 22 };
 /// 32 x 64, 128 threads.
 pub const T32X64: Tile =
-    Tile { warps: [2, 2], each: [4, 4], depth: 32, stages: 3, at_once: 2, latency: 45, cycles: 30 };
+    Tile { warps: [2, 2], each: [4, 4], depth: 32, stages: 3, at_once: 2, groups: 8, latency: 45, cycles: 30 };
 /// 64 x 128, 128 threads.
 pub const T64X128: Tile =
-    Tile { warps: [2, 2], each: [8, 8], depth: 16, stages: 3, at_once: 1, latency: 119, cycles: 88 };
+    Tile { warps: [2, 2], each: [8, 8], depth: 16, stages: 3, at_once: 1, groups: 8, latency: 119, cycles: 88 };
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile =
-    Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, latency: 344, cycles: 326 };
+    Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, latency: 344, cycles: 326 };
 
 /// An entry point: `$compute` for the problem that the parameters name.
 macro_rules! entry {
@@ -66,6 +77,7 @@ macro_rules! entry {
             lda: u32,
             ldb: u32,
             ldc: u32,
+            chunk: u32,
             batches: u32,
             stride_a: usize,
             stride_b: usize,
@@ -79,10 +91,13 @@ macro_rules! entry {
                 return;
             }
             let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
-            let a = Operand { values: a, start: z * stride_a, rows: m, k, stride: lda, along_k: a_along_k };
-            let b = Operand { values: b, start: z * stride_b, rows: n, k, stride: ldb, along_k: b_along_k };
-            let (start, bias_start) = (z * stride_c, z * stride_bias);
-            let $problem = Problem { a, b, bias, bias_start, c, out, pre, start, m, n, k, ldc, beta, flags };
+            let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
+            let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
+            // The grid has a layer along y for each chunk.
+            let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+            let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
+            let $problem = Problem { a, b, epilogue, m, n, k: Chunk::new(k, chunk, own) };
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe { $compute }
         }
@@ -93,8 +108,8 @@ macro_rules! entry {
 macro_rules! entries {
     ($($(#[$doc:meta])* $name:ident: $tile:ident;)*) => {$(
         entry!($(#[$doc])* $name, |problem| {
-            const { assert!(is_even($tile, $tile.rows()) && is_even($tile, $tile.cols())) };
-            compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.depth }, { $tile.stages - 2 }, { $tile.at_once }>(problem, $tile)
+            const { assert!(is_even($tile, $tile.rows()) && is_even($tile, $tile.cols()) && $tile.depth.is_multiple_of($tile.step())) };
+            compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.stages - 2 }, { $tile.at_once }, { $tile.unrolled() }>(problem, $tile)
         });
     )*};
 }
@@ -139,60 +154,21 @@ macro_rules! matmul_tiles {
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X256];
 
-/// The grid that covers `[m, n]` with tiles, a layer for each batch.
-///
-/// Every element that a batch reads or writes lies inside its argument, and no two batches write the same one.
+/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $rows:expr, $cols:expr) => {{
         let p = $p;
-        let [m, n, k, lda, ldb, ldc, batches] = [p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.batches].map(|x| x as usize);
-        let transposed = |flag| p.flags & flag != 0;
-        let (a_rows, a_cols) = if transposed(TRANSPOSE_A) { (k, m) } else { (m, k) };
-        let (b_rows, b_cols) = if transposed(TRANSPOSE_B) { (n, k) } else { (k, n) };
-        holds("a", p.a.len(), batches, p.stride_a, a_rows, a_cols, lda)?;
-        holds("b", p.b.len(), batches, p.stride_b, b_rows, b_cols, ldb)?;
-        holds("out", p.out.len(), batches, p.stride_c, m, n, ldc)?;
-        if p.beta != 0.0 {
-            holds("c", p.c.len(), batches, p.stride_c, m, n, ldc)?;
-        }
-        if transposed(KEEP) {
-            holds("pre", p.pre.len(), batches, p.stride_c, m, n, ldc)?;
-        }
-        if !p.bias.is_empty() {
-            holds("bias", p.bias.len(), batches, p.stride_bias, 1, n, n)?;
-        }
-        let apart = batches <= 1 || p.stride_c >= m * ldc || (p.stride_c >= n && ldc >= batches * p.stride_c);
-        Violation::unless(apart, "stride_c", "batches that do not write the same element", p.stride_c)?;
+        Violation::unless(p.chunk > 0, "chunk", "at least one", p.chunk)?;
+        let chunks = p.k.div_ceil(p.chunk).max(1) as usize;
+        let sum_alone = p.bias.is_empty() && p.beta == 0.0 && p.flags & (GELU | KEEP) == 0;
+        Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", p.chunk)?;
+        check_factors!(p);
+        check_outputs!(p, chunks);
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        Grid::new(tiles(p.m, $rows).saturating_mul(tiles(p.n, $cols)), 1, batches)
+        let tiles = tiles(p.m, $rows).saturating_mul(tiles(p.n, $cols));
+        Grid::new(tiles, chunks, p.batches as usize)
     }};
-}
-
-/// Ok when `batches` matrices of `rows` x `cols`, `stride` and `ld` elements apart, lie inside `len` elements.
-#[cfg(not(target_arch = "nvptx64"))]
-fn holds(
-    argument: &'static str,
-    len: usize,
-    batches: usize,
-    stride: usize,
-    rows: usize,
-    cols: usize,
-    ld: usize,
-) -> Result<(), cuda_std::launch::Violation> {
-    if batches == 0 || rows == 0 || cols == 0 {
-        return Ok(());
-    }
-    let last = (|| {
-        let batch = (batches - 1).checked_mul(stride)?;
-        let row = (rows - 1).checked_mul(ld)?;
-        batch.checked_add(row)?.checked_add(cols)
-    })();
-    if ld >= cols && last.is_some_and(|last| last <= len) {
-        return Ok(());
-    }
-    let expected = std::format!("{batches} matrices of {rows} x {cols}, rows {ld} and matrices {stride} apart");
-    Err(cuda_std::launch::Violation::new(argument, expected, std::format!("{len} elements")))
 }
 
 contract!(

@@ -1,11 +1,14 @@
 //! One block's tile of the output: stages come to shared memory, products are summed in registers, sums are finished.
 //!
-//! Invariant: each sum is one chain over ascending k that begins with zero; nothing is added beyond k.
+//! Invariant: each sum is one chain over ascending k that begins with zero; nothing is added beyond k. Chains of a chunk are
+//! added in order.
 
-use super::{GELU, KEEP, Operand, Tile};
+use super::epilogue::Epilogue;
+use super::operand::Stage;
+use super::split::Chunk;
+use super::{Operand, Tile};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
-use crate::vector::{F4, Part};
-use crate::{map4, math};
+use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
 /// Rows of tiles that are walked column by column, so that blocks that run together share operands in the L2 cache.
@@ -15,18 +18,21 @@ const GROUP: u32 = 8;
 pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
-    pub(super) bias: &'p [f32],
-    pub(super) bias_start: usize,
-    pub(super) c: *const f32,
-    pub(super) out: *mut f32,
-    pub(super) pre: *mut f32,
-    pub(super) start: usize,
+    pub(super) epilogue: Epilogue<'p>,
     pub(super) m: u32,
     pub(super) n: u32,
-    pub(super) k: u32,
-    pub(super) ldc: u32,
-    pub(super) beta: f32,
-    pub(super) flags: u32,
+    pub(super) k: Chunk,
+}
+
+impl Problem<'_> {
+    /// Whether the chunk has another chain behind `until`: it is then the problem, to be added to what is written.
+    #[inline(always)]
+    pub(super) fn goes_on(&mut self, until: u32) -> bool {
+        self.epilogue.c = self.epilogue.out;
+        self.epilogue.beta = 1.0;
+        self.k.first = until;
+        until < self.k.end
+    }
 }
 
 /// Repeats a block for each index below `$count`, at most 16, with the index constant: what is indexed by it stays in
@@ -46,8 +52,8 @@ macro_rules! unroll {
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) use unroll;
 
-/// Computes this block's tile: `TM x TN` outputs for each thread, stages of `DEPTH`, of which `AHEAD + 1` are on their
-/// way while one is in use; the factors of `AT_ONCE` k are read together.
+/// Computes this block's tile: `TM x TN` outputs for each thread, `AHEAD + 1` stages on their way while one is in use; the
+/// factors of `AT_ONCE` k are read together, `GROUPS` times in the body of the loop.
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.
@@ -55,58 +61,100 @@ pub(super) use unroll;
 pub(super) unsafe fn compute<
     const TM: usize,
     const TN: usize,
-    const DEPTH: u32,
     const AHEAD: u32,
     const AT_ONCE: usize,
+    const GROUPS: usize,
 >(
-    problem: Problem<'_>,
+    mut problem: Problem<'_>,
     tile: Tile,
 ) {
-    let Problem { m, n, k, .. } = problem;
+    let Problem { m, n, .. } = problem;
     let (rows, cols) = (tile.rows(), tile.cols());
     let [row, col] = place(m.div_ceil(rows), n.div_ceil(cols));
     let first = [row * rows, col * cols];
     let own = within(tile);
-
-    for stage in 0..=AHEAD {
-        fetch(&problem, tile, first, stage);
-    }
-    let mut sums = [[0.0f32; TN]; TM];
-    for stage in 0..k.div_ceil(DEPTH) {
-        wait_copies::<AHEAD>();
-        thread::sync_threads();
-        // Into the slot that was read before this barrier.
-        fetch(&problem, tile, first, stage + AHEAD + 1);
-        let slot = slot(tile, stage);
-        let left = k - stage * DEPTH;
-        if left < DEPTH || !cfg!(target_arch = "nvptx64") {
-            for p in 0..(if left < DEPTH { left } else { DEPTH }) {
-                accumulate(&mut sums, factors(slot, tile, own, p));
-            }
-        } else {
-            // The next factors are on their way while the last are multiplied.
-            let mut next = read_some(slot, tile, own, 0);
-            unroll!(some < DEPTH as usize / AT_ONCE => {
-                let now: [_; AT_ONCE] = next;
-                if some + 1 < DEPTH as usize / AT_ONCE {
-                    next = read_some(slot, tile, own, ((some + 1) * AT_ONCE) as u32);
-                }
-                unroll!(p < AT_ONCE => { accumulate(&mut sums, now[p]); });
+    loop {
+        let [from, until] = problem.k.chain();
+        let mut sums = [[0.0f32; TN]; TM];
+        multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, own, [from, until], &mut sums);
+        // Four rows at a time, the next take their place: what follows the sums is long, and this keeps it once.
+        for from in (0..TM).step_by(4) {
+            unroll!(i < if TM < 4 { TM } else { 4 } => {
+                let i_out = first[0] + own[0] + spread(from, TM, rows) + i as u32;
+                unroll!(group < TN.div_ceil(4) => {
+                    let j_out = first[1] + own[1] + spread(4 * group, TN, cols);
+                    if i_out < m && j_out < n {
+                        let width = if TN < 4 { TN } else { 4 };
+                        let [w, x, y, z] = [0, 1, 2, 3].map(|j| if j < width { sums[i][group * 4 + j] } else { 0.0 });
+                        // SAFETY: row and columns lie inside the output.
+                        unsafe { problem.epilogue.finish(i_out, j_out, width, F4([w, x, y, z])) };
+                    }
+                });
             });
+            unroll!(i < TM.saturating_sub(4) => { sums[i] = sums[i + 4]; });
         }
+        if !problem.goes_on(until) {
+            return;
+        }
+        // All threads have read their factors of this chain.
+        thread::sync_threads();
     }
-    unroll!(i < TM => {
-        let i_out = first[0] + own[0] + spread(i, TM, rows);
-        unroll!(group < TN.div_ceil(4) => {
-            let j_out = first[1] + own[1] + spread(4 * group, TN, cols);
-            if i_out < m && j_out < n {
-                let width = if TN < 4 { TN } else { 4 };
-                let [w, x, y, z] = [0, 1, 2, 3].map(|j| if j < width { sums[i][group * 4 + j] } else { 0.0 });
-                // SAFETY: row and columns lie inside the output.
-                unsafe { finish(&problem, i_out, j_out, width as u32, F4([w, x, y, z])) };
+}
+
+/// Adds the products of k from `from` to `until` to a thread's sums.
+#[inline(always)]
+fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: usize, const GROUPS: usize>(
+    problem: &Problem<'_>,
+    tile: Tile,
+    first: [u32; 2],
+    own: [u32; 2],
+    [from, until]: [u32; 2],
+    sums: &mut [[f32; TN]; TM],
+) {
+    for stage in 0..=AHEAD {
+        fetch(problem, tile, first, [from + stage * tile.depth, until], stage);
+    }
+    // SAFETY: all stages, as the contract declares them.
+    let stages: SharedTile<f32> = unsafe { SharedTile::new(0, tile.stages * tile.stage_len()) };
+    let end_of_ring = tile.stages * tile.depth;
+    let (mut k, mut at) = (from, 0);
+    wait_copies::<AHEAD>();
+    thread::sync_threads();
+    let mut next = [([0.0; TM], [0.0; TN]); AT_ONCE];
+    if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
+        next = read_some(stages, tile, own, at);
+    }
+    while until - k >= tile.step() {
+        if at.is_multiple_of(tile.depth) {
+            // Into the slot that was read before the last barrier.
+            let slot = (at / tile.depth + AHEAD + 1) % tile.stages;
+            fetch(problem, tile, first, [k + (AHEAD + 1) * tile.depth, until], slot);
+        }
+        k += tile.step();
+        unroll!(group < GROUPS => {
+            // The next factors are on their way while these are multiplied, also across the end of the stage.
+            let now: [_; AT_ONCE] = next;
+            if group + 1 < GROUPS {
+                next = read_some(stages, tile, own, at + ((group + 1) * AT_ONCE) as u32);
+            } else {
+                at = if at + tile.step() == end_of_ring { 0 } else { at + tile.step() };
+                if at.is_multiple_of(tile.depth) {
+                    wait_copies::<AHEAD>();
+                    thread::sync_threads();
+                }
+                // The GPU also reads what it will not use: a condition would cost it copies of registers.
+                if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
+                    next = read_some(stages, tile, own, at);
+                }
             }
+            unroll!(p < AT_ONCE => { accumulate(sums, now[p]); });
         });
-    });
+    }
+    while k < until {
+        accumulate(sums, factors(stages, tile, own, at));
+        k += 1;
+        at += 1;
+    }
 }
 
 /// Row and column of this block's tile among `rows` x `cols` tiles.
@@ -136,21 +184,15 @@ fn spread(index: usize, each: usize, extent: u32) -> u32 {
     if each < 4 { index as u32 } else { index as u32 / 4 * (extent / (each as u32 / 4)) + index as u32 % 4 }
 }
 
-/// The place of a stage in shared memory.
+/// Starts the copies of a stage from k on, if k has not ended, to the `slot`th place, and makes them a group.
 #[inline(always)]
-fn slot(tile: Tile, stage: u32) -> SharedTile<f32> {
-    // SAFETY: the slots follow each other in what the contract declares.
-    unsafe { SharedTile::new(stage % tile.stages * tile.stage_len() * 4, tile.stage_len()) }
-}
-
-/// Starts the copies of a stage, if there is one, and makes them a group.
-#[inline(always)]
-fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], stage: u32) {
-    let first_k = stage * tile.depth;
-    if first_k < problem.k {
-        let slot = slot(tile, stage);
-        problem.a.stage(tile, slot, (0, tile.rows()), first[0], first_k);
-        problem.b.stage(tile, slot, (tile.rows(), tile.cols()), first[1], first_k);
+fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u32; 2], slot: u32) {
+    if first_k < end {
+        // SAFETY: the slots follow each other in what the contract declares.
+        let slot = unsafe { SharedTile::new(slot * tile.stage_len() * 4, tile.stage_len()) };
+        let stage = |column, width, first_row| Stage { slot, column, width, first_row, first_k, end };
+        problem.a.stage(tile, stage(0, tile.rows(), first[0]));
+        problem.b.stage(tile, stage(tile.rows(), tile.cols(), first[1]));
     }
     commit_copies();
 }
@@ -158,41 +200,41 @@ fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], stage: u32) {
 /// A thread's factors of one k: those of its rows and of its columns.
 type Factors<const TM: usize, const TN: usize> = ([f32; TM], [f32; TN]);
 
-/// The factors of `SOME` k from the `p`th of a stage.
+/// The factors of `SOME` k from the `p`th of the stages in shared memory.
 #[inline(always)]
 fn read_some<const TM: usize, const TN: usize, const SOME: usize>(
-    slot: SharedTile<f32>,
+    stages: SharedTile<f32>,
     tile: Tile,
     own: [u32; 2],
     p: u32,
 ) -> [Factors<TM, TN>; SOME] {
     let mut some = [([0.0; TM], [0.0; TN]); SOME];
-    unroll!(i < SOME => { some[i] = factors(slot, tile, own, p + i as u32); });
+    unroll!(i < SOME => { some[i] = factors(stages, tile, own, p + i as u32); });
     some
 }
 
-/// The factors of the `p`th k of a stage.
+/// The factors of the `p`th k of the stages in shared memory.
 #[inline(always)]
 fn factors<const TM: usize, const TN: usize>(
-    slot: SharedTile<f32>,
+    stages: SharedTile<f32>,
     tile: Tile,
     own: [u32; 2],
     p: u32,
 ) -> Factors<TM, TN> {
     let at = p * tile.pitch();
-    (read(slot, at + own[0], tile.rows()), read(slot, at + tile.rows() + own[1], tile.cols()))
+    (read(stages, at + own[0], tile.rows()), read(stages, at + tile.rows() + own[1], tile.cols()))
 }
 
 /// `EACH` factors from `at`, spread over `extent`.
 #[inline(always)]
-fn read<const EACH: usize>(slot: SharedTile<f32>, at: u32, extent: u32) -> [f32; EACH] {
+fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f32; EACH] {
     let mut factors = [0.0; EACH];
     match EACH {
-        1 => factors[0] = slot.get(at),
-        2 => factors.copy_from_slice(&slot.get2(at)),
+        1 => factors[0] = stages.get(at),
+        2 => factors.copy_from_slice(&stages.get2(at)),
         _ => {
             unroll!(group < EACH / 4 => {
-                factors[group * 4..][..4].copy_from_slice(&slot.get4(at + spread(4 * group, EACH, extent)).0);
+                factors[group * 4..][..4].copy_from_slice(&stages.get4(at + spread(4 * group, EACH, extent)).0);
             });
         }
     }
@@ -207,36 +249,4 @@ fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (lef
             sums[i][j] = GpuFloat::mul_add(left[i], right[j], sums[i][j]);
         }
     });
-}
-
-/// Bias, old content, gelu, and the write of up to `width` neighbours at (`i`, `j`).
-#[inline(always)]
-pub(super) unsafe fn finish(problem: &Problem<'_>, i: u32, j: u32, width: u32, mut sum: F4) {
-    let Problem { bias, bias_start, c, out, pre, start, n, ldc, beta, flags, .. } = problem;
-    let at = start + i as usize * *ldc as usize + j as usize;
-    let own = part(at, width.min(n - j));
-    // SAFETY: row `i` and these columns lie in `out`, `c`, `pre` and `bias`, which the contract checked.
-    unsafe {
-        if !bias.is_empty() {
-            let at = bias_start + j as usize;
-            let bias = F4::load_part(bias, at, part(at, width.min(n - j)), 0.0);
-            sum = sum.zip(bias, |sum, bias| sum + bias);
-        }
-        if *beta != 0.0 {
-            sum = sum.zip(F4::load_part_raw(*c, at, own, 0.0), |sum, c| GpuFloat::mul_add(*beta, c, sum));
-        }
-        if flags & KEEP != 0 {
-            sum.store_part(*pre, at, own);
-        }
-        if flags & GELU != 0 {
-            sum = map4!(sum, math::gelu);
-        }
-        sum.store_part(*out, at, own);
-    }
-}
-
-/// How `count` elements, up to four, at `index` are moved: at once where that is a vector.
-#[inline(always)]
-fn part(index: usize, count: u32) -> Part {
-    if count >= 4 && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(count as usize) }
 }

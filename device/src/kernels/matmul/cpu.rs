@@ -1,10 +1,10 @@
 //! The block of a matrix multiply that suits a CPU: few threads with many sums each, and long ways between barriers.
 //!
 //! A stage lies in panels of [`PANEL`] rows (of A) or columns (of B), so that a thread reads its factors one after
-//! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). Invariant: each sum is one
-//! chain over ascending k that begins with zero, as in every other tile.
+//! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy
+//! of high-performance matrix multiplication", 2008). Invariant: the same chains as in every other tile.
 
-use super::block::{Problem, finish, place, unroll};
+use super::block::{Problem, place, unroll};
 use super::operand::Operand;
 use crate::tile::SharedTile;
 use crate::vector::F4;
@@ -36,8 +36,8 @@ type Sums = [[f32; PANEL as usize]; PANEL as usize];
 /// # Safety
 /// The contract has accepted the problem.
 #[inline(always)]
-pub(super) unsafe fn compute(problem: Problem<'_>) {
-    let Problem { m, n, k, .. } = problem;
+pub(super) unsafe fn compute(mut problem: Problem<'_>) {
+    let Problem { m, n, .. } = problem;
     let [row, col] = place(m.div_ceil(ROWS), n.div_ceil(COLS));
     let first = [row * ROWS, col * COLS];
     let own = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
@@ -47,31 +47,40 @@ pub(super) unsafe fn compute(problem: Problem<'_>) {
     let mut sums: Sums = [[0.0; _]; _];
     // They wait in memory while other threads run, and stores to memory are where LLVM begins to look for vectors.
     let sums = core::hint::black_box(&mut sums);
-    stage(&problem, first, 0);
-    for at in 0..k.div_ceil(DEPTH) {
-        thread::sync_threads();
-        // Into the slot that was read before this barrier.
-        stage(&problem, first, at + 1);
-        if is_inside {
-            let a = panel(at, own[0]);
-            let b = panel(at, PANELS[0] + own[1]);
-            let depth = if k - at * DEPTH < DEPTH { k - at * DEPTH } else { DEPTH };
-            match (emulator::is_wide(), problem.a.along_k) {
-                (true, true) => multiply::<8, 32, true>(sums, a, b, depth),
-                (true, false) => multiply::<8, 32, false>(sums, a, b, depth),
-                (false, true) => multiply::<4, 16, true>(sums, a, b, depth),
-                (false, false) => multiply::<4, 16, false>(sums, a, b, depth),
+    loop {
+        let [from, until] = problem.k.chain();
+        stage(&problem, first, [from, until], 0);
+        for at in 0..(until - from).div_ceil(DEPTH) {
+            thread::sync_threads();
+            // Into the slot that was read before this barrier.
+            stage(&problem, first, [from, until], at + 1);
+            if is_inside {
+                let a = panel(at, own[0]);
+                let b = panel(at, PANELS[0] + own[1]);
+                let left = until - from - at * DEPTH;
+                let depth = if left < DEPTH { left } else { DEPTH };
+                match (emulator::is_wide(), problem.a.along_k) {
+                    (true, true) => multiply::<8, 32, true>(sums, a, b, depth),
+                    (true, false) => multiply::<8, 32, false>(sums, a, b, depth),
+                    (false, true) => multiply::<4, 16, true>(sums, a, b, depth),
+                    (false, false) => multiply::<4, 16, false>(sums, a, b, depth),
+                }
             }
         }
-    }
-    if !is_inside {
-        return;
-    }
-    for (i, row) in (first_row..m).zip(sums) {
-        for (j, four) in (first_col..n).step_by(F4::LEN).zip(row.as_chunks().0) {
-            // SAFETY: row and columns lie inside the output.
-            unsafe { finish(&problem, i, j, F4::LEN as u32, F4(*four)) };
+        if is_inside {
+            for (i, row) in (first_row..m).zip(&mut *sums) {
+                for (j, four) in (first_col..n).step_by(F4::LEN).zip(row.as_chunks_mut().0) {
+                    // SAFETY: row and columns lie inside the output.
+                    unsafe { problem.epilogue.finish(i, j, F4::LEN, F4(*four)) };
+                    *four = [0.0; F4::LEN];
+                }
+            }
         }
+        if !problem.goes_on(until) {
+            return;
+        }
+        // All threads have read their factors of this chain.
+        thread::sync_threads();
     }
 }
 
@@ -114,16 +123,16 @@ fn panel(stage: u32, number: u32) -> SharedTile<f32> {
     unsafe { SharedTile::new((stage % 2 * STAGE_LEN + number * PANEL_LEN) * 4, PANEL_LEN) }
 }
 
-/// Copies this thread's share of a stage, if there is one.
+/// Copies this thread's share of a stage of a chain, if there is one.
 #[inline(always)]
-fn stage(problem: &Problem<'_>, first: [u32; 2], stage: u32) {
-    let first_k = stage * DEPTH;
-    if first_k < problem.k {
+fn stage(problem: &Problem<'_>, first: [u32; 2], [from, until]: [u32; 2], stage: u32) {
+    let first_k = from + stage * DEPTH;
+    if first_k < until {
         for number in 0..PANELS[0] {
-            problem.a.panel::<false>(panel(stage, number), first[0] + number * PANEL, first_k);
+            problem.a.panel::<false>(panel(stage, number), first[0] + number * PANEL, [first_k, until]);
         }
         for number in 0..PANELS[1] {
-            problem.b.panel::<true>(panel(stage, PANELS[0] + number), first[1] + number * PANEL, first_k);
+            problem.b.panel::<true>(panel(stage, PANELS[0] + number), first[1] + number * PANEL, [first_k, until]);
         }
     }
 }
@@ -136,9 +145,9 @@ fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
 
 impl Operand<'_> {
     /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from `first_k`. The panel lies as the
-    /// operand does, or `ACROSS` k. Beyond the operand's rows come zeros, beyond its k nothing.
+    /// operand does, or `ACROSS` k. Beyond the operand's rows come zeros, beyond `end` nothing.
     #[inline(always)]
-    fn panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, first_k: u32) {
+    fn panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, [first_k, end]: [u32; 2]) {
         if first_row >= self.rows {
             return;
         }
@@ -151,10 +160,10 @@ impl Operand<'_> {
             let (across, along) = (square / (extent[1] / 4) * 4, square % (extent[1] / 4) * 4);
             let (i, p) = if self.along_k { (across, along) } else { (along, across) };
             let (row, k) = (first_row + i, first_k + p);
-            if is_aligned && row + 4 <= self.rows && k + 4 <= self.k {
+            if is_aligned && row + 4 <= self.rows && k + 4 <= end {
                 self.square::<ACROSS>(panel, [i, p], self.index(row, k));
             } else {
-                self.elements::<ACROSS>(panel, [i, p], [row, k]);
+                self.elements::<ACROSS>(panel, [i, p], [row, k], end);
             }
         }
     }
@@ -173,13 +182,13 @@ impl Operand<'_> {
         unroll!(of < 4 => { panel.set4(at + of as u32 * pitch, four[of]); });
     }
 
-    /// Copies four by four elements as far as they lie inside the operand.
+    /// Copies four by four elements as far as they lie inside the operand, and before `end`.
     #[inline(always)]
-    fn elements<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], [row, k]: [u32; 2]) {
+    fn elements<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], [row, k]: [u32; 2], end: u32) {
         for ahead in 0..16 {
             let [down, right] = [ahead / 4, ahead % 4];
             let at = place_in_panel(self.along_k && !ACROSS, i + down, p + right);
-            if k + right >= self.k {
+            if k + right >= end {
                 continue;
             }
             if row + down < self.rows {

@@ -19,6 +19,9 @@ pub struct Tile {
     pub stages: u32,
     /// K whose factors a thread reads together, one time ahead of their use: the fewer outputs, the more hide the latency.
     pub at_once: usize,
+    /// Groups of so many k in the body of the loop: an even number, so that no register is copied at its end; with large
+    /// tiles few, so that the loop stays in the instruction cache.
+    pub groups: usize,
     /// Cycles that a block alone on its multiprocessor takes for one k, measured on an H200: how the host compares tiles.
     pub latency: u32,
     /// Cycles for one k of each block where several share a multiprocessor, measured there too.
@@ -54,6 +57,18 @@ impl Tile {
     #[inline(always)]
     pub const fn stage_len(self) -> u32 {
         self.depth * self.pitch()
+    }
+
+    /// [`Tile::groups`], or one on the CPU, which gains nothing by more and compiles them long.
+    #[inline(always)]
+    pub const fn unrolled(self) -> usize {
+        if cfg!(target_arch = "nvptx64") { self.groups } else { 1 }
+    }
+
+    /// K that the body of the loop covers.
+    #[inline(always)]
+    pub const fn step(self) -> u32 {
+        (self.at_once * self.unrolled()) as u32
     }
 
     /// Bytes of shared memory of a block.

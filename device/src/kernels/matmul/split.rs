@@ -1,0 +1,136 @@
+//! Products that are split along k: which ones, into what, and how the parts become one.
+//!
+//! Few outputs of many products each would leave most multiprocessors idle, and a chain over them all would add up too
+//! many roundings. So k is cut into chunks, each chunk into chains; a block adds its chains in order, [`sum_splits`] the
+//! chunks. Invariant: chunks and chains follow from m, n and k alone, never from the device or the number of batches.
+
+use super::epilogue::Epilogue;
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{KEEP, checks, checks::check_outputs};
+use crate::block::divide;
+use crate::contract;
+use crate::vector::{F4, Part};
+use cuda_std::prelude::*;
+
+/// Products of a chain where k is split.
+pub const CHAIN: u32 = 1024;
+
+/// Outputs beyond which tiles alone keep a device busy.
+const MOST_OUTPUTS: usize = 1 << 19;
+/// Partial sums that are aimed at: 8 MiB, which a cache holds.
+const PARTIALS: usize = 1 << 21;
+/// Products of a chunk below which more chunks save nothing.
+const LEAST_CHUNK: usize = 256;
+const MOST_CHUNKS: usize = 64;
+/// Chunks are a multiple of this, so that each starts where a vector may and ends with a stage.
+const STEP: usize = 64;
+
+/// How many of k a chunk has in the product `[m, k] [k, n]`; all of them, at least one, where it is not split.
+#[must_use]
+pub fn chunk(m: usize, n: usize, k: usize) -> usize {
+    let outputs = m.saturating_mul(n).max(1);
+    let chunks = (PARTIALS / outputs).min(k / LEAST_CHUNK).min(MOST_CHUNKS);
+    if outputs > MOST_OUTPUTS || chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(STEP) }
+}
+
+/// What a block sums of k.
+pub(super) struct Chunk {
+    /// Where its first chain begins.
+    pub(super) first: u32,
+    /// Where its last chain ends.
+    pub(super) end: u32,
+    /// Products of a chain; the last may have fewer.
+    pub(super) chain: u32,
+}
+
+impl Chunk {
+    /// The `own`th chunk of `k`.
+    #[inline(always)]
+    pub(super) fn new(k: u32, chunk: u32, own: u32) -> Self {
+        if chunk >= k {
+            return Self { first: 0, end: k, chain: k };
+        }
+        let first = own * chunk;
+        let end = if k - first < chunk { k } else { first + chunk };
+        Self { first, end, chain: CHAIN }
+    }
+
+    /// Where the next chain begins and ends.
+    #[inline(always)]
+    pub(super) fn chain(&self) -> [u32; 2] {
+        let Self { first, end, chain } = *self;
+        [first, if end - first > chain { first + chain } else { end }]
+    }
+}
+
+/// Threads of a block of [`sum_splits`].
+const THREADS: u32 = 64;
+/// Columns that it covers.
+const COLUMNS: usize = THREADS as usize * F4::LEN;
+
+/// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order; `partials`:
+/// `[batches, splits, m, n]`, at least one split. The others are those of the products. Four columns of a row a thread.
+#[kernel]
+pub unsafe fn sum_splits(
+    partials: &[f32],
+    splits: u32,
+    bias: &[f32],
+    c: *const f32,
+    out: *mut f32,
+    pre: *mut f32,
+    m: u32,
+    n: u32,
+    ldc: u32,
+    batches: u32,
+    stride_c: usize,
+    stride_bias: usize,
+    beta: f32,
+    flags: u32,
+) {
+    let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
+    // SAFETY: no block runs without columns.
+    let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
+    let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
+    if batch >= batches as usize || row >= m || column >= cols {
+        return;
+    }
+    // Where rows consist of vectors, so do all partials.
+    let own = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+    let first = ((batch * splits as usize) * m + row) * cols + column;
+    // SAFETY: these columns of the row lie inside each partial.
+    let sum = unsafe {
+        match own {
+            Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
+            part => total(splits, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
+        }
+    };
+    let (start, bias_start) = (batch * stride_c, batch * stride_bias);
+    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
+    // SAFETY: row and columns lie inside the output.
+    unsafe { epilogue.finish(row as u32, column as u32, F4::LEN, sum) };
+}
+
+/// The sum of so many partials, in order; several are loaded before they are added.
+#[inline(always)]
+fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
+    // The number to which each can be added without a change.
+    let (mut sum, mut next, end) = (F4::splat(-0.0), 0, splits as usize);
+    while next + 4 <= end {
+        let [a, b, c, d] = [partial(next), partial(next + 1), partial(next + 2), partial(next + 3)];
+        sum = sum + a + b + c + d;
+        next += 4;
+    }
+    while next < end {
+        sum = sum + partial(next);
+        next += 1;
+    }
+    sum
+}
+
+contract! { sum_splits { block: THREADS } |p| {
+    let [splits, m, n, batches] = [p.splits, p.m, p.n, p.batches].map(|x| x as usize);
+    Violation::unless(splits > 0, "splits", "at least one", splits)?;
+    checks::holds("partials", p.partials.len(), batches.saturating_mul(splits), m.saturating_mul(n), [m, n], n)?;
+    check_outputs!(p, 1);
+    Grid::new(m.saturating_mul(n.div_ceil(COLUMNS)), batches, 1)
+}}
