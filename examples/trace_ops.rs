@@ -79,7 +79,7 @@ struct Case<'c, 's> {
 type Run = for<'s> fn(&Case<'_, 's>) -> Result<()>;
 
 /// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
-const CASES: [(&str, Run); 26] = [
+const CASES: [(&str, Run); 27] = [
     ("tanh", |c| {
         c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
     }),
@@ -135,6 +135,7 @@ const CASES: [(&str, Run); 26] = [
         )
     }),
     ("sum", |c| c.reduced(Shape::elements, |c, x| ops::sum(c.step, x))),
+    ("scaled_sum", |c| c.reduced(Shape::elements, |c, x| ops::scaled_sum(c.step, x, c.scalar("factor")))),
     ("mean", |c| c.reduced(Shape::elements, |c, x| ops::mean(c.step, x))),
     ("squared_norm", |c| c.reduced(Shape::elements, |c, x| ops::squared_norm(c.step, x))),
     ("max", |c| c.reduced(|_| 0, |c, x| ops::max(c.step, x))),

@@ -62,6 +62,7 @@ REFERENCES = {
     "fill": lambda x, value: jnp.full(x.shape, value[0]),
     "copy": lambda x: x,
     "sum": lambda x: jnp.sum(x),
+    "scaled_sum": lambda x, factor: factor * jnp.sum(x),
     "mean": lambda x: jnp.mean(x),
     "squared_norm": lambda x: jnp.sum(x * x),
     "max": lambda x: jnp.max(x),
