@@ -70,6 +70,16 @@ pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
     (number / divisor, number % divisor)
 }
 
+/// At the head of a loop: the assembler must not unroll it, where that would take registers for iterations that are few.
+#[inline(always)]
+pub fn stay_rolled() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: a directive, not an instruction.
+    unsafe {
+        core::arch::asm!(".pragma \"nounroll\";", options(nomem, nostack, preserves_flags));
+    }
+}
+
 /// Combines one value of each of the block's [`BLOCK`] threads; every thread gets the result. `tile` holds a value a
 /// warp, and is free for other use after the block's next barrier.
 ///

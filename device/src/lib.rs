@@ -1,7 +1,7 @@
 //! The kernels of stepscope.
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract; the arithmetic
-//! that several share stands in [`math`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
+//! that several share stands in [`math`], [`exps`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
 //! to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device: fused multiply-adds only where written, ascending
@@ -18,6 +18,7 @@ extern crate std;
 mod contract;
 
 pub mod block;
+pub mod exps;
 pub mod math;
 pub mod tile;
 pub mod vector;

@@ -11,9 +11,9 @@
 //! |---|---|
 //! | `exp` | 1.009 |
 //! | `log` | 0.938 |
-//! | `tanh` | 1.333 |
-//! | `gelu` | 1.122 |
-//! | `gelu_derivative` | 1.653 |
+//! | `tanh` | 1.405 |
+//! | `gelu` | 1.833 |
+//! | `gelu_derivative` | 1.950 |
 //! | `rsqrt` | 1.491 |
 //!
 //! `cargo run --release --example scalars` measures them, and compares the bits of a device with the CPU's.
@@ -30,10 +30,20 @@ const LN2_LO: f32 = f32::from_bits(0x35bf_be8e);
 /// 1.5 * 2^23: adding it rounds a float of magnitude below 2^22 to an integer, kept in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
+/// 2^n down to n = -246 is carried 2^LIFT times too large, and LOWER takes that back, in the one rounding of a product.
+const LIFT: i32 = 120;
+const LOWER: f32 = f32::from_bits((127 - LIFT as u32) << 23);
+
 /// `a * b + c`, rounded once.
 #[inline(always)]
 fn fma(a: f32, b: f32, c: f32) -> f32 {
     GpuFloat::mul_add(a, b, c)
+}
+
+/// One of two values, both computed: where an `if` would do, the compiler may make it a branch around one of them.
+#[inline(always)]
+fn select<T>(condition: bool, yes: T, no: T) -> T {
+    core::hint::select_unpredictable(condition, yes, no)
 }
 
 /// 2^n for `n` in -126..=127.
@@ -49,12 +59,11 @@ fn scale(value: f32, n: i32) -> f32 {
     value * pow2(half) * pow2(n.wrapping_sub(half))
 }
 
-/// exp(hi + lo) = (1 + t) * 2^n, as (`t`, `n`), for |hi| <= 252 ln 2 and |lo| far below |hi|.
+/// exp(hi + lo) = (1 + r + r^2 q) 2^n, as (`r`, `q`, `n`), for |hi| <= 252 ln 2 and |lo| far below |hi|.
 ///
-/// Cody and Waite's reduction to |r| <= ln(2)/2, then e^r - 1 = r + r^2 Q(r) with Q minimax of degree 4 (error of e^r
-/// 2^-28.0).
+/// Cody and Waite's reduction to |r| <= ln(2)/2; q is minimax of degree 4 (error of e^r 2^-28.0).
 #[inline(always)]
-fn exp_parts(hi: f32, lo: f32) -> (f32, i32) {
+fn exp_parts(hi: f32, lo: f32) -> (f32, f32, i32) {
     let rounded = fma(hi, LOG2_E, ROUND);
     let n = rounded - ROUND;
     let r = fma(n, -LN2_HI, hi) + fma(n, -LN2_LO, lo);
@@ -63,8 +72,14 @@ fn exp_parts(hi: f32, lo: f32) -> (f32, i32) {
     q = fma(q, r, f32::from_bits(0x3d2a_ac79));
     q = fma(q, r, f32::from_bits(0x3e2a_aa49));
     q = fma(q, r, f32::from_bits(0x3eff_fffe));
-    let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    (fma(r * r, q, r), exponent)
+    (r, q, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
+}
+
+/// exp(hi + lo) = (1 + t) 2^n, as (`t`, `n`); see [`exp_parts`].
+#[inline(always)]
+fn exp_less_1(hi: f32, lo: f32) -> (f32, i32) {
+    let (r, q, n) = exp_parts(hi, lo);
+    (fma(r * r, q, r), n)
 }
 
 /// e^x. `exp(-inf)` is 0, `exp(inf)` is infinity.
@@ -73,8 +88,17 @@ pub fn exp(x: f32) -> f32 {
     // Beyond these the result is 0 or infinity; a NaN fails both comparisons and stays.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
-    let (t, n) = exp_parts(x, 0.0);
+    let (t, n) = exp_less_1(x, 0.0);
     scale(1.0 + t, n)
+}
+
+/// e^x for x up to 0, or a NaN: the bits of [`exp`] by fewer operations.
+#[inline(always)]
+pub fn exp_negative(x: f32) -> f32 {
+    let x = if x < -104.0 { -104.0 } else { x };
+    let (t, n) = exp_less_1(x, 0.0);
+    let lift = pow2(n.wrapping_add(LIFT));
+    fma(t, lift, lift) * LOWER
 }
 
 /// The natural logarithm. `log(+-0)` is -infinity, `log(inf)` infinity, of a negative number NaN.
@@ -110,8 +134,9 @@ pub fn log(x: f32) -> f32 {
 
 /// The hyperbolic tangent.
 ///
-/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6); otherwise 1 - 2 / (e^2|x| + 1), which
-/// rounds to 1 from 9.02 on. The sign is put back at the end.
+/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6); otherwise 1 - 2 q / (1 + q), q = e^-2|x|, which
+/// rounds to 1 from 9.02 on. 1 / s for s in [1, 1.2874]: the cubic whose relative error, a multiple of Chebyshev's T4, is
+/// least (2^-15.6), and one step of Newton's; a division would be a branch on the GPU. The sign is put back at the end.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let size = x.abs();
@@ -124,107 +149,127 @@ pub fn tanh(x: f32) -> f32 {
     let small = fma(size * square, p, size);
 
     let clamped = if size > 10.0 { 10.0 } else { size };
-    let (t, n) = exp_parts(2.0 * clamped, 0.0);
+    let (t, n) = exp_less_1(-2.0 * clamped, 0.0);
     let power = pow2(n);
-    let large = 1.0 - 2.0 / (fma(t, power, power) + 1.0);
+    let q = fma(t, power, power);
+    let s = 1.0 + q;
+    let mut inverse = f32::from_bits(0xbf18_0406);
+    inverse = fma(inverse, s, f32::from_bits(0x402d_dc41));
+    inverse = fma(inverse, s, f32::from_bits(0xc094_bd9e));
+    inverse = fma(inverse, s, f32::from_bits(0x4061_9f78));
+    inverse = newton(inverse, s);
+    let large = fma(-2.0 * q, inverse, 1.0);
 
-    let y = if size < 0.625 { small } else { large };
+    let y = select(size < 0.625, small, large);
     f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000))
 }
 
-/// 2 sqrt(2/pi) and 2 sqrt(2/pi) * 0.044715 as sums of two floats.
-const GELU_1: (f32, f32) = (f32::from_bits(0x3fcc_422a), f32::from_bits(0xb342_bc9b));
-const GELU_3: (f32, f32) = (f32::from_bits(0x3d92_2279), f32::from_bits(0x3124_d8b5));
+/// A step of Newton's iteration from `inverse` towards 1 / s: the relative error is squared.
+#[inline(always)]
+fn newton(inverse: f32, s: f32) -> f32 {
+    fma(inverse, fma(-s, inverse, 1.0), inverse)
+}
+
+/// A sum of two floats, the second far below the first.
+type Pair = (f32, f32);
+
+/// 2 sqrt(2/pi), its first part of 21 bits; that times 0.044715; and three times that.
+const GELU_1: Pair = (f32::from_bits(0x3fcc_4228), f32::from_bits(0x344f_50d9));
+const GELU_3: Pair = (f32::from_bits(0x3d92_2279), f32::from_bits(0x3124_d8b5));
+const GELU_9: Pair = (f32::from_bits(0x3e5b_33b6), f32::from_bits(0xaf8b_af0f));
 /// From here on gelu(-x) and its derivative are below the smallest subnormal.
 const GELU_END: f32 = 12.0;
 
-/// The parts of GELU at `-size`, for `size` in 0..=12; pairs are sums of two floats.
-struct GeluParts {
-    /// 2 sqrt(2/pi) * 0.044715 * size^2.
-    cubic: (f32, f32),
-    /// e^-z lies in [0.7, 1.5) * 2^n, z = 2 sqrt(2/pi) (size + 0.044715 size^3).
-    n: i32,
-    /// 1 / (1 + e^-z).
-    inverse: (f32, f32),
-    /// The sigmoid of -z, over 2^n.
-    sigmoid: (f32, f32),
+/// size (2 sqrt(2/pi) + factor size^2), for `size` in 0..=12.
+#[inline(always)]
+fn gelu_cubic(size: f32, square: Pair, factor: Pair) -> Pair {
+    let sum = fma(factor.0, square.0, GELU_1.0);
+    // The difference is exact: GELU_1.0 has no bit below the last of a sum below 16.
+    let lost = fma(factor.0, square.0, -(sum - GELU_1.0));
+    let sum_low = fma(factor.0, square.1, fma(factor.1, square.0, GELU_1.1)) + lost;
+    let product = size * sum;
+    (product, fma(size, sum_low, fma(size, sum, -product)))
 }
 
-/// Computes [`GeluParts`]. e^-z has the relative error of z's absolute one, so z (up to 200) carries two floats.
+/// What GELU and its derivative begin with, for `size` in 0..=12: size^2, and e^-z = (1 + r + rest) lift 2^-LIFT, where
+/// z = 2 sqrt(2/pi) (size + 0.044715 size^3). e^-z has the relative error of z's absolute one, so z (up to 142) carries two
+/// floats.
+struct GeluExp {
+    square: Pair,
+    r: f32,
+    rest: f32,
+    lift: f32,
+}
+
 #[inline(always)]
-fn gelu_parts(size: f32) -> GeluParts {
+fn gelu_exp(size: f32) -> GeluExp {
     let square = size * size;
-    let square_low = fma(size, size, -square);
-    let cubic = GELU_3.0 * square;
-    let cubic_low = fma(GELU_3.0, square, -cubic) + fma(GELU_3.1, square, GELU_3.0 * square_low);
-    let (sum, lost) = two_sum(GELU_1.0, cubic);
-    let sum_low = lost + (cubic_low + GELU_1.1);
-    let z = size * sum;
-    let z_low = fma(size, sum, -z) + size * sum_low;
-
-    let (t, n) = exp_parts(-z, -z_low);
-    let p = 1.0 + t;
-    let p_low = t - (p - 1.0);
-    let power = scale(p, n);
-    let s = 1.0 + power;
-    // For n = 0 the power still carries p's own low part.
-    let s_low = (power - (s - 1.0)) + scale(p_low, n);
-    let inverse = 1.0 / s;
-    let inverse_low = inverse * fma(-s_low, inverse, fma(-s, inverse, 1.0));
-    let sigmoid = p * inverse;
-    let sigmoid_low = fma(p, inverse, -sigmoid) + fma(p, inverse_low, p_low * inverse);
-    GeluParts { cubic: (cubic, cubic_low), n, inverse: (inverse, inverse_low), sigmoid: (sigmoid, sigmoid_low) }
-}
-
-/// `a + b` and what its rounding lost (Knuth).
-#[inline(always)]
-fn two_sum(a: f32, b: f32) -> (f32, f32) {
-    let sum = a + b;
-    let b_part = sum - a;
-    let a_part = sum - b_part;
-    (sum, (a - a_part) + (b - b_part))
+    let square = (square, fma(size, size, -square));
+    let (z, z_low) = gelu_cubic(size, square, GELU_3);
+    let (r, q, n) = exp_parts(-z, -z_low);
+    GeluExp { square, r, rest: r * r * q, lift: pow2(n.wrapping_add(LIFT)) }
 }
 
 /// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016), -0 at
 /// -infinity.
 ///
-/// Computed as x times a sigmoid for -|x|; for positive x by gelu(x) = x + gelu(-x).
+/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative. 1 / (1 + q) need not be exact, since the
+/// remainder corrects the quotient: the parabola over [1, 2] whose relative error, a multiple of Chebyshev's T3, is least
+/// (1 / 99), and one step of Newton's.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     let size = x.abs();
     let size = if size > GELU_END { GELU_END } else { size };
-    let parts = gelu_parts(size);
-    let negative = -scale(fma(size, parts.sigmoid.0, size * parts.sigmoid.1), parts.n);
-    if x.to_bits() >> 31 == 0 { x + negative } else { negative }
+    let GeluExp { r, rest, lift, .. } = gelu_exp(size);
+    let t = r + rest;
+    let power = lift * LOWER;
+    let power_and_1 = 1.0 + power;
+    let s = fma(t, power, power_and_1);
+    let s_low = fma(t, power, power_and_1 - s);
+    let inverse = newton(fma(fma(32.0 / 99.0, s, -144.0 / 99.0), s, 210.0 / 99.0), s);
+
+    // The dividend is base (1 + t).
+    let negative = x.to_bits() >> 31 == 1;
+    let (base, t) = (select(negative, size * lift, size), select(negative, t, 0.0));
+    let quotient = fma(t, base, base) * inverse;
+    let remainder = fma(-quotient, s_low, fma(base, t, fma(-quotient, s, base)));
+    let y = fma(remainder, inverse, quotient);
+    let y = y * select(negative, -LOWER, 1.0);
+    select(x > GELU_END, x, y)
 }
 
-/// The derivative of [`gelu`]'s root and value there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).
-const ROOT: (f32, f32) = (f32::from_bits(0xbf40_a150), f32::from_bits(0x3242_d036));
-const SLOPE: (f32, f32) = (f32::from_bits(0x3edc_5d67), f32::from_bits(0xb253_6947));
+/// The root of [`gelu`]'s derivative and its slope there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).
+const ROOT: Pair = (f32::from_bits(0xbf40_a150), f32::from_bits(0x3242_d036));
+const SLOPE: Pair = (f32::from_bits(0x3edc_5d67), f32::from_bits(0xb253_6947));
 
 /// The derivative of [`gelu`].
 ///
-/// At -|x|, from 1 on: sigmoid(-z) (1 - |x| z' / (1 + e^-z)), two floats each. Within 1, where that cancels: the
-/// distance to the root times a polynomial, minimax of degree 9 (error 2^-26.1). At positive x, 1 - gelu'(-x).
+/// At -|x|, from 1 on: -q (|x| z' - 1 - q) / (1 + q)^2 with q = e^-z, where 1 / (1 + q)^2 = 1 + q V(q), V minimax of degree 5
+/// on [0, 0.19] (error 2^-27.5). Within 1, where that cancels: the distance to the root times a polynomial, minimax of
+/// degree 9 (error 2^-26.1). At positive x, 1 - gelu'(-x).
 #[inline(always)]
 pub fn gelu_derivative(x: f32) -> f32 {
     let size = x.abs();
     let size = if size > GELU_END { GELU_END } else { size };
-    let parts = gelu_parts(size);
-    // size * z' = size * (GELU_1 + 3 cubic).
-    let (sum, lost) = two_sum(GELU_1.0, 3.0 * parts.cubic.0);
-    let triple_lost = fma(3.0, parts.cubic.0, -(3.0 * parts.cubic.0));
-    let sum_low = lost + (triple_lost + fma(3.0, parts.cubic.1, GELU_1.1));
-    let growth = size * sum;
-    let growth_low = fma(size, sum, -growth) + size * sum_low;
-    let (inverse, inverse_low) = parts.inverse;
-    let share = growth * inverse;
-    let share_low = fma(growth, inverse, -share) + fma(growth, inverse_low, growth_low * inverse);
-    let factor = 1.0 - share;
-    let factor_low = (1.0 - (factor + share)) - share_low;
-    let (sigmoid, sigmoid_low) = parts.sigmoid;
-    let far = fma(sigmoid, factor, fma(sigmoid, factor_low, sigmoid_low * factor));
-    let far = scale(far, parts.n);
+    let GeluExp { square, r, rest, lift } = gelu_exp(size);
+    let t = r + rest;
+    let q = fma(t, lift, lift) * LOWER;
+    let (growth, growth_low) = gelu_cubic(size, square, GELU_9);
+    let less = growth - 1.0;
+    let factor = less - q;
+    let factor_low = ((less - factor) - q) + growth_low;
+    let mut v = f32::from_bits(0x405d_c4a5);
+    v = fma(v, q, f32::from_bits(0xc0a6_c80b));
+    v = fma(v, q, f32::from_bits(0x409d_0397));
+    v = fma(v, q, f32::from_bits(0xc07f_a15f));
+    v = fma(v, q, f32::from_bits(0x403f_fd41));
+    v = fma(v, q, f32::from_bits(0xbfff_fff2));
+    v *= q;
+    // (1 + t) (1 + v) = 1 + r + rest; r alone, so that t's rounding is lost.
+    let rest = rest + fma(t, v, v);
+    let (high, low) = (lift * factor, lift * factor_low);
+    let low = fma(low, r + rest, low);
+    let far = (high + fma(high, r, fma(high, rest, low))) * -LOWER;
 
     let distance = -size - ROOT.0;
     let distance_low = (-size - (distance + ROOT.0)) - ROOT.1;
@@ -239,8 +284,8 @@ pub fn gelu_derivative(x: f32) -> f32 {
     p = fma(p, distance, f32::from_bits(0x3ec6_68d1));
     let near = fma(distance, SLOPE.0, fma(distance, fma(distance, p, SLOPE.1), distance_low * SLOPE.0));
 
-    let negative = if size < 1.0 { near } else { far };
-    if x.to_bits() >> 31 == 0 { 1.0 - negative } else { negative }
+    let negative = select(size < 1.0, near, far);
+    select(x.to_bits() >> 31 == 0, 1.0 - negative, negative)
 }
 
 /// 1 / sqrt(x), both correctly rounded: `rsqrt(+-0)` is an infinity of that sign, of a negative number NaN.

@@ -4,14 +4,20 @@
 //! each; a warp takes several short rows. Invariant: the order of every operation follows from `cols` alone. Column `c`
 //! belongs to lane `(c / 4) % lanes` and to place `c % 4` of its vector, whether the row is read by vectors or, when
 //! `cols` is no multiple of four, element by element. Every lane of the row ends with the same bits.
+//!
+//! A kernel that passes a row more than once reads it once: up to 1024 columns its lanes hold their [`Share`]s in
+//! registers. What is read again or held, the operations and their order are the same.
 
-use crate::vector::F4;
+use crate::for_each_vector;
+use crate::vector::{F4, Part};
 use cuda_std::{thread, warp};
 
 /// Lanes in a warp.
 pub const LANES: u32 = 32;
 /// Threads in a block of the kernels that give each row its lanes.
 pub const ROW_BLOCK: u32 = 128;
+/// Columns of the longest row that is held in registers: eight vectors a lane.
+pub const HELD_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
 
 /// This thread's row, and its place among the row's lanes.
 #[derive(Clone, Copy)]
@@ -32,7 +38,7 @@ impl Row {
     /// This thread's row among the `length` elements in rows of `cols`; none beyond the end.
     #[inline(always)]
     pub fn new(length: usize, cols: usize) -> Option<Self> {
-        Self::after(thread::block_idx_x() as usize * (ROW_BLOCK / lanes_of(cols)) as usize, length, cols)
+        Self::after(thread::block_idx_x() as usize * rows_at_once(ROW_BLOCK, cols), length, cols)
     }
 
     /// This thread's row when the block's first threads have row `first`, the next ones the next.
@@ -40,7 +46,7 @@ impl Row {
     pub fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
         let lanes = lanes_of(cols);
         let lane = warp::lane_id();
-        let number = first + (thread::thread_idx_x() / lanes) as usize;
+        let number = first + (thread::thread_idx_x() >> lanes.trailing_zeros()) as usize;
         let start = number * cols;
         if start >= length {
             return None;
@@ -48,6 +54,19 @@ impl Row {
         let first = (lane & (lanes - 1)) as usize * F4::LEN;
         let mask = (u32::MAX >> (LANES - lanes)) << (lane & !(lanes - 1));
         Some(Self { number, start, first, stride: lanes as usize * F4::LEN, lanes, mask })
+    }
+
+    /// The row `rows` further down, which may lie beyond the end.
+    #[inline(always)]
+    pub fn later(self, rows: usize, cols: usize) -> Self {
+        Self { number: self.number + rows, start: self.start + rows * cols, ..self }
+    }
+
+    /// The same row, which has a whole warp, as the compiler cannot know otherwise.
+    #[inline(always)]
+    pub fn of_whole_warp(self) -> Self {
+        let stride = LANES as usize * F4::LEN;
+        Self { first: warp::lane_id() as usize * F4::LEN, stride, lanes: LANES, mask: u32::MAX, ..self }
     }
 
     /// Whether this lane is the one that writes the row's result.
@@ -93,7 +112,56 @@ impl Row {
         length: usize,
         cols: usize,
     ) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
-        cuda_std::launch::Grid::cover(rows_in(argument, length, cols)?, (ROW_BLOCK / lanes_of(cols)) as usize)
+        cuda_std::launch::Grid::cover(rows_in(argument, length, cols)?, rows_at_once(ROW_BLOCK, cols))
+    }
+}
+
+/// A lane's vectors of a row: the first `HELD` in registers, which must be all; with `HELD` 0 they are read each time.
+#[derive(Clone, Copy)]
+pub struct Share<'k, const HELD: usize> {
+    values: &'k [f32],
+    start: usize,
+    fill: f32,
+    held: [F4; HELD],
+}
+
+impl<'k, const HELD: usize> Share<'k, HELD> {
+    /// This lane's share of the `cols` elements of `values` at `start`, `fill` where there are none; all reads are under way
+    /// before the first is waited for.
+    ///
+    /// # Safety
+    /// The row lies inside `values`. With `HELD`, it is one of [`with_held`](crate::with_held).
+    #[inline(always)]
+    pub unsafe fn new(row: Row, values: &'k [f32], start: usize, cols: usize, fill: f32) -> Self {
+        let mut held = [F4::splat(fill); HELD];
+        if HELD > 0 {
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                // SAFETY: the column is inside the row.
+                held[at] = unsafe { F4::load_part(values, start + column, part, fill) };
+            });
+        }
+        Self { values, start, fill, held }
+    }
+
+    /// The vector at `column`, the lane's number `at`.
+    ///
+    /// # Safety
+    /// They are those of [`for_each_vector`](crate::for_each_vector) over the same row.
+    #[inline(always)]
+    pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
+        if HELD > 0 {
+            return self.held[at];
+        }
+        // SAFETY: the column is inside the row.
+        unsafe { F4::load_part(self.values, self.start + column, part, self.fill) }
+    }
+
+    /// Replaces what is held, so that a later pass finds a result in place of its operand; nothing with `HELD` 0.
+    #[inline(always)]
+    pub fn hold(&mut self, at: usize, value: F4) {
+        if HELD > 0 {
+            self.held[at] = value;
+        }
     }
 }
 
@@ -102,6 +170,12 @@ impl Row {
 pub fn lanes_of(cols: usize) -> u32 {
     const SHARE: usize = 4 * F4::LEN;
     if cols > LANES as usize / 2 * SHARE { LANES } else { cols.div_ceil(SHARE).next_power_of_two() as u32 }
+}
+
+/// Rows of `cols` that a block of so many `threads`, a power of two, gives lanes to.
+#[inline(always)]
+pub fn rows_at_once(threads: u32, cols: usize) -> usize {
+    (threads >> lanes_of(cols).trailing_zeros()) as usize
 }
 
 /// The rows of `cols` elements in `length`, or why they do not divide it.
@@ -122,8 +196,25 @@ pub fn rows_in(argument: &'static str, length: usize, cols: usize) -> Result<usi
 /// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first column and its
 /// [`Part`](crate::vector::Part). The body is compiled once for whole vectors and once for single elements; a macro,
 /// because a closure may stay a call, compiled without the CPU's fused multiply-add.
+///
+/// With a constant `HELD` before the row the vector's number comes first. Where `HELD` is not 0, the body runs for just so many
+/// vectors, also for those beyond the row, of which no part exists: unrolled, so that arrays indexed by the number stay in
+/// registers.
 #[macro_export]
 macro_rules! for_each_vector {
+    ($held:expr, $row:expr, $cols:expr, |$at:ident, $column:ident, $part:ident| $body:block) => {{
+        if $held > 0 {
+            let (cols, first, stride) = ($cols, $row.first, $row.stride);
+            $crate::unroll!($held, |$at| {
+                let $column = first + $at * stride;
+                let $part = if $column < cols { $crate::vector::Part::Whole } else { $crate::vector::Part::First(0) };
+                $body
+            });
+        } else {
+            let $at = 0_usize;
+            $crate::for_each_vector!($row, $cols, |$column, $part| $body);
+        }
+    }};
     ($row:expr, $cols:expr, |$column:ident, $part:ident| $body:block) => {{
         let (cols, stride) = ($cols, $row.stride);
         let mut $column = $row.first;
@@ -151,6 +242,46 @@ macro_rules! for_each_vector {
                 $body
                 $column += stride;
             }
+        }
+    }};
+}
+
+/// Runs `body` with `at` = 0, 1, .. below a constant `count` of at most 8; written out on the GPU, where a loop may stay one.
+#[macro_export]
+macro_rules! unroll {
+    ($count:expr, |$at:ident| $body:block) => {{
+        #[cfg(target_arch = "nvptx64")]
+        $crate::unroll!(@ $count, $at, $body, 0 1 2 3 4 5 6 7);
+        #[cfg(not(target_arch = "nvptx64"))]
+        {
+            let mut next = 0_usize;
+            while next < $count {
+                let $at = next;
+                $body
+                next += 1;
+            }
+        }
+    }};
+    (@ $count:expr, $at:ident, $body:block, $($number:literal)*) => {$(
+        if $number < $count {
+            let $at: usize = $number;
+            $body
+        }
+    )*};
+}
+
+/// Calls `function::<HELD>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see
+/// [`Share`](crate::warp::Share): whole vectors of up to 1024 columns; 0 for other rows, which are read again.
+#[macro_export]
+macro_rules! with_held {
+    ($row:expr, $cols:expr, $function:ident($($argument:expr),* $(,)?)) => {{
+        let (row, cols): ($crate::warp::Row, usize) = ($row, $cols);
+        if !cols.is_multiple_of($crate::vector::F4::LEN) || cols > $crate::warp::HELD_COLUMNS {
+            $function::<0>(row, $($argument),*)
+        } else if cols > $crate::warp::HELD_COLUMNS / 2 {
+            $function::<8>(row.of_whole_warp(), $($argument),*)
+        } else {
+            $function::<4>(row, $($argument),*)
         }
     }};
 }
@@ -235,11 +366,16 @@ pub fn add(a: f32, b: f32) -> f32 {
     a + b
 }
 
+/// The larger of two; a NaN among them may be lost.
+#[inline(always)]
+pub fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
 /// The larger of two; a NaN if either is one.
 #[inline(always)]
 pub fn max(a: f32, b: f32) -> f32 {
-    let larger = if b > a { b } else { a };
-    if b.is_nan() { b } else { larger }
+    if b.is_nan() { b } else { larger(a, b) }
 }
 
 /// The sum of a vector's four, as ((0 + 1) + (2 + 3)).

@@ -38,9 +38,9 @@ pub(crate) const FUNCTIONS: [Function; 6] = [
 pub(crate) mod ulps {
     pub(crate) const EXP: f64 = 1.009;
     pub(crate) const LOG: f64 = 0.938;
-    pub(crate) const TANH: f64 = 1.333;
-    pub(crate) const GELU: f64 = 1.122;
-    pub(crate) const GELU_DERIVATIVE: f64 = 1.653;
+    pub(crate) const TANH: f64 = 1.405;
+    pub(crate) const GELU: f64 = 1.833;
+    pub(crate) const GELU_DERIVATIVE: f64 = 1.950;
     pub(crate) const RSQRT: f64 = 1.491;
 }
 

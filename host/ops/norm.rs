@@ -39,7 +39,8 @@ pub fn rms_norm<'s>(
 /// are added up.
 ///
 /// `so_far`, a gradient that x has from elsewhere, is added to in place and returned; without it the result is new. `dgain`
-/// is added to when `accumulate`, else overwritten. Queued; one launch up to 16 rows, else two or three; scratch: a 16th of x.
+/// is added to when `accumulate`, else overwritten. Queued; one launch for up
+/// to 8 rows of more than 256 columns, 16 of more than 128, and so on, else two or three; scratch: at most an eighth of x.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
@@ -69,6 +70,7 @@ pub fn rms_norm_backward<'s>(
         Some(sum) => same_shape(OP, x.shape(), sum.shape()).map(|()| sum)?,
         None => step.empty(x.shape())?,
     };
+    let chunk = kernel::backward_rows(rows, cols);
     let mut launch = |dgain: PointerMut<'_, f32>, add| {
         step.launch(kernel::rms_norm_backward {
             x: x.slice(),
@@ -77,17 +79,18 @@ pub fn rms_norm_backward<'s>(
             dy: dy.slice(),
             parts,
             cols,
+            chunk,
             add,
             dx: dx.out(),
             dgain,
         })
     };
     // The gain's gradient is finished by the first launch, or by a sum over what each of its blocks gives.
-    if (1..=kernel::BACKWARD_ROWS).contains(&rows) {
+    if (1..=chunk).contains(&rows) {
         add |= if accumulate { kernel::ADD_DGAIN } else { 0 };
         launch(dgain.out(), add)?;
     } else {
-        let mut partials = step.empty([rows.div_ceil(kernel::BACKWARD_ROWS), cols])?;
+        let mut partials = step.empty([rows.div_ceil(chunk), cols])?;
         launch(partials.out(), add)?;
         sum_rows_into(step, &partials, dgain, accumulate)?;
     }

@@ -6,8 +6,8 @@
 use crate::block::ColumnTile;
 use crate::math;
 use crate::tile::SharedTile;
-use crate::vector::{F4, put};
-use crate::{contract, for_each_row, for_own_vector, map4};
+use crate::vector::{F4, Part, put};
+use crate::{contract, for_own_vector, map4, unroll};
 use cuda_std::prelude::*;
 
 /// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
@@ -89,22 +89,50 @@ pub const BIAS_ROWS: usize = 128;
 /// Overwrites `dx`, and `db` unless it accumulates (1).
 #[kernel]
 pub unsafe fn gelu_bias_backward(x: &[f32], dy: &[f32], cols: usize, accumulate: u32, dx: *mut f32, db: *mut f32) {
-    let mut sum = F4::splat(0.0);
     // SAFETY: the contract checks `cols`; the tile's columns lie inside `x`, and the others are as long; its places lie inside
     // `db`; no thread returns early.
     unsafe {
         let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
-        for_each_row!(tile, |index, part| {
-            let x = F4::load_part(x, index, part, 0.0);
-            let dy = F4::load_part(dy, index, part, 0.0);
-            let own = dy * map4!(x, math::gelu_derivative);
-            own.store_part(dx, index, part);
-            sum = sum + own;
-        });
+        let sum = match tile.part {
+            Part::Whole => bias_rows(tile, Part::Whole, x, dy, dx),
+            Part::First(count) => bias_rows(tile, Part::First(count), x, dy, dx),
+        };
         if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
             put(db, place, total, accumulate);
         }
     }
+}
+
+/// Rows of a thread of [`gelu_bias_backward`](fn@gelu_bias_backward).
+const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
+
+/// Writes four columns of dx in this thread's rows; their sum, rows ascending.
+///
+/// # Safety
+/// The tile lies inside the arguments, and `part` is its own.
+#[inline(always)]
+unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mut f32) -> F4 {
+    let index = |at| tile.first + at * tile.stride();
+    let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the caller's promise; only rows before the end are touched.
+    unsafe {
+        // All reads first: the compiler moves none before a write.
+        unroll!(EACH, |at| {
+            if index(at) < tile.end {
+                xs[at] = F4::load_part(x, index(at), part, 0.0);
+                dys[at] = F4::load_part(dy, index(at), part, 0.0);
+            }
+        });
+        unroll!(EACH, |at| {
+            if index(at) < tile.end {
+                let own = dys[at] * map4!(xs[at], math::gelu_derivative);
+                own.store_part(dx, index(at), part);
+                sum = sum + own;
+            }
+        });
+    }
+    sum
 }
 
 contract! { gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {

@@ -4,11 +4,12 @@
 //! it cannot be trained on unseen.
 
 use crate::block::{BLOCK, REDUCTION_BYTES, block_combine};
+use crate::exps::Exps;
 use crate::math;
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
-use crate::warp::{Row, add, lanes_of, max};
-use crate::{contract, for_each_vector, map4};
+use crate::warp::{Row, add, rows_at_once};
+use crate::{contract, for_each_vector, with_held};
 use cuda_std::prelude::*;
 
 /// With `p[r, c] = exp(logits[r, c] - m) / t`, `m = max_c logits[r, c]`, `t = sum_c exp(logits[r, c] - m)`:
@@ -30,41 +31,12 @@ pub unsafe fn cross_entropy(
     dlogits: *mut f32,
 ) {
     let block = thread::block_idx_x() as usize;
-    let mut loss = 0.0;
-    // SAFETY: the row lies inside each argument, the label is checked; its lanes stay together. All threads come to the
-    // block's reduction.
+    // SAFETY: the row lies inside each argument; its lanes stay together. All threads come to the block's reduction.
     unsafe {
-        if let Some(row) = Row::after(block * loss_rows(classes), logits.len(), classes) {
-            let mut largest = F4::splat(f32::NEG_INFINITY);
-            for_each_vector!(row, classes, |column, part| {
-                largest = largest.zip(F4::load_part(logits, row.start + column, part, f32::NEG_INFINITY), max);
-            });
-            let largest = row.max(largest);
-            let mut sum = F4::splat(0.0);
-            for_each_vector!(row, classes, |column, part| {
-                let logits = F4::load_part(logits, row.start + column, part, f32::NEG_INFINITY);
-                sum = sum + map4!(logits - F4::splat(largest), math::exp);
-            });
-            let total = row.sum(sum);
-            let inverse = 1.0 / total;
-            let label = load(labels, row.number) as usize;
-            // A NaN makes each of the row's gradients one.
-            let weight = if label < classes { weight } else { f32::NAN };
-            for_each_vector!(row, classes, |column, part| {
-                let logits = F4::load_part(logits, row.start + column, part, 0.0);
-                let [a, b, c, d] = (map4!(logits - F4::splat(largest), math::exp) * F4::splat(inverse)).0;
-                let less = |at, p| if column + at == label { p - 1.0 } else { p };
-                let gradient = F4([less(0, a), less(1, b), less(2, c), less(3, d)]) * F4::splat(weight);
-                gradient.store_part(dlogits, row.start + column, part);
-            });
-            if row.is_first_lane() {
-                loss = if label < classes {
-                    math::log(total) - (load(logits, row.start + label) - largest)
-                } else {
-                    f32::NAN
-                };
-            }
-        }
+        let loss = match Row::after(block * loss_rows(classes), logits.len(), classes) {
+            Some(row) => with_held!(row, classes, loss_of_row(logits, labels, classes, weight, dlogits)),
+            None => 0.0,
+        };
         let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), loss, add);
         if thread::thread_idx_x() == 0 {
             store(losses, block, total * scale);
@@ -72,7 +44,41 @@ pub unsafe fn cross_entropy(
     }
 }
 
+/// Writes a row's gradients; its loss in its first lane, 0 in the others.
+///
+/// # Safety
+/// The row lies inside `logits`, `labels` and `dlogits`; its lanes call it together.
+#[inline(always)]
+unsafe fn loss_of_row<const HELD: usize>(
+    row: Row,
+    logits: &[f32],
+    labels: &[u32],
+    classes: usize,
+    weight: f32,
+    dlogits: *mut f32,
+) -> f32 {
+    // SAFETY: the caller's promise; the label is checked.
+    unsafe {
+        let label = load(labels, row.number);
+        let place = label as usize;
+        // A NaN makes the row's loss one, and each of its gradients.
+        let (logit, weight) =
+            if place < classes { (load(logits, row.start + place), weight) } else { (f32::NAN, f32::NAN) };
+        let exps = Exps::<HELD>::new(row, logits, classes);
+        let inverse = 1.0 / exps.sum;
+        for_each_vector!(HELD, row, classes, |at, column, part| {
+            let [a, b, c, d] = (exps.get(at, column, part) * F4::splat(inverse)).0;
+            let own = label.wrapping_sub(column as u32);
+            let less = |place, p| if place == own { p - 1.0 } else { p };
+            let gradient = F4([less(0, a), less(1, b), less(2, c), less(3, d)]) * F4::splat(weight);
+            gradient.store_part(dlogits, row.start + column, part);
+        });
+        if row.is_first_lane() { math::log(exps.sum) - (logit - exps.largest) } else { 0.0 }
+    }
+}
+
 contract! { cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
     let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
     Violation::unless_length("labels", rows, k.labels.len())?;
     Violation::unless_length("losses", rows.div_ceil(loss_rows(k.classes)), k.losses.len())?;
@@ -83,5 +89,5 @@ contract! { cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
 /// Rows of a block of [`cross_entropy`](fn@cross_entropy).
 #[inline(always)]
 pub fn loss_rows(classes: usize) -> usize {
-    (BLOCK / lanes_of(classes)) as usize
+    rows_at_once(BLOCK, classes)
 }

@@ -2,12 +2,12 @@
 //!
 //! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows.
 
-use crate::block::{BLOCK, divide};
+use crate::block::{divide, stay_rolled};
 use crate::math;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{Row, lanes_of};
-use crate::{contract, for_each_vector};
+use crate::warp::{HELD_COLUMNS, LANES, Row, Share, lanes_of, rows_at_once};
+use crate::{contract, for_each_vector, with_held};
 use cuda_std::prelude::*;
 
 /// `y[r, c] = x[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`; `x`, `y`: `[rows, cols]`, `gain`:
@@ -15,18 +15,35 @@ use cuda_std::prelude::*;
 #[kernel]
 pub unsafe fn rms_norm_forward(x: &[f32], gain: &[f32], cols: usize, epsilon: f32, y: *mut f32, inverse_rms: *mut f32) {
     let Some(row) = Row::new(x.len(), cols) else { return };
-    let mut squares = F4::splat(0.0);
     // SAFETY: the row lies inside `x`, `y` and `inverse_rms`; its lanes stay together.
+    unsafe { with_held!(row, cols, forward(x, gain, cols, epsilon, y, inverse_rms)) }
+}
+
+/// # Safety
+/// The row lies inside `x`, `y` and `inverse_rms`; its lanes call it together.
+#[inline(always)]
+unsafe fn forward<const HELD: usize>(
+    row: Row,
+    x: &[f32],
+    gain: &[f32],
+    cols: usize,
+    epsilon: f32,
+    y: *mut f32,
+    inverse_rms: *mut f32,
+) {
+    let mut squares = F4::splat(0.0);
+    // SAFETY: the caller's promise.
     unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            let x = F4::load_part(x, row.start + column, part, 0.0);
+        let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
+        let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let x = x.get(at, column, part);
             squares = squares.fma(x, x);
         });
         let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
-        for_each_vector!(row, cols, |column, part| {
-            let x = F4::load_part(x, row.start + column, part, 0.0);
-            let gain = F4::load_part(gain, column, part, 0.0);
-            (x * F4::splat(scale) * gain).store_part(y, row.start + column, part);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let own = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
+            own.store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
             store(inverse_rms, row.number, scale);
@@ -42,18 +59,30 @@ contract! { rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// Rows of a block of [`rms_norm_backward`](fn@rms_norm_backward).
-pub const BACKWARD_ROWS: usize = 16;
-/// Threads that share four columns of these rows.
-const GROUPS: u32 = 4;
-/// Columns that a block takes at once.
-const COLUMNS: usize = (BLOCK / GROUPS) as usize * F4::LEN;
-/// Shared bytes: a factor for each row, and four sums for each thread.
-pub const BACKWARD_BYTES: u32 = (BACKWARD_ROWS as u32 + BLOCK * F4::LEN as u32) * 4;
+/// Threads of a block of [`rms_norm_backward`](fn@rms_norm_backward): few, because each has many registers.
+const BACKWARD_BLOCK: u32 = 128;
+/// The most rows of its chunk, and floats of its sums for the gain: those that its threads hold.
+const MAX_CHUNK: usize = 256;
+const SUMS: usize = HELD_COLUMNS / LANES as usize * BACKWARD_BLOCK as usize;
+/// Shared bytes: the sums, and a factor for each row.
+pub const BACKWARD_BYTES: u32 = (SUMS + MAX_CHUNK) as u32 * 4;
 /// `add`: the gradient of x is added to what `dx` holds.
 pub const ADD_DX: u32 = 1;
 /// `add`: the gradient of the gain is added to what `dgain` holds.
 pub const ADD_DGAIN: u32 = 2;
+
+/// Rows that a block of [`rms_norm_backward`](fn@rms_norm_backward) has at once: each has its lanes.
+#[inline(always)]
+pub fn backward_rows_at_once(cols: usize) -> usize {
+    rows_at_once(BACKWARD_BLOCK, cols)
+}
+
+/// Rows of a block of [`rms_norm_backward`](fn@rms_norm_backward) in all: twice what it has at once; where there are many, up
+/// to 16 times that, so that fewer sums are left to add up.
+pub fn backward_rows(rows: usize, cols: usize) -> usize {
+    let at_once = backward_rows_at_once(cols);
+    at_once * (rows / (512 * at_once)).clamp(2, 16).min(MAX_CHUNK / at_once)
+}
 
 /// What a block of the backward pass works on.
 #[derive(Clone, Copy)]
@@ -66,13 +95,127 @@ struct Backward<'k> {
     cols: usize,
     add: u32,
     dx: *mut f32,
-    /// The factors of x in dx.
-    pulls: SharedTile<f32>,
-    /// The block's first row.
+    dgain: *mut f32,
+    /// The block's first row, and the one after its last.
     first: usize,
+    end: usize,
+    /// The sums for the gain of each group of rows, in rows of its own columns.
+    sums: SharedTile<f32>,
 }
 
 impl Backward<'_> {
+    /// The factor of x in dx, from `sum_c dy gain x` and `inverse_rms`.
+    #[inline(always)]
+    fn pull(self, dot: f32, scale: f32) -> f32 {
+        // s^3 alone could overflow where the product does not.
+        dot * scale / self.cols as f32 * scale * scale
+    }
+
+    /// The rows of a group from `row` on, each read once and held by its lanes: dx, and the sums of every lane's columns.
+    ///
+    /// # Safety
+    /// The rows lie inside the arguments and suit `HELD`, not 0; the lanes of a row call it together.
+    #[inline(always)]
+    unsafe fn held<const HELD: usize>(self, row: Row) {
+        let Self { cols, .. } = self;
+        let mut row = row;
+        let group = (row.number - self.first) * Self::width(cols);
+        // SAFETY: the caller's promise.
+        unsafe {
+            for_each_vector!(HELD, row, cols, |_at, column, _part| {
+                self.sums.set4((group + column) as u32, F4::splat(0.0));
+            });
+            while row.number < self.end {
+                let scale = load(self.inverse_rms, row.number);
+                let x = Share::<HELD>::new(row, self.x, row.start, cols, 0.0);
+                let mut dy = Share::<HELD>::new(row, self.dy, row.start, cols, 0.0);
+                let mut part = 1;
+                while part < self.parts {
+                    stay_rolled();
+                    let more = Share::<HELD>::new(row, self.dy, row.start + part * self.x.len(), cols, 0.0);
+                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                        dy.hold(at, dy.get(at, column, part) + more.get(at, column, part));
+                    });
+                    part += 1;
+                }
+                let mut dot = F4::splat(0.0);
+                for_each_vector!(HELD, row, cols, |at, column, part| {
+                    let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
+                    let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
+                    // In registers the sums would leave room for half as many threads.
+                    let sum = self.sums.get4((group + column) as u32);
+                    self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
+                    dot = dot.fma(own, x);
+                    dy.hold(at, own);
+                });
+                let pull = self.pull(row.sum(dot), scale);
+                let mut old = [F4::splat(0.0); HELD];
+                if self.add & ADD_DX != 0 {
+                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                        old[at] = F4::load_part_raw(self.dx, row.start + column, part, 0.0);
+                    });
+                }
+                for_each_vector!(HELD, row, cols, |at, column, part| {
+                    let own = dy.get(at, column, part) * F4::splat(scale);
+                    let own = old[at] + own.fma(F4::splat(-pull), x.get(at, column, part));
+                    own.store_part(self.dx, row.start + column, part);
+                });
+                row = row.later(backward_rows_at_once(cols), cols);
+            }
+        }
+    }
+
+    /// The same for rows of any length, which are read twice: by their lanes for the factors, then by columns.
+    ///
+    /// # Safety
+    /// The rows lie inside the arguments; all threads of the block call it together.
+    #[inline(always)]
+    unsafe fn read_twice(self, pulls: SharedTile<f32>) {
+        let Self { x, gain, cols, .. } = self;
+        let at_once = backward_rows_at_once(cols);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut next = Row::after(self.first, x.len(), cols);
+            while let Some(row) = next
+                && row.number < self.end
+            {
+                let mut dot = F4::splat(0.0);
+                for_each_vector!(row, cols, |column, part| {
+                    let x = F4::load_part(x, row.start + column, part, 0.0);
+                    let gain = F4::load_part(gain, column, part, 0.0);
+                    dot = dot.fma(self.dy(row.start + column, part) * gain, x);
+                });
+                let pull = self.pull(row.sum(dot), load(self.inverse_rms, row.number));
+                if row.is_first_lane() {
+                    pulls.set((row.number - self.first) as u32, pull);
+                }
+                next = Some(row.later(at_once, cols));
+            }
+            thread::sync_threads();
+
+            let width = Self::width(cols);
+            let quads = width / F4::LEN;
+            let mut start = 0;
+            while start < cols {
+                let mut item = thread::thread_idx_x() as usize;
+                while item < quads * at_once {
+                    let (group, quad) = divide(item, quads);
+                    let column = start + quad * F4::LEN;
+                    if column < cols {
+                        let part = Part::first(cols - column);
+                        let sum = self.columns(pulls, group, column, part);
+                        self.sums.set4((group * width + quad * F4::LEN) as u32, sum);
+                    }
+                    item += BACKWARD_BLOCK as usize;
+                }
+                thread::sync_threads();
+                self.finish(start);
+                thread::sync_threads();
+                start += width;
+            }
+        }
+    }
+
     /// The gradient of y at an index: the sum of its parts, ascending.
     #[inline(always)]
     unsafe fn dy(self, index: usize, part: Part) -> F4 {
@@ -81,6 +224,7 @@ impl Backward<'_> {
             let mut sum = F4::load_part(self.dy, index, part, 0.0);
             let mut at = 1;
             while at < self.parts {
+                stay_rolled();
                 sum = sum + F4::load_part(self.dy, index + at * self.x.len(), part, 0.0);
                 at += 1;
             }
@@ -88,74 +232,74 @@ impl Backward<'_> {
         }
     }
 
-    /// Four columns of a row of the block.
+    /// Writes four columns of dx in the rows of a group; the sums for their gain.
     #[inline(always)]
-    unsafe fn load(self, row: u32, column: usize, part: Part) -> Loaded {
-        let number = self.first + row as usize;
-        let index = number * self.cols + column;
-        // SAFETY: the row lies inside `x`, `dy`, `dx` and `inverse_rms`, as the caller promises.
-        unsafe {
-            let old =
-                if self.add & ADD_DX == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dx, index, part, 0.0) };
-            let x = F4::load_part(self.x, index, part, 0.0);
-            Loaded { index, row, x, dy: self.dy(index, part), old, scale: F4::splat(load(self.inverse_rms, number)) }
-        }
-    }
-
-    /// Writes them of dx and adds to their gain's gradients.
-    #[inline(always)]
-    unsafe fn finish(self, loaded: Loaded, gain: F4, part: Part, sum: F4) -> F4 {
-        let Loaded { index, row, x, dy, old, scale } = loaded;
-        let own = (dy * gain * scale).fma(F4::splat(-self.pulls.get(row)), x);
-        // SAFETY: the index is that of a row of `dx`.
-        unsafe {
-            (old + own).store_part(self.dx, index, part);
-        }
-        sum.fma(x * scale, dy)
-    }
-
-    /// Writes four columns of dx in every fourth row; the sums for their gain, over these rows ascending.
-    #[inline(always)]
-    unsafe fn columns(self, group: u32, column: usize, part: Part) -> F4 {
-        // SAFETY: there are `cols` columns, not 0.
-        let left = unsafe { divide(self.x.len(), self.cols).0 } - self.first;
-        let end = if left < BACKWARD_ROWS { left as u32 } else { BACKWARD_ROWS as u32 };
-        let (mut row, mut sum) = (group, F4::splat(0.0));
-        // SAFETY: the rows are below `end`, the column is one.
+    unsafe fn columns(self, pulls: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
+        let (mut number, mut sum) = (self.first + group, F4::splat(0.0));
+        // SAFETY: the rows lie inside the arguments, the column is one.
         unsafe {
             let gain = F4::load_part(self.gain, column, part, 0.0);
-            // Two at a time, so that the GPU's loads overlap; more would cost registers.
-            while row + GROUPS < end {
-                let (a, b) = (self.load(row, column, part), self.load(row + GROUPS, column, part));
-                sum = self.finish(a, gain, part, sum);
-                sum = self.finish(b, gain, part, sum);
-                row += 2 * GROUPS;
-            }
-            while row < end {
-                sum = self.finish(self.load(row, column, part), gain, part, sum);
-                row += GROUPS;
+            while number < self.end {
+                let index = number * self.cols + column;
+                let (x, dy) = (F4::load_part(self.x, index, part, 0.0), self.dy(index, part));
+                let scale = F4::splat(load(self.inverse_rms, number));
+                let pull = F4::splat(-pulls.get((number - self.first) as u32));
+                let old =
+                    if self.add & ADD_DX == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dx, index, part, 0.0) };
+                (old + (dy * gain * scale).fma(pull, x)).store_part(self.dx, index, part);
+                sum = sum.fma(x * scale, dy);
+                number += backward_rows_at_once(self.cols);
             }
         }
         sum
     }
-}
 
-/// What a row's part in the backward pass needs.
-struct Loaded {
-    index: usize,
-    row: u32,
-    x: F4,
-    dy: F4,
-    /// What the gradient is added to.
-    old: F4,
-    scale: F4,
+    /// Columns of the tile of sums: those of the vectors that a row's lanes can hold.
+    #[inline(always)]
+    fn width(cols: usize) -> usize {
+        if cols > HELD_COLUMNS / 2 { HELD_COLUMNS } else { lanes_of(cols) as usize * 4 * F4::LEN }
+    }
+
+    /// Adds up the groups' sums, ascending, for the columns from `start` on that the tile has.
+    ///
+    /// # Safety
+    /// All sums are there, and a barrier after them.
+    #[inline(always)]
+    unsafe fn finish(self, start: usize) {
+        let width = Self::width(self.cols);
+        let (rows, at_once) = (self.end - self.first, backward_rows_at_once(self.cols));
+        let groups = if rows < at_once { rows } else { at_once };
+        let mut quad = thread::thread_idx_x() as usize * F4::LEN;
+        while quad < width && start + quad < self.cols {
+            let mut total = self.sums.get4(quad as u32);
+            let mut group = 1;
+            while group < groups {
+                total = total + self.sums.get4((group * width + quad) as u32);
+                group += 1;
+            }
+            let column = start + quad;
+            let part = if self.cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(self.cols - column) };
+            let index = thread::block_idx_x() as usize * self.cols + column;
+            // SAFETY: the block has a row in `dgain`.
+            unsafe {
+                let old = if self.add & ADD_DGAIN == 0 {
+                    F4::splat(0.0)
+                } else {
+                    F4::load_part_raw(self.dgain, index, part, 0.0)
+                };
+                (old + total).store_part(self.dgain, index, part);
+            }
+            quad += BACKWARD_BLOCK as usize * F4::LEN;
+        }
+    }
 }
 
 /// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]` and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows
 /// r of chunk i, where `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays; `x`, `dx`:
 /// `[rows, cols]`, `dy`: `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`:
-/// `[ceil(rows / 16), cols]`, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows). A block a chunk: of its rows every
-/// fourth is summed first, ascending, then the four sums. Overwrites `dx` and `dgain`, or adds, as `add` says.
+/// `[ceil(rows / chunk), cols]`, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows). A block a chunk of
+/// [`backward_rows`] rows; those with the same number mod [`backward_rows_at_once`] are summed first, ascending, then these sums,
+/// ascending. Overwrites `dx` and `dgain`, or adds, as `add` says.
 #[kernel]
 pub unsafe fn rms_norm_backward(
     x: &[f32],
@@ -164,81 +308,43 @@ pub unsafe fn rms_norm_backward(
     dy: &[f32],
     parts: usize,
     cols: usize,
+    chunk: usize,
     add: u32,
     dx: *mut f32,
     dgain: *mut f32,
 ) {
-    let chunk = thread::block_idx_x() as usize;
-    let first = chunk * BACKWARD_ROWS;
+    let first = thread::block_idx_x() as usize * chunk;
+    let end = if first + chunk < inverse_rms.len() { first + chunk } else { inverse_rms.len() };
     // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `x`, whose lengths the others
     // have; every thread comes to every barrier.
     unsafe {
-        let pulls = SharedTile::new(0, BACKWARD_ROWS as u32);
-        let sums = SharedTile::new(BACKWARD_ROWS as u32 * 4, BLOCK * F4::LEN as u32);
-        let backward = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, pulls, first };
-
-        let mut at = 0;
-        while at < BACKWARD_ROWS {
-            if let Some(row) = Row::after(first + at, x.len(), cols)
-                && row.number < first + BACKWARD_ROWS
-            {
-                let scale = load(inverse_rms, row.number);
-                let mut dot = F4::splat(0.0);
-                for_each_vector!(row, cols, |column, part| {
-                    let x = F4::load_part(x, row.start + column, part, 0.0);
-                    let gain = F4::load_part(gain, column, part, 0.0);
-                    dot = dot.fma(backward.dy(row.start + column, part) * gain, x);
-                });
-                // s^3 alone could overflow where the product does not.
-                let pull = row.sum(dot) * scale / cols as f32 * scale * scale;
-                if row.is_first_lane() {
-                    pulls.set((row.number - first) as u32, pull);
-                }
+        let sums = SharedTile::new(0, SUMS as u32);
+        let pulls = SharedTile::new(SUMS as u32 * 4, MAX_CHUNK as u32);
+        let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, dgain, first, end, sums };
+        if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
+            block.read_twice(pulls);
+            return;
+        }
+        if let Some(row) = Row::after(first, x.len(), cols) {
+            if cols > HELD_COLUMNS / 2 {
+                block.held::<8>(row.of_whole_warp());
+            } else {
+                block.held::<4>(row);
             }
-            at += (BLOCK / lanes_of(cols)) as usize;
         }
         thread::sync_threads();
-
-        let thread = thread::thread_idx_x();
-        let (quad, group) = (thread % (BLOCK / GROUPS), thread / (BLOCK / GROUPS));
-        let mut start = 0;
-        while start < cols {
-            let column = start + quad as usize * F4::LEN;
-            let part = Part::first(cols.saturating_sub(column));
-            if column < cols {
-                let sum = if cols.is_multiple_of(F4::LEN) {
-                    backward.columns(group, column, Part::Whole)
-                } else {
-                    backward.columns(group, column, part)
-                };
-                sums.set4(thread * F4::LEN as u32, sum);
-            }
-            thread::sync_threads();
-            if group == 0 && column < cols {
-                let mut total = sums.get4(quad * F4::LEN as u32);
-                let mut at = 1;
-                while at < GROUPS {
-                    total = total + sums.get4((at * (BLOCK / GROUPS) + quad) * F4::LEN as u32);
-                    at += 1;
-                }
-                let index = chunk * cols + column;
-                let old =
-                    if add & ADD_DGAIN == 0 { F4::splat(0.0) } else { F4::load_part_raw(dgain, index, part, 0.0) };
-                (old + total).store_part(dgain, index, part);
-            }
-            thread::sync_threads();
-            start += COLUMNS;
-        }
+        block.finish(0);
     }
 }
 
-contract! { rms_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
+contract! { rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
     Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
     Violation::unless_length("dy", k.parts * k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless_length("dgain", rows.div_ceil(BACKWARD_ROWS) * k.cols, k.dgain.len())?;
-    Grid::cover(rows, BACKWARD_ROWS)
+    Violation::unless(k.chunk == backward_rows(rows, k.cols), "chunk", "what `backward_rows` gives", k.chunk)?;
+    Violation::unless_length("dgain", rows.div_ceil(k.chunk) * k.cols, k.dgain.len())?;
+    Grid::cover(rows, k.chunk)
 }}

@@ -2,10 +2,10 @@
 //!
 //! Invariant: the sums of a row follow from its length alone.
 
-use crate::math;
+use crate::exps::Exps;
 use crate::vector::F4;
-use crate::warp::{Row, max};
-use crate::{contract, for_each_vector, map4};
+use crate::warp::{Row, Share};
+use crate::{contract, for_each_vector, with_held};
 use cuda_std::prelude::*;
 
 /// `y[r, c] = exp(x[r, c] - m) / sum_c exp(x[r, c] - m)`, `m = max_c x[r, c]`; `x`, `y`: `[rows, cols]`. A row that
@@ -13,23 +13,20 @@ use cuda_std::prelude::*;
 #[kernel]
 pub unsafe fn softmax_forward(x: &[f32], cols: usize, y: *mut f32) {
     let Some(row) = Row::new(x.len(), cols) else { return };
-    let mut largest = F4::splat(f32::NEG_INFINITY);
-    let mut sum = F4::splat(0.0);
     // SAFETY: the row lies inside `x` and `y`; its lanes stay together.
+    unsafe { with_held!(row, cols, forward(x, cols, y)) }
+}
+
+/// # Safety
+/// The row lies inside `x` and `y`; its lanes call it together.
+#[inline(always)]
+unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f32) {
+    // SAFETY: the caller's promise.
     unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
-        });
-        let largest = row.max(largest);
-        for_each_vector!(row, cols, |column, part| {
-            let x = F4::load_part(x, row.start + column, part, f32::NEG_INFINITY);
-            sum = sum + map4!(x - F4::splat(largest), math::exp);
-        });
-        let inverse = 1.0 / row.sum(sum);
-        for_each_vector!(row, cols, |column, part| {
-            let x = F4::load_part(x, row.start + column, part, 0.0);
-            let exp = map4!(x - F4::splat(largest), math::exp);
-            (exp * F4::splat(inverse)).store_part(y, row.start + column, part);
+        let exps = Exps::<HELD>::new(row, x, cols);
+        let inverse = 1.0 / exps.sum;
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            (exps.get(at, column, part) * F4::splat(inverse)).store_part(y, row.start + column, part);
         });
     }
 }
@@ -44,19 +41,26 @@ contract! { softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
 #[kernel]
 pub unsafe fn softmax_backward(y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
     let Some(row) = Row::new(y.len(), cols) else { return };
-    let mut dot = F4::splat(0.0);
     // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay together.
+    unsafe { with_held!(row, cols, backward(y, dy, cols, dx)) }
+}
+
+/// # Safety
+/// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
+#[inline(always)]
+unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
+    let mut dot = F4::splat(0.0);
+    // SAFETY: the caller's promise.
     unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            let y = F4::load_part(y, row.start + column, part, 0.0);
-            let dy = F4::load_part(dy, row.start + column, part, 0.0);
-            dot = dot.fma(dy, y);
+        let y = Share::<HELD>::new(row, y, row.start, cols, 0.0);
+        let dy = Share::<HELD>::new(row, dy, row.start, cols, 0.0);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            dot = dot.fma(dy.get(at, column, part), y.get(at, column, part));
         });
-        let dot = row.sum(dot);
-        for_each_vector!(row, cols, |column, part| {
-            let y = F4::load_part(y, row.start + column, part, 0.0);
-            let dy = F4::load_part(dy, row.start + column, part, 0.0);
-            (y * (dy - F4::splat(dot))).store_part(dx, row.start + column, part);
+        let dot = F4::splat(row.sum(dot));
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let own = y.get(at, column, part) * (dy.get(at, column, part) - dot);
+            own.store_part(dx, row.start + column, part);
         });
     }
 }

@@ -1,0 +1,58 @@
+//! exp(x - m) of a row, m its largest element: what softmax and cross-entropy are made of.
+//!
+//! Invariant: m and the sum follow from the row's length alone. A row that holds a NaN, or nothing above -infinity, has NaN
+//! for its sum.
+
+use crate::math;
+use crate::vector::{F4, Part};
+use crate::warp::{Row, Share, larger};
+use crate::{for_each_vector, map4};
+
+/// A lane's share of a row's exponentials: computed once where they are held, see [`Share`].
+#[derive(Clone, Copy)]
+pub struct Exps<'k, const HELD: usize> {
+    /// m.
+    pub largest: f32,
+    /// The sum of the row's exponentials.
+    pub sum: f32,
+    /// What is held are the exponentials, what is read again the row.
+    share: Share<'k, HELD>,
+}
+
+impl<'k, const HELD: usize> Exps<'k, HELD> {
+    /// The exponentials of a row of `x`.
+    ///
+    /// # Safety
+    /// The row lies inside `x` and suits `HELD`, as for [`Share::new`]; all of its lanes call it together.
+    #[inline(always)]
+    pub unsafe fn new(row: Row, x: &'k [f32], cols: usize) -> Self {
+        let mut largest = F4::splat(f32::NEG_INFINITY);
+        let mut sum = F4::splat(0.0);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut share = Share::<HELD>::new(row, x, row.start, cols, f32::NEG_INFINITY);
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                largest = largest.zip(share.get(at, column, part), larger);
+            });
+            let [a, b, c, d] = largest.0;
+            let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                let exp = map4!(share.get(at, column, part) - F4::splat(largest), math::exp_negative);
+                share.hold(at, exp);
+                sum = sum + exp;
+            });
+            Self { largest, sum: row.sum(sum), share }
+        }
+    }
+
+    /// The exponentials at `column`, the lane's vector `at`; what lies beyond the row is 0.
+    ///
+    /// # Safety
+    /// As for [`Share::get`].
+    #[inline(always)]
+    pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
+        // SAFETY: the caller's promise.
+        let own = unsafe { self.share.get(at, column, part) };
+        if HELD > 0 { own } else { map4!(own - F4::splat(self.largest), math::exp_negative) }
+    }
+}
