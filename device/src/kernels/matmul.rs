@@ -13,6 +13,9 @@
 //!   may be `out`. With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
 
 mod block;
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) mod checks;
+pub(crate) mod epilogue;
 mod operand;
 mod tile;
 

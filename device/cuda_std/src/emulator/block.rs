@@ -174,6 +174,13 @@ impl Block {
         }
     }
 
+    /// What each lane of the running thread's warp brought to their shuffle, which this thread has just ended.
+    pub(super) fn brought(&self) -> [u64; WARP as usize] {
+        let first = (self.running.get() / WARP * WARP) as usize;
+        let exchange = self.exchange.borrow();
+        core::array::from_fn(|lane| exchange[first + lane])
+    }
+
     /// The thread that comes at `place` in this round.
     fn thread_at(&self, place: u32) -> u32 {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))

@@ -15,6 +15,7 @@ mod clock;
 mod collective;
 mod detector;
 mod fault;
+mod lanes;
 mod mode;
 mod shadow;
 mod site;
@@ -22,6 +23,7 @@ mod stack;
 
 pub use collective::Collective;
 pub use fault::{Access, Cause, Fault, Kind, Place};
+pub use lanes::lanes;
 pub use mode::Mode;
 
 use crate::launch::{Entry, Grid, Words};

@@ -1,0 +1,51 @@
+//! What the contracts of matrix multiply check: every element that a batch reads or writes lies inside its argument, and
+//! no two batches write the same one.
+
+use cuda_std::launch::Violation;
+
+/// What the sums meet and where they go: `$chunks` matrices for each batch, and one bias.
+macro_rules! check_outputs {
+    ($p:ident, $chunks:expr) => {
+        let [m, n, ldc, batches] = [$p.m, $p.n, $p.ldc, $p.batches].map(|x| x as usize);
+        let matrices = batches.saturating_mul($chunks);
+        checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
+        if $p.beta != 0.0 {
+            checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
+        }
+        if $p.flags & KEEP != 0 {
+            checks::holds("pre", $p.pre.len(), matrices, $p.stride_c, [m, n], ldc)?;
+        }
+        if !$p.bias.is_empty() {
+            checks::holds("bias", $p.bias.len(), batches, $p.stride_bias, [1, n], n)?;
+        }
+        let rows_apart = $p.stride_c >= m.saturating_mul(ldc);
+        let columns_apart = $p.stride_c >= n && ldc >= matrices.saturating_mul($p.stride_c);
+        let apart = matrices <= 1 || rows_apart || columns_apart;
+        Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.stride_c)?;
+    };
+}
+pub(crate) use check_outputs;
+
+/// Ok when `matrices` of `rows` x `cols`, `stride` and `ld` elements apart, lie inside `len` elements.
+pub(crate) fn holds(
+    argument: &'static str,
+    len: usize,
+    matrices: usize,
+    stride: usize,
+    [rows, cols]: [usize; 2],
+    ld: usize,
+) -> Result<(), Violation> {
+    if matrices == 0 || rows == 0 || cols == 0 {
+        return Ok(());
+    }
+    let last = (|| {
+        let matrix = (matrices - 1).checked_mul(stride)?;
+        let row = (rows - 1).checked_mul(ld)?;
+        matrix.checked_add(row)?.checked_add(cols)
+    })();
+    if ld >= cols && last.is_some_and(|last| last <= len) {
+        return Ok(());
+    }
+    let expected = std::format!("{matrices} matrices of {rows} x {cols}, rows {ld} and matrices {stride} apart");
+    Err(Violation::new(argument, expected, std::format!("{len} elements")))
+}
