@@ -17,6 +17,7 @@ mod support;
 mod tensor_file;
 
 use clap::Parser;
+use kernels::attention::HEAD;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -78,11 +79,22 @@ struct Case<'c, 's> {
 type Run = for<'s> fn(&Case<'_, 's>) -> Result<()>;
 
 /// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
-const CASES: [(&str, Run); 24] = [
+const CASES: [(&str, Run); 27] = [
     ("tanh", |c| {
         c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
     }),
     ("gelu", |c| c.pointwise(|c, x, dy| Ok((ops::gelu(c.step, x)?, ops::gelu_backward(c.step, x, dy)?)))),
+    ("gelu_bias", |c| {
+        let [rows, cols] = c.extents([270, 300]);
+        c.longest(rows);
+        let (x, dy) = (c.operand("x", [rows, cols])?, c.operand("dy", [rows, cols])?);
+        let bias = c.given("bias", [cols], &vec![0.0; cols])?;
+        let before = ops::add_bias(c.step, &x, &bias)?;
+        c.result("y", &ops::gelu(c.step, &before)?)?;
+        let mut dbias = c.step.empty([cols])?;
+        c.result("dx", &ops::gelu_bias_backward(c.step, &before, &dy, &mut dbias, false)?)?;
+        c.result("dbias", &dbias)
+    }),
     ("add", |c| c.pair(|c, a, b| ops::add(c.step, a, b))),
     ("add_assign", |c| {
         c.pair(|c, a, b| {
@@ -92,6 +104,15 @@ const CASES: [(&str, Run); 24] = [
         })
     }),
     ("scale", |c| c.reduced(|_| 1, |c, x| ops::scale(c.step, x, c.scalar("factor")))),
+    ("scale_by", |c| {
+        c.reduced(
+            |_| 1,
+            |c, x| {
+                let factor = c.operand("factor", [1])?;
+                ops::scale_by(c.step, x, &factor)
+            },
+        )
+    }),
     ("add_bias", |c| c.reduced(|_| 1, |c, x| ops::add_bias(c.step, x, &c.operand("bias", [x.shape().as_rows()[1]])?))),
     ("fill", |c| {
         c.reduced(
@@ -114,6 +135,7 @@ const CASES: [(&str, Run); 24] = [
         )
     }),
     ("sum", |c| c.reduced(Shape::elements, |c, x| ops::sum(c.step, x))),
+    ("scaled_sum", |c| c.reduced(Shape::elements, |c, x| ops::scaled_sum(c.step, x, c.scalar("factor")))),
     ("mean", |c| c.reduced(Shape::elements, |c, x| ops::mean(c.step, x))),
     ("squared_norm", |c| c.reduced(Shape::elements, |c, x| ops::squared_norm(c.step, x))),
     ("max", |c| c.reduced(|_| 0, |c, x| ops::max(c.step, x))),
@@ -135,10 +157,10 @@ const CASES: [(&str, Run); 24] = [
         let logits = c.operand("logits", [rows, classes + 1])?;
         let labels = c.random.borrow_mut().belows(rows, classes as u32 + 1);
         let labels = c.given("labels", [rows], &labels)?;
-        let (scale, dy) = (c.scalar("scale"), c.operand("dy", [1])?);
-        let (losses, probabilities) = ops::cross_entropy(c.step, &logits, &labels)?;
-        c.result("y", &ops::scaled_sum(c.step, &losses, scale)?)?;
-        c.result("dlogits", &ops::cross_entropy_backward(c.step, &probabilities, &labels, &dy, scale)?)
+        let (weight, dy) = (c.scalar("weight"), c.operand("dy", [1])?);
+        let (loss, dlogits) = ops::cross_entropy(c.step, &logits, &labels, weight)?;
+        c.result("y", &loss)?;
+        c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
     }),
     ("rms_norm", |c| {
         let [rows, cols] = c.extents([200, 300]);
@@ -146,21 +168,21 @@ const CASES: [(&str, Run); 24] = [
         let (x, gain, dy) = (c.operand("x", [rows, cols])?, c.operand("gain", [cols])?, c.operand("dy", [rows, cols])?);
         let (y, inverse_rms) = ops::rms_norm(c.step, &x, &gain, c.scalar("epsilon"))?;
         c.result("y", &y)?;
-        c.result("dx", &ops::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy)?)?;
-        let mut dgain = ops::fill(c.step, [cols], 0.0)?;
-        ops::rms_norm_gain_backward_into(c.step, &x, &inverse_rms, &dy, &mut dgain)?;
+        let mut dgain = c.step.empty([cols])?;
+        c.result("dx", &ops::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
         c.result("dgain", &dgain)
     }),
     ("attention", |c| {
         let [batch, tokens, heads] = c.extents([9, 16, 4]);
-        c.longest(kernels::attention::HEAD);
-        let shape = [batch, tokens, heads * kernels::attention::HEAD];
-        let [q, k, v, dy] = ["q", "k", "v", "dy"].map(|name| c.operand(name, shape));
-        let (q, k, v, dy, scale) = (q?, k?, v?, dy?, c.scalar("scale"));
-        let (y, probabilities) = ops::attention(c.step, &q, &k, &v, scale)?;
-        c.result("y", &y)?;
-        let gradients = ops::attention_backward(c.step, &q, &k, &v, &probabilities, &dy, scale)?;
-        ["dq", "dk", "dv"].into_iter().zip(&gradients).try_for_each(|(name, gradient)| c.result(name, gradient))
+        c.longest((batch * tokens * heads).max(HEAD));
+        let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
+        let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
+        let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
+        let ops::Attention { out, kept } = ops::attention(c.step, &qkv, &gains, epsilon, scale)?;
+        c.result("y", &out)?;
+        let mut dgains = c.step.empty([2, HEAD])?;
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, &gains, &kept, &dy, scale, &mut dgains, false)?)?;
+        c.result("dgains", &dgains)
     }),
     ("mean_tokens", |c| {
         let [batch, tokens, cols] = c.extents([40, 12, 70]);

@@ -43,6 +43,13 @@ pub struct Parameter {
     index: usize,
 }
 
+impl Parameter {
+    /// Its place among the layout's entries.
+    pub(crate) fn index(self) -> usize {
+        self.index
+    }
+}
+
 /// Parameters of one shape at a constant distance from each other: one batched multiply serves them all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stack {
@@ -171,6 +178,11 @@ impl Layout {
     /// All parameters in order.
     pub fn entries(&self) -> &[Entry] {
         &self.shared.entries
+    }
+
+    /// The handles of all parameters in order.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> + use<> {
+        (0..self.entries().len()).map(|index| Parameter { index })
     }
 
     /// One parameter.

@@ -57,7 +57,8 @@ fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
     let value = ops::copy(tape.step(), &tape.weights(parameter)?)?;
     Ok(tape.record(value.save(), move |back, dy| {
         let step = back.step();
-        ops::add_assign(step, &mut back.gradients().lend_mut(step, parameter)?, &dy)
+        let (mut gradient, accumulate) = back.gradient(parameter)?;
+        if accumulate { ops::add_assign(step, &mut gradient, &dy) } else { ops::copy_into(step, &dy, &mut gradient) }
     }))
 }
 
@@ -143,13 +144,16 @@ impl Case {
         let got = arena
             .step(|step| {
                 let mut output = Vec::new();
-                for pass in 0..3 {
-                    let gradients = if pass == 0 { &mut once } else { &mut twice };
+                for pass in 0..4 {
                     let tape = Tape::new(step, &parameters);
                     let y = on_tape(step, &tape, &handles)?;
                     output = step.read(y.value())?;
                     let loss = project(&tape, &y, handles[exact.len()])?;
-                    tape.backward(&loss, gradients)?;
+                    match pass {
+                        0 => tape.backward(&loss, &mut once)?,
+                        1 => tape.backward_afresh(&loss, &mut once)?,
+                        _ => tape.backward(&loss, &mut twice)?,
+                    }
                 }
                 Ok(output)
             })
@@ -165,7 +169,7 @@ impl Case {
                 (0..sample).map(|_| random.extent(0, len - 1)).collect()
             };
             let wanted: Vec<f64> = places.iter().map(|&place| difference(&mut exact, number, place, &loss)).collect();
-            // Backward adds to what is there.
+            // Backward adds to what is there, or overwrites it.
             for (gradients, times) in [(&once, 1.0), (&twice, 2.0)] {
                 let all = read(gradients, &handles.stacks[number]);
                 let got: Vec<f32> = places.iter().map(|&place| all[place]).collect();
@@ -312,14 +316,24 @@ on_each_device! {
         }
     }
 
-    fn rms_norm_heads(device: &Device) {
+    fn norm_project(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
-            let [rows, heads, cols] = extents(&mut random, seed, [29, 3, 17]);
-            let values = vec![normal(&mut random, &[rows, heads * cols]), normal(&mut random, &[cols])];
-            Case::new("rms_norm_heads", seed, rows * heads, values).check(device, |_, tape, p| {
-                tape.rms_norm_heads(&leaf(tape, p[0])?, p[1], 1e-3)
-            }, |p| reference::rms_norm(&p[0], &p[1], f64::from(1e-3f32)));
+            let [batch, tokens, members] = extents(&mut random, seed, [13, 5, 3]);
+            let [k, n] = extents(&mut random, seed, [71, 9]);
+            let epsilon = if k == 1 { 0.5 } else { 1e-6 };
+            let operands = vec![
+                normal(&mut random, &[batch, tokens, k]),
+                normal(&mut random, &[k]),
+                stack(&mut random, members, &[k, n]),
+            ];
+            let case = Case::new("norm_project", seed, longest(&[batch * tokens, members * n, k]), operands);
+            case.check(device, |_, tape, p| {
+                tape.norm_project(&leaf(tape, p[0])?, p[1], epsilon, &p.stacks[2])
+            }, |p| {
+                let z = reference::rms_norm(&p[0], &p[1], f64::from(epsilon));
+                p[2].chunks_exact(k * n).flat_map(|w| reference::linear(&z, w, &[], k, n)).collect()
+            });
         }
     }
 
@@ -327,11 +341,18 @@ on_each_device! {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [batch, tokens, heads] = extents(&mut random, seed, [2, 5, 2]);
-            let shape = [batch, tokens, heads * 64];
-            let values = (0..3).map(|_| normal(&mut random, &shape)).collect();
-            Case::new("attention", seed, 64, values).check(device, |_, tape, p| {
-                tape.attention(&leaf(tape, p[0])?, &leaf(tape, p[1])?, &leaf(tape, p[2])?, 0.125)
-            }, |p| reference::attention(&p[0], &p[1], &p[2], tokens, heads, 0.125));
+            let width = heads * 64;
+            let operands =
+                vec![normal(&mut random, &[3 * batch, tokens, width]), stack(&mut random, 2, &[64])];
+            let case = Case::new("attention", seed, longest(&[64, batch * heads * tokens]), operands);
+            case.check(device, |_, tape, p| {
+                let qkv = tape.reshape(&leaf(tape, p[0])?, [3, batch, tokens, width])?;
+                tape.attention(&qkv, &p.stacks[1], 1e-3, 0.125)
+            }, |p| {
+                let part = |part: usize| &p[0][part * p[0].len() / 3..][..p[0].len() / 3];
+                let norm = |at: usize| reference::rms_norm(part(at), &p[1][at * 64..][..64], f64::from(1e-3f32));
+                reference::attention(&norm(0), &norm(1), part(2), tokens, heads, 0.125)
+            });
         }
     }
 
@@ -431,44 +452,77 @@ on_each_device! {
         for seed in 0..2 {
             let mut random = Random::new(seed);
             let mut matrix = |k: usize, n: usize| linear_values(&mut random, [1, k, n]).swap_remove(1);
-            let [wq, wk, wv, wo] = [(); 4].map(|()| matrix(width, width));
+            let (wo, mut qkv) = (matrix(width, width), matrix(width, width));
+            qkv.values.extend([matrix(width, width).values, matrix(width, width).values].concat());
+            qkv.count = 3;
             let [w1, w2, head] = [matrix(width, hidden), matrix(hidden, width), matrix(width, classes)];
             let labels = random.belows(batch, classes as u32);
+            let qk_norm = stack(&mut random, 2, &[64]);
             let mut vector = |len: usize| normal(&mut random, &[len]);
-            let [norm1, q_norm, k_norm, norm2] = [(); 4].map(|()| vector(width));
+            let [norm1, norm2] = [(); 2].map(|()| vector(width));
             let [b1, b2, head_bias] = [vector(hidden), vector(width), vector(classes)];
             let x = normal(&mut random, &[batch, tokens, width]);
-            let operands = vec![x, norm1, wq, q_norm, wk, k_norm, wv, wo, norm2, w1, b1, w2, b2, head, head_bias];
+            let operands = vec![x, norm1, qkv, qk_norm, wo, norm2, w1, b1, w2, b2, head, head_bias];
             let weight = 1.0 / batch as f32;
             let case = Case::new("transformer layer", seed, 2 * width, operands);
             Case { sample: 24, ..case }.check(device, |step, tape, p| {
                 let h = leaf(tape, p[0])?;
-                let z = tape.rms_norm(&h, p[1], EPSILON)?;
-                let q = tape.rms_norm_heads(&tape.linear(&z, p[2], None)?, p[3], EPSILON)?;
-                let k = tape.rms_norm_heads(&tape.linear(&z, p[4], None)?, p[5], EPSILON)?;
-                let v = tape.linear(&z, p[6], None)?;
-                let h = tape.linear_residual(&tape.attention(&q, &k, &v, 0.125)?, p[7], None, &h)?;
-                let z = tape.rms_norm(&h, p[8], EPSILON)?;
-                let h = tape.linear_residual(&tape.linear_gelu(&z, p[9], Some(p[10]))?, p[11], Some(p[12]), &h)?;
-                let logits = tape.linear(&tape.mean_tokens(&h)?, p[13], Some(p[14]))?;
+                let qkv = tape.norm_project(&h, p[1], EPSILON, &p.stacks[2])?;
+                let mixed = tape.attention(&qkv, &p.stacks[3], EPSILON, 0.125)?;
+                let h = tape.linear_residual(&mixed, p[4], None, &h)?;
+                let z = tape.rms_norm(&h, p[5], EPSILON)?;
+                let h = tape.linear_residual(&tape.linear_gelu(&z, p[6], Some(p[7]))?, p[8], Some(p[9]), &h)?;
+                let logits = tape.linear(&tape.mean_tokens(&h)?, p[10], Some(p[11]))?;
                 tape.cross_entropy(&logits, step.upload(&labels, [batch])?.save(), weight)
             }, |p| {
                 use reference::{add, attention, gelu, linear, rms_norm};
                 let norm = |x: &[f64], gain: &[f64]| rms_norm(x, gain, f64::from(EPSILON));
                 let z = norm(&p[0], &p[1]);
-                let q = norm(&linear(&z, &p[2], &[], width, width), &p[3]);
-                let k = norm(&linear(&z, &p[4], &[], width, width), &p[5]);
-                let v = linear(&z, &p[6], &[], width, width);
-                let mixed = attention(&q, &k, &v, tokens, 1, 0.125);
-                let h = add(&p[0], &linear(&mixed, &p[7], &[], width, width));
-                let z = norm(&h, &p[8]);
-                let inner = gelu(&linear(&z, &p[9], &p[10], width, hidden));
-                let h = add(&h, &linear(&inner, &p[11], &p[12], hidden, width));
+                let project = |part: usize| linear(&z, &p[2][part * width * width..][..width * width], &[], width, width);
+                let (q, k) = (norm(&project(0), &p[3][..64]), norm(&project(1), &p[3][64..]));
+                let mixed = attention(&q, &k, &project(2), tokens, 1, 0.125);
+                let h = add(&p[0], &linear(&mixed, &p[4], &[], width, width));
+                let z = norm(&h, &p[5]);
+                let inner = gelu(&linear(&z, &p[6], &p[7], width, hidden));
+                let h = add(&h, &linear(&inner, &p[8], &p[9], hidden, width));
                 let mean = reference::mean_tokens(&h, tokens, width);
-                let logits = linear(&mean, &p[13], &p[14], width, classes);
+                let logits = linear(&mean, &p[10], &p[11], width, classes);
                 reference::cross_entropy(&logits, &labels, classes, f64::from(weight))
             });
         }
+    }
+
+    /// A pass that overwrites leaves nothing of the last one: not where no gradient comes, nor where a stack is written of
+    /// which a member has been.
+    fn afresh_is_from_zero(device: &Device) {
+        let mut random = Random::new(0);
+        let operands =
+            [normal(&mut random, &[2, 3, 64]), normal(&mut random, &[64]), stack(&mut random, 2, &[64, 64])];
+        let (parameters, p) = parameters_of(device, &operands);
+        let [mut dirty, mut zero] = [(); 2].map(|()| Gradients::zeros(&parameters).unwrap());
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+        arena.step(|step| {
+            for (pass, few) in [false, true, false].into_iter().enumerate() {
+                zero.zero(step)?;
+                for afresh in [true, false] {
+                    let tape = Tape::new(step, &parameters);
+                    let y = if few {
+                        tape.linear(&tape.input(ops::fill(step, [12, 64], 0.5)?), p.stacks[2].members()[1], None)?
+                    } else {
+                        let y = tape.norm_project(&leaf(&tape, p[0])?, p[1], 1e-6, &p.stacks[2])?;
+                        // The first member again, whose gradient comes before the stack's.
+                        tape.linear(&tape.reshape(&y, [12, 64])?, p[2], None)?
+                    };
+                    let loss = tape.cross_entropy(&y, step.upload(&[1; 12], [12])?.save(), 1.0)?;
+                    if afresh { tape.backward_afresh(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
+                }
+                let read = |gradients: &Gradients| step.read(&step.lend(gradients.flat(), [gradients.flat().len()])?);
+                let (got, want) = (read(&dirty)?, read(&zero)?);
+                assert!(want.iter().any(|&gradient| gradient != 0.0));
+                assert_eq!(got, want, "pass {pass}");
+            }
+            Ok(())
+        }).unwrap();
     }
 
     fn misuse_of_a_tape_is_refused(device: &Device) {

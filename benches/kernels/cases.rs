@@ -20,7 +20,7 @@ pub(crate) struct Case {
 pub(crate) type Call = for<'s> fn(&Step<'s>, &mut Set) -> Result<()>;
 
 /// All cases: a read or a write of each element is 4 bytes.
-pub(crate) const CASES: [Case; 16] = [
+pub(crate) const CASES: [Case; 15] = [
     Case { name: "copy", least_bytes: 8, call: |step, set| ops::copy(step, &set.x(step)?).map(drop) },
     Case { name: "fill", least_bytes: 4, call: |step, set| ops::fill(step, [set.x.len()], 1.0).map(drop) },
     Case { name: "tanh", least_bytes: 8, call: |step, set| ops::tanh(step, &set.x(step)?).map(drop) },
@@ -42,11 +42,6 @@ pub(crate) const CASES: [Case; 16] = [
         call: |step, set| ops::rms_norm(step, &set.x(step)?, &set.gain(step)?, EPSILON).map(drop),
     },
     Case { name: "rms_norm_backward", least_bytes: 12, call: rms_norm_backward },
-    Case {
-        name: "cross_entropy",
-        least_bytes: 8,
-        call: |step, set| ops::cross_entropy(step, &set.x(step)?, &set.labels(step)?).map(drop),
-    },
     Case { name: "cross_entropy_and_gradient", least_bytes: 8, call: cross_entropy_and_gradient },
     Case { name: "sum", least_bytes: 4, call: |step, set| ops::sum(step, &set.x(step)?).map(drop) },
     Case { name: "sum_columns", least_bytes: 4, call: |step, set| ops::sum_columns(step, &set.x(step)?).map(drop) },
@@ -65,17 +60,14 @@ fn rms_norm_backward(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let Set { x, dy, gain, dgain, inverse_rms, .. } = set;
     let (x, dy, gain) = (step.lend(x, shape)?, step.lend(dy, shape)?, step.lend(gain, [COLUMNS])?);
     let inverse_rms = step.lend(inverse_rms, [shape[0]])?;
-    ops::rms_norm_gain_backward_into(step, &x, &inverse_rms, &dy, &mut step.lend_mut(dgain, [COLUMNS])?)?;
-    ops::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy).map(drop)
+    let mut dgain = step.lend_mut(dgain, [COLUMNS])?;
+    ops::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, true).map(drop)
 }
 
 /// The mean loss, and its gradient with respect to the logits.
 fn cross_entropy_and_gradient(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let weight = 1.0 / set.labels.len() as f32;
-    let labels = set.labels(step)?;
-    let (losses, probabilities) = ops::cross_entropy(step, &set.x(step)?, &labels)?;
-    ops::scaled_sum(step, &losses, weight)?;
-    ops::cross_entropy_backward(step, &probabilities, &labels, &step.lend(&set.one, [1])?, weight).map(drop)
+    ops::cross_entropy(step, &set.x(step)?, &set.labels(step)?, weight).map(drop)
 }
 
 /// An update without clipping.

@@ -70,10 +70,6 @@ def rms_norm_backward(s):
     return lambda: torch.autograd.grad(y, inputs, s.dy, retain_graph=True)
 
 
-def cross_entropy(s):
-    return lambda: F.cross_entropy(s.x, s.labels, reduction="none")
-
-
 def cross_entropy_and_gradient(s):
     logits = s.x.detach().requires_grad_()
 
@@ -113,7 +109,7 @@ def adamw(s):
 CASES = {
     case.__name__: case
     for case in (
-        copy, fill, tanh, tanh_backward, gelu, gelu_backward, softmax, rms_norm, rms_norm_backward, cross_entropy,
+        copy, fill, tanh, tanh_backward, gelu, gelu_backward, softmax, rms_norm, rms_norm_backward,
         cross_entropy_and_gradient, sum, sum_columns, sum_rows, squared_norm, adamw,
     )
 }  # fmt: skip

@@ -49,15 +49,14 @@ struct Timed {
     losses: Vec<f32>,
 }
 
-/// The step's work on the device: zero gradients, forward, loss, backward, clipping, AdamW. Returns the loss, `[1]`.
+/// The step's work on the device: forward, loss, backward over the old gradients, clipping, AdamW. Returns the loss, `[1]`.
 fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Result<Saved<'s>> {
     let State { model, parameters, gradients, optimizer } = state;
     let weight = 1.0 / labels.shape().elements() as f32;
-    gradients.zero(step)?;
     let tape = Tape::new(step, parameters);
     let logits = model.forward(&tape, &tape.input(x))?;
     let loss = tape.cross_entropy(&logits, labels, weight)?;
-    tape.backward(&loss, gradients)?;
+    tape.backward_afresh(&loss, gradients)?;
     optimizer.apply(step, parameters, gradients)?;
     Ok(*loss.value())
 }

@@ -17,11 +17,14 @@ pub const REDUCTION_BYTES: u32 = BLOCK / LANES * 4;
 
 /// Elements that a block of [`BLOCK`] threads reduces to one.
 pub const CHUNK: usize = 4096;
-/// Rows that a thread of a [`RowChunk`] reduces to one.
-pub const ROW_CHUNK: usize = 64;
-/// Threads in a block of the kernels that reduce over rows: a vector of columns each.
-pub const COLUMN_BLOCK: u32 = 32;
-const COLUMN_TILE: usize = COLUMN_BLOCK as usize * F4::LEN;
+/// Vectors in a row of a [`ColumnTile`].
+const TILE_QUADS: u32 = 8;
+
+/// Rows that a block reduces to one where `rows` are summed: all of up to 1024, else 128 at a time, so that many blocks
+/// share a long sum and a short one needs one launch.
+pub fn row_chunk(rows: usize) -> usize {
+    if rows <= 1024 { 1024 } else { 128 }
+}
 
 /// The index of this thread's first element in a flat array, a multiple of four.
 #[inline(always)]
@@ -112,93 +115,117 @@ pub unsafe fn chunk_fold(x: &[f32], start: F4, fill: f32, combine: impl Fn(f32, 
     value.zip(vectors[3], &combine)
 }
 
-/// The total of four sums to which the rows of a chunk were added in turns, the last row to the fourth: `(0 + 1) + (2 + 3)`.
-/// Where terms cancel, as in a bias's gradient, sums of every fourth row stay smaller than one of all, and so do their
-/// rounding errors; and four chains wait less for each other.
-#[inline(always)]
-pub fn in_turns([first, second, third, fourth]: [F4; 4]) -> F4 {
-    (first + second) + (third + fourth)
-}
-
-/// A thread's part of `[rows, cols]` reduced over its rows to `[ceil(rows / 64), cols]`: four columns of one chunk of
-/// [`ROW_CHUNK`] rows. Blocks of [`COLUMN_BLOCK`] threads run over the columns first, then over the chunks.
-pub struct RowChunk {
-    /// The index of the first of the four columns in the output.
-    pub place: usize,
-    /// How many of the four columns exist.
-    pub part: Part,
-    chunk: usize,
-    /// The index of the first of the four columns in the chunk's first row.
+/// A block's part of `[rows, cols]` reduced over its rows to `[ceil(rows / chunk), cols]`: 32 columns, a cache line of
+/// each row, of one chunk of rows. Its [`BLOCK`] threads take four columns each and every 32nd row; the blocks run over
+/// the columns first, then over the chunks.
+///
+/// The order of a column's sum: the rows r of a chunk by `r mod 32`, ascending, then these up to 32 sums, ascending.
+#[derive(Clone, Copy)]
+pub struct ColumnTile {
+    /// The index of this thread's first element; `end` or more where it has none.
     pub first: usize,
     /// The index where the chunk ends.
     pub end: usize,
+    /// How many of the thread's four columns exist.
+    pub part: Part,
+    /// The tile's first column, and the chunk.
+    place: (usize, usize),
+    cols: usize,
 }
 
-impl RowChunk {
-    /// This thread's chunk and columns in an input of `length` elements in rows of `cols`; none beyond the last column.
+impl ColumnTile {
+    /// Columns of a tile.
+    pub const COLUMNS: u32 = TILE_QUADS * F4::LEN as u32;
+    /// Rows that a block takes at once.
+    pub const GROUPS: u32 = BLOCK / TILE_QUADS;
+    /// Shared bytes of [`ColumnTile::finish`].
+    pub const BYTES: u32 = Self::GROUPS * Self::COLUMNS * 4;
+
+    /// This block's tile of an input of `length` elements in rows of `cols`.
     ///
     /// # Safety
     /// `cols` is not 0.
     #[inline(always)]
-    pub unsafe fn new(length: usize, cols: usize) -> Option<Self> {
-        let tiles = cols.div_ceil(COLUMN_TILE);
+    pub unsafe fn new(length: usize, cols: usize, chunk: usize) -> Self {
         // SAFETY: at least one tile, as the caller promises.
-        let (chunk, tile) = unsafe { divide(thread::block_idx_x() as usize, tiles) };
-        let column = tile * COLUMN_TILE + thread::thread_idx_x() as usize * F4::LEN;
-        if column >= cols {
-            return None;
-        }
-        let first = chunk * ROW_CHUNK * cols + column;
-        let after = first + ROW_CHUNK * cols;
+        let (number, tile) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(Self::COLUMNS as usize)) };
+        let start = tile * Self::COLUMNS as usize;
+        let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
+        let (begin, after) = (number * chunk * cols, (number + 1) * chunk * cols);
         let end = if after < length { after } else { length };
-        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
-        Some(Self { place: chunk * cols + column, part, chunk, first, end })
+        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols.saturating_sub(column)) };
+        let row = (thread::thread_idx_x() / TILE_QUADS) as usize;
+        let first = if column < cols { begin + row * cols + column } else { end };
+        Self { first, end, part, place: (start, number), cols }
     }
 
-    /// The first row of the chunk.
+    /// Elements from one of the thread's rows to the next.
     #[inline(always)]
-    pub fn first_row(&self) -> usize {
-        self.chunk * ROW_CHUNK
+    pub fn stride(&self) -> usize {
+        Self::GROUPS as usize * self.cols
+    }
+
+    /// The sums of the tile's columns from the threads' sums: for a thread that has one of them, its index in the output
+    /// and the sum. `tile` holds [`ColumnTile::BYTES`].
+    ///
+    /// # Safety
+    /// All threads of a block of [`BLOCK`] call it together, once.
+    #[inline(always)]
+    pub unsafe fn finish(self, tile: SharedTile<f32>, sum: F4) -> Option<(usize, f32)> {
+        let thread = thread::thread_idx_x();
+        tile.set4(thread * F4::LEN as u32, sum);
+        thread::sync_threads();
+        let (start, chunk) = self.place;
+        let column = start + thread as usize;
+        if thread >= Self::COLUMNS || column >= self.cols {
+            return None;
+        }
+        let mut total = tile.get(thread);
+        let mut group = 1;
+        while group < Self::GROUPS {
+            total += tile.get(group * Self::COLUMNS + thread);
+            group += 1;
+        }
+        Some((chunk * self.cols + column, total))
     }
 
     /// The grid over `rows` rows of `cols`.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub fn grid(rows: usize, cols: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
-        cuda_std::launch::Grid::cover(rows.div_ceil(ROW_CHUNK) * cols.div_ceil(COLUMN_TILE), 1)
+    pub fn grid(rows: usize, cols: usize, chunk: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+        cuda_std::launch::Grid::cover(rows.div_ceil(chunk) * cols.div_ceil(Self::COLUMNS as usize), 1)
     }
 }
 
-/// Runs `body` for each row of a [`RowChunk`](crate::block::RowChunk) of an input with `cols` columns, ascending, with
-/// the index of the first of the four columns and the [`Part`](crate::vector::Part) that exists. As for
-/// [`for_own_vector`], compiled twice.
+/// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile), ascending, with the index of the
+/// first of its four columns and the [`Part`](crate::vector::Part) that exists. As for [`for_own_vector`], compiled twice.
 #[macro_export]
 macro_rules! for_each_row {
-    ($chunk:expr, $cols:expr, |$index:ident, $part:ident| $body:block) => {{
-        let (cols, end) = ($cols, $chunk.end);
-        let mut $index = $chunk.first;
-        if let $crate::vector::Part::First(count) = $chunk.part {
+    ($tile:expr, |$index:ident, $part:ident| $body:block) => {{
+        let (stride, end) = ($tile.stride(), $tile.end);
+        let mut $index = $tile.first;
+        if let $crate::vector::Part::First(count) = $tile.part {
             let $part = $crate::vector::Part::First(count);
             while $index < end {
                 $body
-                $index += cols;
+                $index += stride;
             }
         } else {
             let $part = $crate::vector::Part::Whole;
             // Four at a time, so that the GPU's loads overlap.
             #[cfg(target_arch = "nvptx64")]
-            while $index + 3 * cols < end {
+            while $index + 3 * stride < end {
                 $body
-                $index += cols;
+                $index += stride;
                 $body
-                $index += cols;
+                $index += stride;
                 $body
-                $index += cols;
+                $index += stride;
                 $body
-                $index += cols;
+                $index += stride;
             }
             while $index < end {
                 $body
-                $index += cols;
+                $index += stride;
             }
         }
     }};

@@ -32,9 +32,15 @@ impl Row {
     /// This thread's row among the `length` elements in rows of `cols`; none beyond the end.
     #[inline(always)]
     pub fn new(length: usize, cols: usize) -> Option<Self> {
+        Self::after(thread::block_idx_x() as usize * (ROW_BLOCK / lanes_of(cols)) as usize, length, cols)
+    }
+
+    /// This thread's row when the block's first threads have row `first`, the next ones the next.
+    #[inline(always)]
+    pub fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
         let lanes = lanes_of(cols);
-        let (thread, lane) = (thread::thread_idx_x(), warp::lane_id());
-        let number = thread::block_idx_x() as usize * (ROW_BLOCK / lanes) as usize + (thread / lanes) as usize;
+        let lane = warp::lane_id();
+        let number = first + (thread::thread_idx_x() / lanes) as usize;
         let start = number * cols;
         if start >= length {
             return None;
@@ -93,7 +99,7 @@ impl Row {
 
 /// The lanes that share a row of `cols`.
 #[inline(always)]
-fn lanes_of(cols: usize) -> u32 {
+pub fn lanes_of(cols: usize) -> u32 {
     const SHARE: usize = 4 * F4::LEN;
     if cols > LANES as usize / 2 * SHARE { LANES } else { cols.div_ceil(SHARE).next_power_of_two() as u32 }
 }

@@ -92,13 +92,14 @@ impl Learner {
         part: Part,
     ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
         let Self { model, parameters, gradients, optimizer } = self;
-        if part.first {
-            gradients.zero(step)?;
-        }
         let tape = Tape::new(step, parameters);
         let logits = model.forward(&tape, &tape.input(x))?;
         let mean = tape.cross_entropy(&logits, labels, 1.0 / part.batch as f32)?;
-        tape.backward(&mean, gradients)?;
+        if part.first {
+            tape.backward_afresh(&mean, gradients)?;
+        } else {
+            tape.backward(&mean, gradients)?;
+        }
         let head = gradients.lend_mut(step, model.head_weight())?;
         let head_squared = part.last.then(|| ops::squared_norm(step, &head)).transpose()?;
         if part.update {

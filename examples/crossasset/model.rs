@@ -28,11 +28,10 @@ pub(crate) struct Model {
 /// One transformer layer.
 struct Block {
     norm1: Parameter,
-    wq: Parameter,
-    wk: Parameter,
-    wv: Parameter,
-    q_norm: Parameter,
-    k_norm: Parameter,
+    /// Wq, Wk, Wv.
+    projections: Stack,
+    /// The gains of q and of k.
+    qk_norm: Stack,
     wo: Parameter,
     norm2: Parameter,
     ffn1: [Parameter; 2],
@@ -55,23 +54,23 @@ impl Model {
         for number in 0..LAYERS {
             let name = |part: &str| format!("layer{number}.{part}");
             let one = Initializer::Constant(1.0);
+            let projection = |part: usize| name(["wq.weight", "wk.weight", "wv.weight"][part]);
+            let projections = layout.add_stack(3, projection, [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
             let mut matrix = |part, rows, cols| layout.add(name(part), [rows, cols], Initializer::fan_in(rows));
-            let [wq, wk, wv, wo] =
-                ["wq.weight", "wk.weight", "wv.weight", "wo.weight"].map(|part| matrix(part, WIDTH, WIDTH));
+            let wo = matrix("wo.weight", WIDTH, WIDTH);
             let ffn1 = matrix("ffn1.weight", WIDTH, HIDDEN);
             let ffn2 = matrix("ffn2.weight", HIDDEN, WIDTH);
-            let mut vector = |part, len, start| layout.add(name(part), [len], start);
+            let norm1 = layout.add(name("norm1.gain"), [WIDTH], one);
+            let norm2 = layout.add(name("norm2.gain"), [WIDTH], one);
+            let qk_norm = layout.add_stack(2, |part| name(["q_norm.gain", "k_norm.gain"][part]), [HEAD], one);
             layers.push(Block {
-                norm1: vector("norm1.gain", WIDTH, one),
-                norm2: vector("norm2.gain", WIDTH, one),
-                q_norm: vector("q_norm.gain", HEAD, one),
-                k_norm: vector("k_norm.gain", HEAD, one),
-                ffn1: [ffn1, vector("ffn1.bias", HIDDEN, zero)],
-                ffn2: [ffn2, vector("ffn2.bias", WIDTH, zero)],
-                wq,
-                wk,
-                wv,
+                norm1,
+                projections,
+                qk_norm,
                 wo,
+                norm2,
+                ffn1: [ffn1, layout.add(name("ffn1.bias"), [HIDDEN], zero)],
+                ffn2: [ffn2, layout.add(name("ffn2.bias"), [WIDTH], zero)],
             });
         }
         let head_weight = layout.add("head.weight", [WIDTH, CLASSES], Initializer::fan_in(WIDTH));
@@ -99,11 +98,8 @@ impl Model {
 
 impl Block {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, h: &Var<'s>) -> Result<Var<'s>> {
-        let z = tape.rms_norm(h, self.norm1, EPSILON)?;
-        let q = tape.rms_norm_heads(&tape.linear(&z, self.wq, None)?, self.q_norm, EPSILON)?;
-        let k = tape.rms_norm_heads(&tape.linear(&z, self.wk, None)?, self.k_norm, EPSILON)?;
-        let v = tape.linear(&z, self.wv, None)?;
-        let mixed = tape.attention(&q, &k, &v, 1.0 / (HEAD as f32).sqrt())?;
+        let qkv = tape.norm_project(h, self.norm1, EPSILON, &self.projections)?;
+        let mixed = tape.attention(&qkv, &self.qk_norm, EPSILON, 1.0 / (HEAD as f32).sqrt())?;
         let h = tape.linear_residual(&mixed, self.wo, None, h)?;
         let z = tape.rms_norm(&h, self.norm2, EPSILON)?;
         let ([w1, b1], [w2, b2]) = (self.ffn1, self.ffn2);

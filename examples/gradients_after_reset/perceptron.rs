@@ -49,7 +49,8 @@ impl<'s> Keeper<'s> for Vec<Saved<'s>> {
 /// What forward leaves for backward, by the keeper's numbers.
 struct Activations<'s> {
     loss: f32,
-    labels: Saved<'s, u32>,
+    /// -1 at each row's label, else 0.
+    less: Saved<'s>,
     inputs: [usize; Perceptron::LAYERS],
     before_gelu: Vec<usize>,
     probabilities: usize,
@@ -84,7 +85,10 @@ impl Perceptron {
     }
 
     fn forward<'s>(&self, step: &Eager<'s>, keeper: &mut impl Keeper<'s>, batch: &Batch) -> Result<Activations<'s>> {
-        let labels = step.upload(&batch.labels, [ROWS])?.save();
+        let labels = step.upload(&batch.labels, [ROWS])?;
+        let mut less = vec![0.0; ROWS * WIDTH];
+        batch.labels.iter().enumerate().for_each(|(row, &label)| less[row * WIDTH + label as usize] = -1.0);
+        let less = step.upload(&less, [ROWS, WIDTH])?.save();
         let mut inputs = [keeper.keep(step, step.upload(&batch.x, [ROWS, WIDTH])?)?; Self::LAYERS];
         let mut before_gelu = Vec::new();
         for layer in 1..Self::LAYERS {
@@ -96,18 +100,14 @@ impl Perceptron {
         }
         let last = Self::LAYERS - 1;
         let logits = ops::matmul(step, &keeper.kept(step, inputs[last])?, &self.weight(step, last)?)?;
-        let (losses, probabilities) = ops::cross_entropy(step, &logits, &labels)?;
-        let loss = step.read_scalar(&ops::scaled_sum(step, &losses, Self::WEIGHT)?)?;
-        let probabilities = keeper.keep(step, probabilities)?;
-        Ok(Activations { loss, labels, inputs, before_gelu, probabilities })
+        let (loss, _) = ops::cross_entropy(step, &logits, &labels, Self::WEIGHT)?;
+        let probabilities = keeper.keep(step, ops::softmax(step, &logits)?)?;
+        Ok(Activations { loss: step.read_scalar(&loss)?, less, inputs, before_gelu, probabilities })
     }
 
     fn backward<'s>(&mut self, step: &Step<'s>, keeper: &mut impl Keeper<'s>, forward: &Activations<'s>) -> Result<()> {
-        let upstream = ops::fill(step, [1], 1.0)?;
-        let probabilities = keeper.kept(step, forward.probabilities)?;
-        let dlogits = ops::cross_entropy_backward(step, &probabilities, &forward.labels, &upstream, Self::WEIGHT)?;
-        drop(probabilities);
-        let mut dy = keeper.keep(step, dlogits)?;
+        let errors = ops::add(step, &keeper.kept(step, forward.probabilities)?, &forward.less)?;
+        let mut dy = keeper.keep(step, ops::scale(step, &errors, Self::WEIGHT)?)?;
         for layer in (0..Self::LAYERS).rev() {
             let mut dx = None;
             if layer > 0 {

@@ -111,19 +111,26 @@ pub(crate) const CASES: [(&str, Case); 45] = [
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
     ("gelu_backward", |i| i.flat(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
+    ("gelu_bias_backward", |i| {
+        i.rows(|i, x| {
+            let (dy, mut db) = (i.normals(x.shape())?, i.gain(x)?);
+            i.keep(&ops::gelu_bias_backward(i.step, x, &dy, &mut db, true)?)?;
+            i.keep(&db)
+        })
+    }),
     ("adamw", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| adamw(i, length))),
     ("attention_forward", |i| {
-        i.heads(|i, [q, k, v, _]| {
-            let (out, probabilities) = ops::attention(i.step, q, k, v, 0.125)?;
-            i.keep(&out)?;
-            i.keep(&probabilities)
+        i.heads(|i, qkv, gains, _| {
+            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, 0.125)?;
+            [out.save(), kept.probabilities, kept.inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
     ("attention_backward", |i| {
-        i.heads(|i, [q, k, v, dout]| {
-            let (_, probabilities) = ops::attention(i.step, q, k, v, 0.125)?;
-            let gradients = ops::attention_backward(i.step, q, k, v, &probabilities, dout, 0.125)?;
-            gradients.iter().try_for_each(|gradient| i.keep(gradient))
+        i.heads(|i, qkv, gains, dout| {
+            let (kept, mut dgains) = (ops::attention(i.step, qkv, gains, 1e-6, 0.125)?.kept, i.normals([2, 64])?);
+            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, 0.125, &mut dgains, true)?;
+            i.keep(&dqkv)?;
+            i.keep(&dgains)
         })
     }),
     ("checksum", |i| {
@@ -141,6 +148,7 @@ pub(crate) const CASES: [(&str, Case); 45] = [
         })
     }),
     ("scale", |i| i.flat(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
+    ("scale_by", |i| i.flat(|i, [x, _]| i.keep(&ops::scale_by(i.step, x, &i.normals([1])?)?))),
     ("add_bias", |i| {
         i.rows(|i, x| {
             let bias = i.normals([x.shape().as_rows()[1]])?;
@@ -162,18 +170,11 @@ pub(crate) const CASES: [(&str, Case); 45] = [
         }
         i.keep(&found)
     }),
-    ("cross_entropy_forward", |i| {
+    ("cross_entropy", |i| {
         i.rows(|i, logits| {
-            let (losses, probabilities) = ops::cross_entropy(i.step, logits, &i.labels(logits)?)?;
-            i.keep(&losses)?;
-            i.keep(&probabilities)
-        })
-    }),
-    ("cross_entropy_backward", |i| {
-        i.rows(|i, logits| {
-            let (labels, upstream) = (i.labels(logits)?, i.normals([1])?);
-            let (_, probabilities) = ops::cross_entropy(i.step, logits, &labels)?;
-            i.keep(&ops::cross_entropy_backward(i.step, &probabilities, &labels, &upstream, 0.1)?)
+            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &i.labels(logits)?, 0.1)?;
+            i.keep(&loss)?;
+            i.keep(&dlogits)
         })
     }),
     ("matmul_16x16", |i| matmul!(i, matmul_16x16)),
@@ -196,16 +197,11 @@ pub(crate) const CASES: [(&str, Case); 45] = [
     }),
     ("rms_norm_backward", |i| {
         i.rows(|i, x| {
-            let (gain, dy) = (i.gain(x)?, i.normals(x.shape())?);
+            let (mut gain, dy, so_far) = (i.gain(x)?, i.normals(x.shape())?, i.normals(x.shape())?);
             let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
-            i.keep(&ops::rms_norm_backward(i.step, x, &gain, &scale, &dy)?)
-        })
-    }),
-    ("rms_norm_gain_partials", |i| {
-        i.rows(|i, x| {
-            let (mut gain, dy) = (i.gain(x)?, i.normals(x.shape())?);
-            let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
-            ops::rms_norm_gain_backward_into(i.step, x, &scale, &dy, &mut gain)?;
+            let weights = ops::copy(i.step, &gain)?;
+            let dx = ops::rms_norm_backward(i.step, x, &weights, &scale, &dy, Some(so_far), &mut gain, true)?;
+            i.keep(&dx)?;
             i.keep(&gain)
         })
     }),
@@ -315,10 +311,11 @@ impl<'s> Inputs<'_, 's> {
         op(self, &self.step.upload(&values, [rows, cols])?)
     }
 
-    /// The op on four arrays of `[samples, tokens, width]`, each a head of attention.
-    fn heads(&self, op: impl Fn(&Self, &[Tensor<'s>; 4]) -> Result<()>) -> Result<()> {
-        for shape in [[4, 12, 256], [3, 16, 128], [2, 1, 64]] {
-            op(self, &[self.normals(shape)?, self.normals(shape)?, self.normals(shape)?, self.normals(shape)?])?;
+    /// Attention on q, k and v, gains, and a gradient of the output.
+    fn heads(&self, op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
+        for [samples, tokens, width] in [[4, 12, 256], [3, 16, 128], [2, 1, 64]] {
+            let qkv = self.normals([3, samples, tokens, width])?;
+            op(self, &qkv, &self.normals([2, 64])?, &self.normals([samples, tokens, width])?)?;
         }
         Ok(())
     }
@@ -329,7 +326,7 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// A result: its bits count, but a NaN's.
-    fn keep<T: Element>(&self, tensor: &Tensor<'s, T>) -> Result<()> {
+    fn keep<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<()> {
         let values = self.step.read(tensor)?;
         let mut words = bytemuck::cast_slice::<T, u32>(&values).to_vec();
         if T::NAME == f32::NAME {

@@ -2,26 +2,27 @@
 
 use super::{Tape, Var};
 use crate::error::Result;
-use crate::ops;
+use crate::ops::{self, Attention};
+use crate::params::Stack;
 
 impl<'s> Tape<'_, 's> {
-    /// [`ops::attention`]; `q`, `k`, `v`: `[batch, tokens, heads 64]`.
+    /// [`ops::attention`] with normalised queries and keys; `qkv`: `[3, batch, tokens, heads 64]`, as [`Tape::norm_project`]
+    /// gives it, `gains`: those of q and of k, `[64]` each; result: `[batch, tokens, heads 64]`.
     ///
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn attention(&self, q: &Var<'s>, k: &Var<'s>, v: &Var<'s>, scale: f32) -> Result<Var<'s>> {
-        for x in [q, k, v] {
-            self.check(x)?;
-        }
-        let (out, probabilities) = ops::attention(self.step, &q.value, &k.value, &v.value, scale)?;
-        let (q, k, v, probabilities) = (*q, *k, *v, probabilities.save());
+    pub fn attention(&self, qkv: &Var<'s>, gains: &Stack, epsilon: f32, scale: f32) -> Result<Var<'s>> {
+        self.check(qkv)?;
+        let weights = self.parameters.lend_stack(self.step, gains)?;
+        let Attention { out, kept } = ops::attention(self.step, &qkv.value, &weights, epsilon, scale)?;
+        let (qkv, gains) = (*qkv, gains.clone());
         Ok(self.record(out.save(), move |back, dout| {
-            let [dq, dk, dv] =
-                ops::attention_backward(back.step(), &q.value, &k.value, &v.value, &probabilities, &dout, scale)?;
-            back.add(&q, dq)?;
-            back.add(&k, dk)?;
-            back.add(&v, dv)
+            let (step, weights) = (back.step(), back.stack_weights(&gains)?);
+            let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
+            let dqkv =
+                ops::attention_backward(step, &qkv.value, &weights, &kept, &dout, scale, &mut dgains, accumulate)?;
+            back.add(&qkv, dqkv)
         }))
     }
 }

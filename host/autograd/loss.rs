@@ -7,19 +7,15 @@ use crate::tensor::Saved;
 
 impl<'s> Tape<'_, 's> {
     /// `loss = weight * sum over rows of -log softmax(logits)[label]`, `[1]`; `logits`: `[rows, classes]`, `labels`:
-    /// `[rows]`. A mean over the batch has `weight = 1 / rows`; with micro-batches, one over all their rows.
+    /// `[rows]`. A mean over the batch has `weight = 1 / rows`; with micro-batches, one over all their rows. Its gradient is
+    /// computed in the same launch.
     ///
     /// # Errors
     /// Those of [`ops::cross_entropy`].
     #[track_caller]
     pub fn cross_entropy(&self, logits: &Var<'s>, labels: Saved<'s, u32>, weight: f32) -> Result<Var<'s>> {
         self.check(logits)?;
-        let (losses, probabilities) = ops::cross_entropy(self.step, &logits.value, &labels)?;
-        let loss = ops::scaled_sum(self.step, &losses, weight)?;
-        let (logits, probabilities) = (*logits, probabilities.save());
-        Ok(self.record(loss.save(), move |back, upstream| {
-            let dlogits = ops::cross_entropy_backward(back.step(), &probabilities, &labels, &upstream, weight)?;
-            back.add(&logits, dlogits)
-        }))
+        let (loss, dlogits) = ops::cross_entropy(self.step, &logits.value, &labels, weight)?;
+        Ok(self.record_known(loss.save(), *logits, dlogits))
     }
 }

@@ -57,8 +57,15 @@ impl<'s> Tape<'_, 's> {
         let (y, pre) = ops::linear_gelu(self.step, &x.value, &self.weights(w)?, bias.as_ref())?;
         let (x, pre) = (*x, pre.save());
         Ok(self.record(y.save(), move |back, dy| {
-            let dpre = ops::gelu_backward(back.step(), &pre, &dy)?;
-            linear_backward(back, &x, w, b, &dpre)
+            let step = back.step();
+            let dpre = match b {
+                Some(b) => {
+                    let (mut db, accumulate) = back.gradient(b)?;
+                    ops::gelu_bias_backward(step, &pre, &dy, &mut db, accumulate)?
+                }
+                None => ops::gelu_backward(step, &pre, &dy)?,
+            };
+            linear_backward(back, &x, w, None, &dpre)
         }))
     }
 
@@ -117,12 +124,15 @@ impl<'s> Tape<'_, 's> {
                 stride_a: k,
                 stride_b: n,
                 stride_c: w_stride,
-                ..Gemm::new(k, n, batch).transpose_a().accumulate()
+                ..Gemm::new(k, n, batch).transpose_a()
             };
             let step = back.step();
-            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut back.gradients().lend_stack_mut(step, &w)?)?;
+            let (mut dw, accumulate) = back.stack_gradient(&w)?;
+            let form = if accumulate { form.accumulate() } else { form };
+            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
             let dy = dy.reshape([batch, tokens * n])?;
-            ops::sum_rows_into(step, &dy, &mut back.gradients().lend_stack_mut(step, &b)?, true)
+            let (mut db, accumulate) = back.stack_gradient(&b)?;
+            ops::sum_rows_into(step, &dy, &mut db, accumulate)
         }))
     }
 }
@@ -136,10 +146,13 @@ fn linear_backward<'s>(
 ) -> Result<()> {
     let (step, weights) = (back.step(), back.weights(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
-    let form = Gemm::new(k, n, rows).transpose_a().accumulate();
-    ops::gemm_into(step, &form, &x.value, dy, None::<&Saved<'s>>, &mut back.gradients().lend_mut(step, w)?)?;
+    let form = Gemm::new(k, n, rows).transpose_a();
+    let (mut dw, accumulate) = back.gradient(w)?;
+    let form = if accumulate { form.accumulate() } else { form };
+    ops::gemm_into(step, &form, &x.value, dy, None::<&Saved<'s>>, &mut dw)?;
     if let Some(b) = b {
-        ops::sum_rows_into(step, dy, &mut back.gradients().lend_mut(step, b)?, true)?;
+        let (mut db, accumulate) = back.gradient(b)?;
+        ops::sum_rows_into(step, dy, &mut db, accumulate)?;
     }
     if !back.wants(x) {
         return Ok(());

@@ -15,10 +15,10 @@ mod norm;
 mod tokens;
 
 use crate::error::{Error, Result};
-use crate::launch::Lent;
+use crate::launch::{Lent, LentMut};
 use crate::memory::Phase;
 use crate::ops;
-use crate::params::{Gradients, Parameter, Parameters};
+use crate::params::{Gradients, Parameter, Parameters, Stack};
 use crate::step::Step;
 use crate::tensor::{Saved, Shape, Tensor};
 use std::cell::RefCell;
@@ -50,10 +50,17 @@ impl<'s> Var<'s> {
 /// Turns the gradient of a record's output into gradients of its inputs and parameters.
 type Closure<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't>;
 
-/// A closure, and the line of the forward pass that is the reason for its work.
+/// What a record does when its output's gradient has come.
+enum Work<'t, 's> {
+    Closure(Closure<'t, 's>),
+    /// The output is one element and its derivative by a variable is there already.
+    Known(Var<'s>, Tensor<'s>),
+}
+
+/// Work, and the line of the forward pass that is its reason.
 struct Record<'t, 's> {
     site: &'static Location<'static>,
-    backward: Closure<'t, 's>,
+    work: Work<'t, 's>,
 }
 
 /// The forward pass of one step, remembered for one backward pass.
@@ -98,15 +105,26 @@ impl<'t, 's> Tape<'t, 's> {
     }
 
     /// Puts an op's output on the tape. `backward` gets the output's gradient and gives the inputs theirs, through
-    /// [`Backward::add`] and [`Backward::gradients`].
+    /// [`Backward::add`] and [`Backward::gradient`].
     #[track_caller]
     pub fn record(
         &self,
         value: Saved<'s>,
         backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
     ) -> Var<'s> {
+        self.push(value, Work::Closure(Box::new(backward)))
+    }
+
+    /// Puts an op's output of one element on the tape, whose derivative by `x` is known.
+    #[track_caller]
+    fn record_known(&self, value: Saved<'s>, x: Var<'s>, derivative: Tensor<'s>) -> Var<'s> {
+        self.push(value, Work::Known(x, derivative))
+    }
+
+    #[track_caller]
+    fn push(&self, value: Saved<'s>, work: Work<'t, 's>) -> Var<'s> {
         let mut records = self.records.borrow_mut();
-        records.push(Record { site: Location::caller(), backward: Box::new(backward) });
+        records.push(Record { site: Location::caller(), work });
         Var { value, tape: self.identity, record: Some(records.len() - 1) }
     }
 
@@ -130,6 +148,22 @@ impl<'t, 's> Tape<'t, 's> {
     /// [`Error::Misuse`] when `loss` is another tape's or not one element, or `gradients` are another model's.
     #[track_caller]
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
+        let written = vec![true; gradients.layout().entries().len()];
+        self.run(loss, gradients, written)
+    }
+
+    /// [`Tape::backward`] over whatever `gradients` hold: as if they were zero before, without a pass that makes them so.
+    ///
+    /// # Errors
+    /// As for [`Tape::backward`].
+    #[track_caller]
+    pub fn backward_afresh(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
+        let written = vec![false; gradients.layout().entries().len()];
+        self.run(loss, gradients, written)
+    }
+
+    #[track_caller]
+    fn run(self, loss: &Var<'s>, gradients: &mut Gradients, written: Vec<bool>) -> Result<()> {
         self.check(loss)?;
         if loss.shape().elements() != 1 {
             return Err(Error::misuse("backward", "a loss of one element", format!("shape {}", loss.shape())));
@@ -141,15 +175,25 @@ impl<'t, 's> Tape<'t, 's> {
         let (step, parameters) = (self.step, self.parameters);
         let _phase = step.enter(Phase::Backward);
         let pending = records.iter().map(|_| None).collect();
-        let mut back = Backward { step, parameters, gradients, pending };
-        back.add(loss, ops::fill(step, loss.shape(), 1.0)?)?;
-        for (at, record) in records.into_iter().enumerate().rev() {
-            // No gradient has come: the loss does not depend on it.
-            if let Some(gradient) = back.pending[at].take() {
-                step.region().attribute(Some(record.site));
-                (record.backward)(&mut back, gradient)?;
+        let mut back = Backward { step, parameters, gradients, written, pending };
+        for (at, Record { site, work }) in records.into_iter().enumerate().rev() {
+            let root = loss.record == Some(at);
+            // Without a gradient, the loss does not depend on it.
+            let upstream = back.pending[at].take();
+            if upstream.is_none() && !root {
+                continue;
+            }
+            step.region().attribute(Some(site));
+            match (work, upstream) {
+                (Work::Known(x, derivative), None) => back.add(&x, derivative)?,
+                (Work::Known(x, derivative), Some(upstream)) => {
+                    back.add(&x, ops::scale_by(step, &derivative, &upstream)?)?;
+                }
+                (Work::Closure(closure), Some(upstream)) => closure(&mut back, upstream)?,
+                (Work::Closure(closure), None) => closure(&mut back, ops::fill(step, loss.shape(), 1.0)?)?,
             }
         }
+        back.finish()?;
         step.region().pass_completed();
         Ok(())
     }
@@ -167,6 +211,8 @@ pub struct Backward<'b, 't, 's> {
     step: &'t Step<'s>,
     parameters: &'t Parameters,
     gradients: &'b mut Gradients,
+    /// Whether each parameter's gradient holds what counts: if not, the next to come overwrites it.
+    written: Vec<bool>,
     /// The gradient that each record's output has so far.
     pending: Vec<Option<Tensor<'s>>>,
 }
@@ -183,9 +229,37 @@ impl<'t, 's> Backward<'_, 't, 's> {
         self.step
     }
 
-    /// The gradients of the parameters, to be added to.
-    pub fn gradients(&mut self) -> &mut Gradients {
-        self.gradients
+    /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on another device than the step.
+    pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
+        let written = std::mem::replace(&mut self.written[parameter.index()], true);
+        Ok((self.gradients.lend_mut(self.step, parameter)?, written))
+    }
+
+    /// A stack's gradients as one, flat; see [`Backward::gradient`].
+    fn stack_gradient(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
+        // One write must do for all: where some are written already, the others start from zero.
+        let written = stack.members().iter().any(|member| self.written[member.index()]);
+        for member in stack.members() {
+            if written {
+                self.zero_unless_written(*member)?;
+            }
+            self.written[member.index()] = true;
+        }
+        Ok((self.gradients.lend_stack_mut(self.step, stack)?, written))
+    }
+
+    /// Gradients that nothing has come for are zero.
+    fn finish(&mut self) -> Result<()> {
+        self.parameters.layout().parameters().try_for_each(|parameter| self.zero_unless_written(parameter))
+    }
+
+    fn zero_unless_written(&mut self, parameter: Parameter) -> Result<()> {
+        let step = self.step;
+        let (mut gradient, written) = self.gradient(parameter)?;
+        if written { Ok(()) } else { ops::fill_into(step, &mut gradient, 0.0) }
     }
 
     /// The weights of a parameter.
@@ -194,6 +268,11 @@ impl<'t, 's> Backward<'_, 't, 's> {
     /// [`Error::Misuse`] when they are on another device than the step.
     pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
         self.parameters.lend(self.step, parameter)
+    }
+
+    /// A stack's weights, flat.
+    fn stack_weights(&self, stack: &Stack) -> Result<Lent<'t, 's>> {
+        self.parameters.lend_stack(self.step, stack)
     }
 
     /// Whether `var`'s gradient is wanted: an input's is not.

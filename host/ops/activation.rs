@@ -1,10 +1,11 @@
 //! tanh and GELU, with their derivatives.
 
-use super::same_shape;
+use super::{same_shape, sum_rows_into};
 use crate::error::Result;
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
+use cuda_std::launch::PointerMut;
 use kernels::activation;
 
 /// `y = tanh(x)`, element by element; `x`, `y`: any shape.
@@ -55,5 +56,37 @@ pub fn gelu_backward<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, dy: &impl So
     same_shape("gelu_backward", x.shape(), dy.shape())?;
     let mut dx = step.empty(x.shape())?;
     step.launch(activation::gelu_backward { x: x.slice(), dy: dy.slice(), dx: dx.out() })?;
+    Ok(dx)
+}
+
+/// `dx = dy gelu'(x)` and `db = sum over rows of dx`, for x that ends in a bias; `x`, `dy`, `dx`: `[.., cols]`, `db`:
+/// `[cols]`, added to when `accumulate`, else overwritten. Queued; one launch up to 128 rows; scratch: a 128th of x.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
+pub fn gelu_bias_backward<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    dy: &impl Source<'s, f32>,
+    db: &mut impl Target<'s, f32>,
+    accumulate: bool,
+) -> Result<Tensor<'s>> {
+    const OP: &str = "gelu_bias_backward";
+    same_shape(OP, x.shape(), dy.shape())?;
+    let [rows, cols] = x.shape().as_rows();
+    same_shape(OP, [cols].into(), db.shape())?;
+    let mut dx = step.empty(x.shape())?;
+    let mut launch = |db: PointerMut<'_, f32>, accumulate| {
+        let (x, dy, dx) = (x.slice(), dy.slice(), dx.out());
+        step.launch(activation::gelu_bias_backward { x, dy, cols, accumulate, dx, db })
+    };
+    if (1..=activation::BIAS_ROWS).contains(&rows) {
+        launch(db.out(), u32::from(accumulate))?;
+    } else {
+        let mut partials = step.empty([rows.div_ceil(activation::BIAS_ROWS), cols])?;
+        launch(partials.out(), 0)?;
+        sum_rows_into(step, &partials, db, accumulate)?;
+    }
     Ok(dx)
 }

@@ -40,6 +40,18 @@ pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Resu
     Ok(out)
 }
 
+/// `out = factor x`; `factor`: `[1]`; `x`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when the factor is not one element; [`Error::ArenaFull`].
+#[track_caller]
+pub fn scale_by<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+    same_shape("scale_by", [1].into(), factor.shape())?;
+    let mut out = step.empty(x.shape())?;
+    step.launch(elementwise::scale_by { x: x.slice(), factor: factor.slice(), out: out.out() })?;
+    Ok(out)
+}
+
 /// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queued, no scratch.
 ///
 /// # Errors

@@ -20,15 +20,15 @@ mod reduce;
 mod softmax;
 mod tokens;
 
-pub use activation::{gelu, gelu_backward, tanh, tanh_backward};
+pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::adamw;
-pub use attention::{attention, attention_backward};
-pub use elementwise::{add, add_assign, add_bias, scale};
+pub use attention::{Attention, AttentionKept, attention, attention_backward};
+pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
-pub use loss::{cross_entropy, cross_entropy_backward};
+pub use loss::cross_entropy;
 pub use matmul::{Gemm, TILES, Tile, gemm_into, linear, linear_gelu, linear_residual, matmul};
-pub use norm::{rms_norm, rms_norm_backward, rms_norm_gain_backward_into};
+pub use norm::{rms_norm, rms_norm_backward};
 pub use precision::{Precision, round_bf16};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,

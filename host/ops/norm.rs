@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
+use cuda_std::launch::PointerMut;
 use kernels::norm as kernel;
 
 /// `y = x gain / sqrt(mean(x^2) + epsilon)` by row; `x`, `y`: `[.., cols]`, `gain`: `[cols]`. Returns `y` and
@@ -33,8 +34,12 @@ pub fn rms_norm<'s>(
     Ok((y, inverse_rms))
 }
 
-/// `dx = r (g dy) - x r^3 / cols * sum over c of (g dy x)` by row, with `r` = `inverse_rms`, `g` = `gain`; `x`, `dy`,
-/// `dx`: `[.., cols]`. Queued, no scratch.
+/// `dx = r (g dy) - x r^3 / cols * sum over c of (g dy x)` by row and `dgain = sum over rows of dy x r`, with `r` =
+/// `inverse_rms`, `g` = `gain`; `x`, `dx`: `[.., cols]`, `dgain`: `[cols]`; `dy` as x, or `[parts, .., cols]`, whose parts
+/// are added up.
+///
+/// `so_far`, a gradient that x has from elsewhere, is added to in place and returned; without it the result is new. `dgain`
+/// is added to when `accumulate`, else overwritten. Queued; one launch up to 16 rows, else two or three; scratch: a 16th of x.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
@@ -45,50 +50,48 @@ pub fn rms_norm_backward<'s>(
     gain: &impl Source<'s, f32>,
     inverse_rms: &impl Source<'s, f32>,
     dy: &impl Source<'s, f32>,
+    so_far: Option<Tensor<'s>>,
+    dgain: &mut impl Target<'s, f32>,
+    accumulate: bool,
 ) -> Result<Tensor<'s>> {
     const OP: &str = "rms_norm_backward";
     let [rows, cols] = x.shape().as_rows();
-    same_shape(OP, x.shape(), dy.shape())?;
+    let parts = match dy.shape().extents().strip_suffix(x.shape().extents()) {
+        Some([]) => 1,
+        Some([parts]) if *parts > 0 => *parts,
+        _ => return Err(Error::misuse(OP, format!("gradients of shape {}", x.shape()), dy.shape().to_string())),
+    };
     same_shape(OP, [rows].into(), inverse_rms.shape())?;
     check_gain(OP, cols, gain)?;
-    let mut dx = step.empty(x.shape())?;
-    step.launch(kernel::rms_norm_backward {
-        x: x.slice(),
-        gain: gain.slice(),
-        inverse_rms: inverse_rms.slice(),
-        dy: dy.slice(),
-        cols,
-        dx: dx.out(),
-    })?;
-    Ok(dx)
-}
-
-/// `dgain += sum over rows of dy x r`, in place; `dgain`: `[cols]`. Queued; scratch: a 64th of x.
-///
-/// # Errors
-/// As for [`rms_norm_backward`].
-#[track_caller]
-pub fn rms_norm_gain_backward_into<'s>(
-    step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    inverse_rms: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
-    dgain: &mut impl Target<'s, f32>,
-) -> Result<()> {
-    const OP: &str = "rms_norm_gain_backward";
-    let [rows, cols] = x.shape().as_rows();
-    same_shape(OP, x.shape(), dy.shape())?;
-    same_shape(OP, [rows].into(), inverse_rms.shape())?;
     check_gain(OP, cols, dgain)?;
-    let mut partials = step.empty([rows.div_ceil(kernels::block::ROW_CHUNK), cols])?;
-    step.launch(kernel::rms_norm_gain_partials {
-        x: x.slice(),
-        inverse_rms: inverse_rms.slice(),
-        dy: dy.slice(),
-        cols,
-        partials: partials.out(),
-    })?;
-    sum_rows_into(step, &partials, dgain, true)
+    let mut add = if so_far.is_some() { kernel::ADD_DX } else { 0 };
+    let mut dx = match so_far {
+        Some(sum) => same_shape(OP, x.shape(), sum.shape()).map(|()| sum)?,
+        None => step.empty(x.shape())?,
+    };
+    let mut launch = |dgain: PointerMut<'_, f32>, add| {
+        step.launch(kernel::rms_norm_backward {
+            x: x.slice(),
+            gain: gain.slice(),
+            inverse_rms: inverse_rms.slice(),
+            dy: dy.slice(),
+            parts,
+            cols,
+            add,
+            dx: dx.out(),
+            dgain,
+        })
+    };
+    // The gain's gradient is finished by the first launch, or by a sum over what each of its blocks gives.
+    if (1..=kernel::BACKWARD_ROWS).contains(&rows) {
+        add |= if accumulate { kernel::ADD_DGAIN } else { 0 };
+        launch(dgain.out(), add)?;
+    } else {
+        let mut partials = step.empty([rows.div_ceil(kernel::BACKWARD_ROWS), cols])?;
+        launch(partials.out(), add)?;
+        sum_rows_into(step, &partials, dgain, accumulate)?;
+    }
+    Ok(dx)
 }
 
 fn check_gain<'s>(op: &'static str, cols: usize, gain: &impl Source<'s, f32>) -> Result<()> {

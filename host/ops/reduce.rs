@@ -1,13 +1,14 @@
 //! Reductions over rows, columns and everything.
 //!
 //! The tree of every reduction depends on the lengths alone, so results have the same bits on every device. Scratch: a
-//! 64th of the input for [`sum_rows`], a 4096th for the reductions to one value.
+//! 128th of the input for [`sum_rows`] of more than 1024 rows, a 4096th for the reductions to one value.
 
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use kernels::block::{CHUNK, ROW_CHUNK};
+use cuda_std::launch::PointerMut;
+use kernels::block::{CHUNK, row_chunk};
 use kernels::reduce;
 
 /// `out[r] = sum over c of x[r, c]`; `x`: `[.., cols]`, `out`: `[rows]`. Queued.
@@ -55,13 +56,16 @@ pub fn sum_rows_into<'s>(
     if rows == 0 {
         return if accumulate { Ok(()) } else { super::fill_into(step, out, 0.0) };
     }
-    let accumulate = u32::from(accumulate);
-    if rows <= ROW_CHUNK {
-        return step.launch(reduce::sum_rows { x: x.slice(), cols, scale: 1.0, accumulate, out: out.out() });
+    let chunk = row_chunk(rows);
+    let sum = |out: PointerMut<'_, f32>, accumulate| {
+        step.launch(reduce::sum_rows { x: x.slice(), cols, chunk, scale: 1.0, accumulate, out })
+    };
+    if rows <= chunk {
+        return sum(out.out(), u32::from(accumulate));
     }
-    let mut partial = step.empty([rows.div_ceil(ROW_CHUNK), cols])?;
-    step.launch(reduce::sum_rows { x: x.slice(), cols, scale: 1.0, accumulate: 0, out: partial.out() })?;
-    sum_rows_into(step, &partial, out, accumulate == 1)
+    let mut partial = step.empty([rows.div_ceil(chunk), cols])?;
+    sum(partial.out(), 0)?;
+    sum_rows_into(step, &partial, out, accumulate)
 }
 
 /// The sum of all elements, `[1]`. Queued.

@@ -1,9 +1,10 @@
 //! `ops::{tanh, gelu}` and their backward passes.
 
 use crate::reference::{gelu, gelu_derivative, ulps};
-use crate::shapes::LENGTHS;
+use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, on_each_device, sample};
 use crate::tolerance::Closeness;
+use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::math;
 use stepscope::{Device, Result, Step, Tensor, ops};
@@ -88,11 +89,37 @@ on_each_device! {
         check_backward(device, "gelu backward", op, 2.0 * ulps::GELU_DERIVATIVE + 0.5, |x, dy| dy * gelu_derivative(x));
     }
 
+    /// dx has the bits of [`ops::gelu_backward`], and db is the sum of its rows in the documented order.
+    fn gelu_bias_backward(device: &Device) {
+        for [rows, cols] in ROWS {
+            let mut random = Random::new(cols as u64);
+            let (x, dy, old) = (random.normals(rows * cols), random.normals(rows * cols), random.normals(cols));
+            let alone = backward(device, |step, x, dy| ops::gelu_backward(step, x, dy), &x, &dy);
+            let sums = trees::chunks(rows, cols, [128, 32], &|sum, index| sum + alone[index]);
+            let added: Vec<f32> = old.iter().zip(&sums).map(|(old, sum)| old + sum).collect();
+            for (accumulate, want) in [(false, &sums), (true, &added)] {
+                let (dx, db) = trial(device, |trial| {
+                    let (x, dy) = (trial.upload(&x, [rows, cols])?, trial.upload(&dy, [rows, cols])?);
+                    let mut db = trial.upload(&old, [cols])?;
+                    let dx = trial.with_scratch(|| ops::gelu_bias_backward(trial, &x, &dy, &mut db, accumulate))?;
+                    Ok((trial.output(&dx)?, trial.output(&db)?))
+                });
+                assert_same(format_args!("{rows} x {cols}"), &dx, &alone);
+                assert_same(format_args!("{rows} x {cols}, bias"), &db, want);
+            }
+        }
+    }
+
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [6])?);
             assert_refused(ops::tanh_backward(trial, &a, &b), &["tanh_backward", "[2, 3]", "[6]"]);
             assert_refused(ops::gelu_backward(trial, &a, &b), &["gelu_backward", "[2, 3]", "[6]"]);
+            let mut db = trial.upload(&[1.0; 2], [2])?;
+            assert_refused(
+                ops::gelu_bias_backward(trial, &a, &a, &mut db, false),
+                &["gelu_bias_backward", "[3]", "[2]"],
+            );
             Ok(())
         });
     }

@@ -1,38 +1,48 @@
-//! `ops::attention` and its backward pass.
+//! `ops::attention`, which normalises queries and keys, and its backward pass.
 
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
+use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Result, ops};
+use stepscope::ops::{self, Attention, AttentionKept};
 
 const HEAD: usize = 64;
 const SCALE: f32 = 0.125;
+const EPSILON: f32 = 1e-6;
 
 /// Batch, tokens, heads.
 const SHAPES: [[usize; 3]; 7] = [[0, 12, 4], [1, 1, 1], [2, 12, 4], [3, 16, 2], [1, 7, 3], [5, 2, 1], [64, 12, 4]];
 
-/// Queries, keys, values and the gradient of the output, in float64, with their places.
+/// Queries, keys and values one after another, the gains of queries and keys, and the gradient of the output.
 struct Inputs {
     shape: [usize; 3],
-    parts: [Vec<f32>; 4],
+    qkv: Vec<f32>,
+    gains: Vec<f32>,
+    dout: Vec<f32>,
 }
 
 /// One head of one sample.
+#[derive(Clone, Copy)]
 struct Head<'i> {
     inputs: &'i Inputs,
     sample: usize,
     head: usize,
 }
 
+/// Rows of numbers, by token.
+type Rows = Vec<Vec<Exact>>;
+
 impl Inputs {
     fn new(shape: [usize; 3]) -> Self {
         let mut random = Random::new(shape[0] as u64);
-        let parts = [(); 4].map(|()| random.uniforms(shape.iter().product::<usize>() * HEAD, -1.0, 2.0));
-        Self { shape, parts }
+        let length = shape.iter().product::<usize>() * HEAD;
+        let qkv = [random.uniforms(2 * length, -1.0, 2.0), random.normals(length)].concat();
+        let dout = random.normals(length);
+        Self { shape, qkv, gains: random.uniforms(2 * HEAD, 0.5, 1.5), dout }
     }
 
-    fn extents(&self) -> [usize; 3] {
-        [self.shape[0], self.shape[1], self.shape[2] * HEAD]
+    fn extents(&self) -> [usize; 4] {
+        [3, self.shape[0], self.shape[1], self.shape[2] * HEAD]
     }
 
     /// In the order of the probabilities.
@@ -40,112 +50,177 @@ impl Inputs {
         let [batch, _, heads] = self.shape;
         (0..batch).flat_map(move |sample| (0..heads).map(move |head| Head { inputs: self, sample, head }))
     }
+
+    /// What forward keeps, rounded, in its layout.
+    fn kept(&self) -> (Vec<f32>, Vec<f32>) {
+        let rounded = |values: Vec<Exact>| values.into_iter().map(|value| value.value as f32).collect::<Vec<f32>>();
+        let probabilities = self
+            .heads()
+            .flat_map(|head| rounded(head.probabilities(&[head.scales(0), head.scales(1)]).concat()))
+            .collect();
+        let mut inverse_rms = vec![0.0; 2 * self.dout.len() / HEAD];
+        for head in self.heads() {
+            for part in 0..2 {
+                for (token, scale) in rounded(head.scales(part)).into_iter().enumerate() {
+                    inverse_rms[(part * self.dout.len() + head.place(token, 0)) / HEAD] = scale;
+                }
+            }
+        }
+        (probabilities, inverse_rms)
+    }
 }
 
-impl Head<'_> {
-    fn tokens(&self) -> usize {
+impl<'i> Head<'i> {
+    fn tokens(self) -> usize {
         self.inputs.shape[1]
     }
 
-    /// Where a token's element stands.
-    fn place(&self, token: usize, column: usize) -> usize {
+    /// Where a token's element stands in q.
+    fn place(self, token: usize, column: usize) -> usize {
         let [_, tokens, heads] = self.inputs.shape;
         ((self.sample * tokens + token) * heads + self.head) * HEAD + column
     }
 
-    fn at(&self, part: usize, token: usize, column: usize) -> Exact {
-        Exact::given(self.inputs.parts[part][self.place(token, column)])
+    /// The rows of an array like q.
+    fn rows(self, values: &'i [f32]) -> Rows {
+        let row = |token| (0..HEAD).map(|column| Exact::given(values[self.place(token, column)])).collect();
+        (0..self.tokens()).map(row).collect()
     }
 
-    fn dot(&self, [a, b]: [usize; 2], [i, j]: [usize; 2]) -> Exact {
-        Exact::sum(HEAD, (0..HEAD).map(|column| self.at(a, i, column).times(self.at(b, j, column))))
+    /// The rows of q, k or v.
+    fn part(self, part: usize) -> Rows {
+        self.rows(&self.inputs.qkv[part * self.inputs.dout.len()..][..self.inputs.dout.len()])
     }
 
-    /// `sum_j factors[j] part[j, column]`
-    fn mix(&self, factors: impl Iterator<Item = Exact>, part: usize, column: usize) -> Exact {
-        Exact::sum(self.tokens(), factors.enumerate().map(|(j, factor)| factor.times(self.at(part, j, column))))
+    fn gain(self, part: usize, column: usize) -> Exact {
+        Exact::given(self.inputs.gains[part * HEAD + column])
     }
 
-    /// Row i of the probabilities.
-    fn probabilities(&self, i: usize) -> Vec<Exact> {
-        let scores: Vec<Exact> = (0..self.tokens()).map(|j| self.dot([0, 1], [i, j]) * Exact::given(SCALE)).collect();
-        // The kernel's maximum has an error too, but it is the same one for all: it cancels.
-        let largest = Exact::given(scores.iter().fold(f64::NEG_INFINITY, |largest, score| largest.max(score.value)));
-        let exps: Vec<Exact> = scores.into_iter().map(|score| (score - largest).exp()).collect();
-        let inverse = Exact::given(1.0) / Exact::sum(self.tokens(), exps.iter().copied());
-        exps.into_iter().map(|exp| exp * inverse).collect()
+    /// `1 / sqrt(mean x^2 + epsilon)` of the rows of q or k.
+    fn scales(self, part: usize) -> Vec<Exact> {
+        let scale = |row: Vec<Exact>| {
+            let mean = dot(&row, &row) / Exact::given(HEAD as f32);
+            Exact::given(1.0) / (mean + Exact::given(EPSILON)).sqrt()
+        };
+        self.part(part).into_iter().map(scale).collect()
     }
 
-    /// Row i of the scores' gradients from the probabilities that the kernel is given.
-    fn score_gradients(&self, i: usize, p: &[f32]) -> Vec<Exact> {
-        let dp: Vec<Exact> = (0..self.tokens()).map(|j| self.dot([3, 2], [i, j])).collect();
-        let p = || p[i * self.tokens()..][..self.tokens()].iter().copied().map(Exact::given);
-        let mean = Exact::sum(self.tokens(), p().zip(&dp).map(|(p, &dp)| p.times(dp)));
-        p().zip(dp).map(|(p, dp)| p * (dp - mean) * Exact::given(SCALE)).collect()
+    /// The rounded scales of q and k among those that forward keeps.
+    fn given_scales(self, inverse_rms: &[f32]) -> [Vec<Exact>; 2] {
+        let at = |part, token| (part * self.inputs.dout.len() + self.place(token, 0)) / HEAD;
+        [0, 1].map(|part| (0..self.tokens()).map(|token| Exact::given(inverse_rms[at(part, token)])).collect())
     }
+
+    /// The softmax of the scores, by these scales.
+    fn probabilities(self, scales: &[Vec<Exact>; 2]) -> Rows {
+        let gained = |part: usize| -> Rows {
+            let row =
+                |row: Vec<Exact>| row.into_iter().enumerate().map(|(column, x)| x * self.gain(part, column)).collect();
+            self.part(part).into_iter().map(row).collect()
+        };
+        let (q, k) = (gained(0), gained(1));
+        let row = |(q, &scale): (&Vec<Exact>, &Exact)| {
+            let score = |(k, &k_scale): (&Vec<Exact>, &Exact)| dot(q, k) * scale * k_scale * Exact::given(SCALE);
+            let scores: Vec<Exact> = k.iter().zip(&scales[1]).map(score).collect();
+            // The kernel's maximum has an error too, but it is the same one for all: it cancels.
+            let largest =
+                Exact::given(scores.iter().fold(f64::NEG_INFINITY, |largest, score| largest.max(score.value)));
+            let exps: Vec<Exact> = scores.into_iter().map(|score| (score - largest).exp()).collect();
+            let inverse = Exact::given(1.0) / Exact::sum(self.tokens(), exps.iter().copied());
+            exps.into_iter().map(|exp| exp * inverse).collect()
+        };
+        q.iter().zip(&scales[0]).map(row).collect()
+    }
+
+    /// The gradients of q, k and v, and of the gains of q and k without a sum over heads, from what the kernel is given.
+    fn gradients(self, p: &[f32], scales: [Vec<Exact>; 2]) -> ([Rows; 3], [Vec<Exact>; 2]) {
+        let (v, dout) = (self.part(2), self.rows(&self.inputs.dout));
+        let n = [0, 1].map(|part| -> Rows {
+            let row = |(row, &scale): (Vec<Exact>, &Exact)| row.into_iter().map(|x| x * scale).collect();
+            self.part(part).into_iter().zip(&scales[part]).map(row).collect()
+        });
+        let p: Rows =
+            p.chunks_exact(self.tokens()).map(|row| row.iter().copied().map(Exact::given).collect()).collect();
+        let ds: Rows = (p.iter().zip(&dout))
+            .map(|(p, dout)| {
+                let dp: Vec<Exact> = v.iter().map(|v| dot(dout, v)).collect();
+                let mean = Exact::sum(self.tokens(), p.iter().zip(&dp).map(|(&p, &dp)| p.times(dp)));
+                p.iter().zip(dp).map(|(&p, dp)| p * (dp - mean) * Exact::given(SCALE)).collect()
+            })
+            .collect();
+        let across = |factors: &Rows| -> Rows {
+            (0..self.tokens()).map(|j| factors.iter().map(|row| row[j]).collect()).collect()
+        };
+        let gained = |rows: Rows, part: usize| -> Rows {
+            let row =
+                |row: Vec<Exact>| row.into_iter().enumerate().map(|(column, x)| x * self.gain(part, column)).collect();
+            rows.into_iter().map(row).collect()
+        };
+        let d = [gained(mix(&ds, &n[1]), 1), gained(mix(&across(&ds), &n[0]), 0)];
+        let before = |part: usize| -> Rows {
+            let rows = gained(d[part].clone(), part).into_iter().zip(&n[part]).zip(&scales[part]);
+            rows.map(|((d, n), &scale)| {
+                let mean = dot(&d, n) / Exact::given(HEAD as f32);
+                d.into_iter().zip(n).map(|(d, &n)| (d - mean.times(n)) * scale).collect()
+            })
+            .collect()
+        };
+        let gains = [0, 1].map(|part| {
+            let term = |column: usize| d[part].iter().zip(&n[part]).map(move |(d, n)| d[column].times(n[column]));
+            (0..HEAD).map(|column| Exact::sum(self.tokens(), term(column))).collect()
+        });
+        ([before(0), before(1), mix(&across(&p), &dout)], gains)
+    }
+}
+
+/// Four chains, by column mod 4, and their sum in pairs.
+fn dot(a: &[Exact], b: &[Exact]) -> Exact {
+    let chain = |first: usize| {
+        let terms = a.iter().zip(b).skip(first).step_by(4).map(|(&a, &b)| a.times(b));
+        Exact::sum(HEAD / 4, terms)
+    };
+    Exact::sum(2, (0..4).map(chain))
+}
+
+/// `sum_j factors[i][j] rows[j]` for each i.
+fn mix(factors: &Rows, rows: &Rows) -> Rows {
+    let element = |factors: &[Exact], column: usize| {
+        Exact::sum(rows.len(), factors.iter().zip(rows).map(|(&factor, row)| factor.times(row[column])))
+    };
+    factors.iter().map(|factors| (0..HEAD).map(|column| element(factors, column)).collect()).collect()
 }
 
 on_each_device! {
     fn attention_forward(device: &Device) {
-        let mut seen = ["attention", "attention probabilities"].map(Closeness::new);
+        let mut seen = ["attention", "attention probabilities", "attention inverse rms"].map(Closeness::new);
         for shape in SHAPES {
             let inputs = Inputs::new(shape);
             let [batch, tokens, heads] = shape;
-            let (out, probabilities) = trial(device, |trial| {
-                let upload = |part: usize| trial.upload(&inputs.parts[part], inputs.extents());
-                let (q, k, v) = (upload(0)?, upload(1)?, upload(2)?);
-                let (out, probabilities) = ops::attention(trial, &q, &k, &v, SCALE)?;
-                assert_eq!((out.shape(), probabilities.shape()), (q.shape(), [batch, heads, tokens, tokens].into()));
-                Ok((trial.output(&out)?, trial.output(&probabilities)?))
-            });
-            let mut want = vec![Exact::given(0.0); out.len()];
-            let mut want_probabilities = vec![];
-            for head in inputs.heads() {
-                for i in 0..tokens {
-                    let p = head.probabilities(i);
-                    for column in 0..HEAD {
-                        want[head.place(i, column)] = head.mix(p.iter().copied(), 2, column);
-                    }
-                    want_probabilities.extend(p);
-                }
-            }
-            seen[0].check(format_args!("{shape:?}"), &out, &want);
-            seen[1].check(format_args!("{shape:?}"), &probabilities, &want_probabilities);
-        }
-        seen.into_iter().for_each(Closeness::finish);
-    }
-
-    fn attention_backward(device: &Device) {
-        let mut seen = ["attention dq", "attention dk", "attention dv"].map(Closeness::new);
-        for shape in SHAPES {
-            let inputs = Inputs::new(shape);
-            let [batch, tokens, heads] = shape;
-            let probabilities: Vec<f32> = inputs
-                .heads()
-                .flat_map(|head| {
-                    (0..tokens).flat_map(|i| head.probabilities(i)).map(|p| p.value as f32).collect::<Vec<_>>()
-                })
-                .collect();
             let got = trial(device, |trial| {
-                let upload = |part: usize| trial.upload(&inputs.parts[part], inputs.extents());
-                let (q, k, v, dout) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
-                let probabilities = trial.upload(&probabilities, [batch, heads, tokens, tokens])?;
-                let gradients = ops::attention_backward(trial, &q, &k, &v, &probabilities, &dout, SCALE)?;
-                gradients.iter().map(|gradient| trial.output(gradient)).collect::<Result<Vec<_>>>()
+                let (qkv, gains) = (trial.upload(&inputs.qkv, inputs.extents())?, trial.upload(&inputs.gains, [2, HEAD])?);
+                let made = ops::attention(trial, &qkv, &gains, EPSILON, SCALE)?;
+                let Attention { out, kept: AttentionKept { probabilities, inverse_rms } } = made;
+                assert_eq!(out.shape().extents(), [batch, tokens, heads * HEAD]);
+                assert_eq!(probabilities.shape().extents(), [batch, heads, tokens, tokens]);
+                assert_eq!(inverse_rms.shape().extents(), [2, batch, tokens, heads]);
+                Ok([trial.output(&out)?, trial.output(&probabilities)?, trial.output(&inverse_rms)?])
             });
-            let mut want = [(); 3].map(|()| vec![Exact::given(0.0); got[0].len()]);
-            for (head, p) in inputs.heads().zip(probabilities.chunks_exact(tokens * tokens)) {
-                let ds: Vec<Vec<Exact>> = (0..tokens).map(|i| head.score_gradients(i, p)).collect();
-                for token in 0..tokens {
-                    for column in 0..HEAD {
-                        let at = head.place(token, column);
-                        let p = (0..tokens).map(|i| Exact::given(p[i * tokens + token]));
-                        want[0][at] = head.mix(ds[token].iter().copied(), 1, column);
-                        want[1][at] = head.mix(ds.iter().map(|ds| ds[token]), 0, column);
-                        want[2][at] = head.mix(p, 3, column);
+            let mut want = got.each_ref().map(|got| vec![Exact::given(0.0); got.len()]);
+            let mut probabilities = vec![];
+            for head in inputs.heads() {
+                // The kernel's own scales, which are checked by themselves.
+                let p = head.probabilities(&head.given_scales(&got[2]));
+                for (token, row) in mix(&p, &head.part(2)).into_iter().enumerate() {
+                    want[0][head.place(token, 0)..][..HEAD].copy_from_slice(&row);
+                }
+                for part in 0..2 {
+                    for (token, scale) in head.scales(part).into_iter().enumerate() {
+                        want[2][(part * inputs.dout.len() + head.place(token, 0)) / HEAD] = scale;
                     }
                 }
+                probabilities.extend(p.concat());
             }
+            want[1] = probabilities;
             for ((seen, got), want) in seen.iter_mut().zip(&got).zip(&want) {
                 seen.check(format_args!("{shape:?}"), got, want);
             }
@@ -153,45 +228,96 @@ on_each_device! {
         seen.into_iter().for_each(Closeness::finish);
     }
 
+    fn attention_backward(device: &Device) {
+        let mut seen = ["attention dq", "attention dk", "attention dv", "attention gains"].map(Closeness::new);
+        for shape in SHAPES {
+            let inputs = Inputs::new(shape);
+            let [batch, tokens, heads] = shape;
+            let (probabilities, inverse_rms) = inputs.kept();
+            let (dqkv, dgains) = trial(device, |trial| {
+                let (qkv, gains) = (trial.upload(&inputs.qkv, inputs.extents())?, trial.upload(&inputs.gains, [2, HEAD])?);
+                let kept = AttentionKept {
+                    probabilities: trial.upload(&probabilities, [batch, heads, tokens, tokens])?.save(),
+                    inverse_rms: trial.upload(&inverse_rms, [2, batch, tokens, heads])?.save(),
+                };
+                let dout = trial.upload(&inputs.dout, [batch, tokens, heads * HEAD])?;
+                let mut dgains = trial.upload(&[f32::NAN; 2 * HEAD], [2 * HEAD])?;
+                let dqkv = trial.with_scratch(|| {
+                    ops::attention_backward(trial, &qkv, &gains, &kept, &dout, SCALE, &mut dgains, false)
+                })?;
+                Ok((trial.output(&dqkv)?, trial.output(&dgains)?))
+            });
+            let length = inputs.dout.len();
+            let mut want = [(); 3].map(|()| vec![Exact::given(0.0); length]);
+            let mut gains = vec![vec![]; 2 * HEAD];
+            for (head, p) in inputs.heads().zip(probabilities.chunks_exact(tokens * tokens)) {
+                let (parts, own) = head.gradients(p, head.given_scales(&inverse_rms));
+                for (want, rows) in want.iter_mut().zip(parts) {
+                    for (token, row) in rows.into_iter().enumerate() {
+                        want[head.place(token, 0)..][..HEAD].copy_from_slice(&row);
+                    }
+                }
+                gains.iter_mut().zip(own.concat()).for_each(|(gains, own)| gains.push(own));
+            }
+            for ((part, seen), want) in seen[..3].iter_mut().enumerate().zip(&want) {
+                seen.check(format_args!("{shape:?}"), &dqkv[part * length..][..length], want);
+            }
+            let depth = trees::rows_depth(batch * heads);
+            let want: Vec<Exact> = gains.into_iter().map(|terms| Exact::sum(depth, terms)).collect();
+            seen[3].check(format_args!("{shape:?}"), &dgains, &want);
+        }
+        // The gains are few sums of many errors, far from their bound; `tests/gradients.rs` is as strict with them as with all.
+        seen.into_iter().take(3).for_each(Closeness::finish);
+    }
+
     /// A sample and a head have the same bits wherever they stand.
     fn heads_do_not_see_each_other(device: &Device) {
         let inputs = Inputs::new([3, 12, 4]);
-        let run = |parts: [Vec<f32>; 3], extents: [usize; 3]| {
+        let run = |qkv: &[f32], extents: [usize; 4]| {
             trial(device, |trial| {
-                let upload = |part: usize| trial.upload(&parts[part], extents);
-                let (q, k, v) = (upload(0)?, upload(1)?, upload(2)?);
-                let (out, probabilities) = ops::attention(trial, &q, &k, &v, SCALE)?;
-                trial.output(&probabilities)?;
+                let (qkv, gains) = (trial.upload(qkv, extents)?, trial.upload(&inputs.gains, [2, HEAD])?);
+                let Attention { out, kept } = ops::attention(trial, &qkv, &gains, EPSILON, SCALE)?;
+                trial.output(&kept.probabilities)?;
+                trial.output(&kept.inverse_rms)?;
                 trial.output(&out)
             })
         };
-        let whole = run([0, 1, 2].map(|part| inputs.parts[part].clone()), inputs.extents());
+        let whole = run(&inputs.qkv, inputs.extents());
         for head in inputs.heads() {
             let own = |values: &[f32]| -> Vec<f32> {
                 (0..12 * HEAD).map(|at| values[head.place(at / HEAD, at % HEAD)]).collect()
             };
-            let alone = run([0, 1, 2].map(|part| own(&inputs.parts[part])), [1, 12, HEAD]);
+            let qkv: Vec<f32> = inputs.qkv.chunks_exact(inputs.dout.len()).flat_map(own).collect();
+            let alone = run(&qkv, [3, 1, 12, HEAD]);
             assert_same(format_args!("sample {}, head {}", head.sample, head.head), &alone, &own(&whole));
         }
     }
 
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
-            let many = trial.upload(&[1.0; 17 * HEAD], [1, 17, HEAD])?;
-            assert_refused(
-                ops::attention(trial, &many, &many, &many, SCALE),
-                &["attention", "tokens up to 16", "[1, 17, 64]"],
-            );
-            let narrow = trial.upload(&[1.0; 2 * 65], [1, 2, 65])?;
-            assert_refused(ops::attention(trial, &narrow, &narrow, &narrow, SCALE), &["multiple of 64", "[1, 2, 65]"]);
-            let (a, b) = (trial.upload(&[1.0; 128], [1, 2, 64])?, trial.upload(&[1.0; 128], [2, 1, 64])?);
-            assert_refused(ops::attention(trial, &a, &b, &a, SCALE), &["attention", "[1, 2, 64]", "[2, 1, 64]"]);
-            assert_refused(ops::attention(trial, &a, &a, &b, SCALE), &["attention", "[1, 2, 64]", "[2, 1, 64]"]);
-            let p = trial.upload(&[1.0; 4], [1, 1, 2, 2])?;
-            let refused = ops::attention_backward(trial, &a, &a, &a, &p, &b, SCALE);
-            assert_refused(refused, &["attention_backward", "[1, 2, 64]", "[2, 1, 64]"]);
-            let refused = ops::attention_backward(trial, &a, &a, &a, &a, &a, SCALE);
-            assert_refused(refused, &["attention_backward", "[1, 1, 2, 2]", "[1, 2, 64]"]);
+            let gains = trial.upload(&[1.0; 2 * HEAD], [2, HEAD])?;
+            for (shape, words) in [
+                ([3, 1, 17, HEAD], ["attention", "tokens up to 16", "[3, 1, 17, 64]"]),
+                ([3, 1, 2, 65], ["attention", "multiple of 64", "[3, 1, 2, 65]"]),
+                ([2, 1, 2, HEAD], ["attention", "[3, batch", "[2, 1, 2, 64]"]),
+            ] {
+                let qkv = trial.upload(&vec![1.0; shape.iter().product()], shape)?;
+                assert_refused(ops::attention(trial, &qkv, &gains, EPSILON, SCALE), &words);
+            }
+            let qkv = trial.upload(&[1.0; 6 * HEAD], [3, 1, 2, HEAD])?;
+            assert_refused(ops::attention(trial, &qkv, &qkv, EPSILON, SCALE), &["128 gains", "[3, 1, 2, 64]"]);
+            let (p, few) = (trial.upload(&[1.0; 4], [1, 1, 2, 2])?.save(), trial.upload(&[1.0; 4], [2, 2])?.save());
+            let inverse_rms = trial.upload(&[1.0; 4], [2, 1, 2, 1])?.save();
+            let (dout, other) = (trial.upload(&[1.0; 128], [1, 2, 64])?, trial.upload(&[1.0; 128], [2, 1, 64])?);
+            let mut dgains = trial.upload(&[1.0; 2 * HEAD], [2 * HEAD])?;
+            for (probabilities, dout, words) in [
+                (p, &other, ["attention_backward", "[1, 2, 64]", "[2, 1, 64]"]),
+                (few, &dout, ["attention_backward", "[1, 1, 2, 2]", "[2, 2]"]),
+            ] {
+                let kept = AttentionKept { probabilities, inverse_rms };
+                let refused = ops::attention_backward(trial, &qkv, &gains, &kept, dout, SCALE, &mut dgains, false);
+                assert_refused(refused, &words);
+            }
             Ok(())
         });
     }

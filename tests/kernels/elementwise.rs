@@ -1,4 +1,4 @@
-//! `ops::{add, add_assign, scale, add_bias}`.
+//! `ops::{add, add_assign, scale, scale_by, add_bias}`.
 //!
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
@@ -64,6 +64,17 @@ on_each_device! {
         }
     }
 
+    fn scale_by(device: &Device) {
+        for (length, factor) in LENGTHS.into_iter().zip([-1.5, 0.1, f32::NAN].into_iter().cycle()) {
+            let (x, _) = pairs(length);
+            let got = trial(device, |trial| {
+                let (x, factor) = (trial.upload(&x, [length])?, trial.upload(&[factor], [1])?);
+                trial.output(&ops::scale_by(trial, &x, &factor)?)
+            });
+            assert_same(length, &got, &rounded(&x, &vec![factor; length], |x, factor| x * factor));
+        }
+    }
+
     fn add_bias(device: &Device) {
         for [rows, cols] in ROWS {
             let (x, bias) = (pairs(rows * cols).0, Random::new(cols as u64).normals(cols));
@@ -82,6 +93,7 @@ on_each_device! {
             assert_refused(ops::add(trial, &a, &b), &["add", "[2, 3]", "[3, 2]"]);
             assert_refused(ops::add_assign(trial, &mut b, &a), &["add_assign", "[2, 3]", "[3, 2]"]);
             let bias = trial.upload(&[1.0; 2], [2])?;
+            assert_refused(ops::scale_by(trial, &a, &bias), &["scale_by", "[1]", "[2]"]);
             assert_refused(ops::add_bias(trial, &a, &bias), &["add_bias", "[3]", "[2]"]);
             Ok(())
         });

@@ -1,4 +1,4 @@
-//! `ops::rms_norm` and its backward passes, also as the model uses them, per head of 64.
+//! `ops::rms_norm` and its backward pass.
 
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
@@ -6,9 +6,11 @@ use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::math;
-use stepscope::ops;
+use stepscope::{Device, ops};
 
 const EPSILON: f32 = 1e-6;
+/// Rows of a chunk of the gain's gradient, and how many sums they are taken in.
+const CHUNKS: [usize; 2] = [16, 4];
 
 struct Inputs {
     rows: usize,
@@ -52,6 +54,35 @@ impl Inputs {
             Exact::given(1.0) / (mean + Exact::given(EPSILON)).sqrt()
         };
         (0..self.rows).map(row).collect()
+    }
+}
+
+impl Inputs {
+    /// dx and dgain from dy, which may have parts, and from what they are added to.
+    fn backward(
+        &self,
+        device: &Device,
+        dy: &[f32],
+        so_far: Option<&[f32]>,
+        old: Option<&[f32]>,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let (shape, inverse_rms) = ([self.rows, self.cols], self.inverse_rms());
+        let stale = vec![f32::NAN; self.cols];
+        trial(device, |trial| {
+            let (x, gain) = (trial.upload(&self.x, shape)?, trial.upload(&self.gain, [self.cols])?);
+            let scale = trial.upload(&inverse_rms, [self.rows])?;
+            let dy = match dy.len().checked_div(self.x.len()) {
+                Some(parts) if parts > 1 => trial.upload(dy, [parts, self.rows, self.cols])?,
+                _ => trial.upload(dy, shape)?,
+            };
+            let so_far = so_far.map(|values| trial.upload(values, shape)).transpose()?;
+            let mut dgain = trial.upload(old.unwrap_or(&stale), [self.cols])?;
+            let accumulate = old.is_some();
+            let dx = trial.with_scratch(|| {
+                ops::rms_norm_backward(trial, &x, &gain, &scale, &dy, so_far, &mut dgain, accumulate)
+            })?;
+            Ok((trial.output(&dx)?, trial.output(&dgain)?))
+        })
     }
 }
 
@@ -107,58 +138,59 @@ on_each_device! {
     }
 
     fn rms_norm_backward(device: &Device) {
-        let mut closeness = Closeness::new("rms norm backward");
+        let (mut dx_seen, mut dgain_seen) = (Closeness::new("rms norm backward"), Closeness::new("rms norm gain"));
         for shape in ROWS {
             let inputs = Inputs::new(shape);
-            let (cols, inverse_rms) = (inputs.cols, inputs.inverse_rms());
-            let dx = trial(device, |trial| {
-                let (x, gain) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.gain, [cols])?);
-                let (scale, dy) = (trial.upload(&inverse_rms, [inputs.rows])?, trial.upload(&inputs.dy, shape)?);
-                trial.output(&ops::rms_norm_backward(trial, &x, &gain, &scale, &dy)?)
-            });
+            let (rows, cols, inverse_rms) = (inputs.rows, inputs.cols, inputs.inverse_rms());
+            let (dx, dgain) = inputs.backward(device, &inputs.dy, None, None);
+
             let dot = |row: usize| {
                 let term = |[x, gain, dy]: [Exact; 3]| (dy * gain).times(x);
                 Exact::sum(trees::row_depth(cols), (row * cols..(row + 1) * cols).map(|at| term(inputs.at(at))))
             };
-            let dots: Vec<Exact> = (0..inputs.rows).map(dot).collect();
+            let dots: Vec<Exact> = (0..rows).map(dot).collect();
             let want = |index: usize| {
                 let ([x, gain, dy], row) = (inputs.at(index), index / cols);
                 let scale = Exact::given(inverse_rms[row]);
                 let pull = dots[row] * scale / Exact::given(cols as f32) * scale * scale;
                 dy * gain * scale - pull.times(x)
             };
-            closeness.check(inputs.shape(), &dx, &(0..dx.len()).map(want).collect::<Vec<_>>());
-        }
-        closeness.finish();
-    }
+            dx_seen.check(inputs.shape(), &dx, &(0..dx.len()).map(want).collect::<Vec<_>>());
 
-    fn rms_norm_gain_backward(device: &Device) {
-        let mut closeness = Closeness::new("rms norm gain");
-        for shape in ROWS {
-            let inputs = Inputs::new(shape);
-            let (rows, cols, inverse_rms) = (inputs.rows, inputs.cols, inputs.inverse_rms());
-            let old = Random::new(9).normals(cols);
-            let dgain = trial(device, |trial| {
-                let (x, scale) = (trial.upload(&inputs.x, shape)?, trial.upload(&inverse_rms, [rows])?);
-                let (dy, mut dgain) = (trial.upload(&inputs.dy, shape)?, trial.upload(&old, [cols])?);
-                trial.with_scratch(|| ops::rms_norm_gain_backward_into(trial, &x, &scale, &dy, &mut dgain))?;
-                trial.output(&dgain)
-            });
-            let sums = trees::rows(rows, cols, &|sum, index| {
+            let sums = trees::chunks(rows, cols, CHUNKS, &|sum, index| {
                 (inputs.x[index] * inverse_rms[index / cols]).mul_add(inputs.dy[index], sum)
             });
-            assert_same(inputs.shape(), &dgain, &old.iter().zip(&sums).map(|(old, sum)| old + sum).collect::<Vec<_>>());
+            assert_same(inputs.shape(), &dgain, &sums);
             let term = |index: usize| {
                 let [x, _, dy] = inputs.at(index);
                 (x * Exact::given(inverse_rms[index / cols])).times(dy)
             };
             let want = |column: usize| {
-                let terms = (0..rows).map(|row| term(row * cols + column));
-                Exact::given(old[column]) + Exact::sum(trees::rows_depth(rows), terms)
+                Exact::sum(trees::chunks_depth(rows, CHUNKS), (0..rows).map(|row| term(row * cols + column)))
             };
-            closeness.check(inputs.shape(), &dgain, &(0..cols).map(want).collect::<Vec<_>>());
+            dgain_seen.check(inputs.shape(), &dgain, &(0..cols).map(want).collect::<Vec<_>>());
         }
-        closeness.finish();
+        dx_seen.finish();
+        dgain_seen.finish();
+    }
+
+    /// The parts of dy are added up first; both gradients are added to what is there.
+    fn backward_adds(device: &Device) {
+        for shape in ROWS {
+            let inputs = Inputs::new(shape);
+            let mut random = Random::new(9);
+            let parts = random.normals(3 * inputs.x.len());
+            let part = |number: usize, at: usize| parts[number * inputs.x.len() + at];
+            let sum: Vec<f32> = (0..inputs.x.len()).map(|at| part(0, at) + part(1, at) + part(2, at)).collect();
+            let (dx, dgain) = inputs.backward(device, &sum, None, None);
+            let (from_parts, _) = inputs.backward(device, &parts, None, None);
+            assert_same(inputs.shape(), &from_parts, &dx);
+            let (old_dx, old_dgain) = (random.normals(inputs.x.len()), random.normals(inputs.cols));
+            let (sum_dx, sum_dgain) = inputs.backward(device, &parts, Some(&old_dx), Some(&old_dgain));
+            let add = |old: &[f32], new: &[f32]| old.iter().zip(new).map(|(old, new)| old + new).collect::<Vec<_>>();
+            assert_same(inputs.shape(), &sum_dx, &add(&old_dx, &dx));
+            assert_same(inputs.shape(), &sum_dgain, &add(&old_dgain, &dgain));
+        }
     }
 
     fn shapes_must_agree(device: &Device) {
@@ -166,11 +198,19 @@ on_each_device! {
             let (x, other) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
             let (mut three, two) = (trial.upload(&[1.0; 3], [3])?, trial.upload(&[1.0; 2], [2])?);
             assert_refused(ops::rms_norm(trial, &x, &two, EPSILON), &["rms_norm", "gain of shape [3]", "[2]"]);
-            assert_refused(ops::rms_norm_backward(trial, &x, &three, &two, &other), &["rms_norm_backward", "[3, 2]"]);
-            assert_refused(ops::rms_norm_backward(trial, &x, &three, &three, &x), &["rms_norm_backward", "[2]", "[3]"]);
-            assert_refused(ops::rms_norm_backward(trial, &x, &two, &two, &x), &["rms_norm_backward", "gain", "[3]"]);
-            let refused = ops::rms_norm_gain_backward_into(trial, &x, &two, &other, &mut three);
-            assert_refused(refused, &["rms_norm_gain_backward", "[3, 2]"]);
+            let gain = trial.upload(&[1.0; 3], [3])?;
+            let flat = trial.upload(&[1.0; 6], [6])?;
+            macro_rules! refuse {
+                ($gain:expr, $scale:expr, $dy:expr, $so_far:expr, $words:expr) => {
+                    let refused =
+                        ops::rms_norm_backward(trial, &x, $gain, $scale, $dy, $so_far, &mut three, false);
+                    assert_refused(refused, $words);
+                };
+            }
+            refuse!(&gain, &two, &other, None, &["rms_norm_backward", "[2, 3]", "[3, 2]"]);
+            refuse!(&gain, &gain, &x, None, &["rms_norm_backward", "[2]", "[3]"]);
+            refuse!(&two, &two, &x, None, &["rms_norm_backward", "gain", "[3]"]);
+            refuse!(&gain, &two, &x, Some(flat), &["rms_norm_backward", "[2, 3]", "[6]"]);
             Ok(())
         });
     }

@@ -20,7 +20,7 @@ pub(crate) fn row_depth(cols: usize) -> usize {
     cols.min(cols.div_ceil(4 * lanes) + 2 + lanes.ilog2() as usize)
 }
 
-fn lanes(cols: usize) -> usize {
+pub(crate) fn lanes(cols: usize) -> usize {
     cols.div_ceil(16).next_power_of_two().min(32)
 }
 
@@ -49,22 +49,32 @@ fn chunk(values: &[f32], term: &dyn Fn(f32, f32) -> f32) -> f32 {
         *sum = term(*sum, value);
     }
     let threads: Vec<f32> = sums.into_iter().map(four).collect();
-    threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("eight warps")
+    block(&threads)
 }
 
-/// Each column over the rows in chunks of 64, and the sums of the chunks again until one is left. A chunk's rows are added in
-/// turns to four sums, the last row to the fourth. `term(sum, index)` adds element `index` to a sum.
+/// Each column over the rows, all of up to 1024, else in chunks of 128, and the sums of the chunks again until one is left.
+/// `term(sum, index)` adds element `index` to a sum.
 pub(crate) fn rows(rows: usize, cols: usize, term: &dyn Fn(f32, usize) -> f32) -> Vec<f32> {
-    let chunks = rows.div_ceil(64);
-    let mut sums = vec![[0.0; 4]; chunks * cols];
-    for row in 0..rows {
-        let last = rows.min(row / 64 * 64 + 64) - 1;
-        for column in 0..cols {
-            let sum = &mut sums[row / 64 * cols + column][3 - (last - row) % 4];
-            *sum = term(*sum, row * cols + column);
-        }
+    chunks(rows, cols, [if rows <= 1024 { 1024 } else { 128 }, 32], term)
+}
+
+/// Each column over the rows in chunks: of a chunk every `groups`th row is summed first, ascending, then these sums; the
+/// sums of the chunks as [`rows`].
+pub(crate) fn chunks(
+    rows: usize,
+    cols: usize,
+    [chunk, groups]: [usize; 2],
+    term: &dyn Fn(f32, usize) -> f32,
+) -> Vec<f32> {
+    let chunks = rows.div_ceil(chunk);
+    let mut sums = vec![0.0; chunks * cols];
+    for (at, sum) in sums.iter_mut().enumerate() {
+        let first = at / cols * chunk;
+        let end = rows.min(first + chunk);
+        let group =
+            |group| (first + group..end).step_by(groups).fold(0.0, |sum, row| term(sum, row * cols + at % cols));
+        *sum = (0..groups).map(group).reduce(|sum, group| sum + group).expect("a group");
     }
-    let sums: Vec<f32> = sums.into_iter().map(four).collect();
     match chunks {
         0 => vec![0.0; cols],
         1 => sums,
@@ -72,10 +82,21 @@ pub(crate) fn rows(rows: usize, cols: usize, term: &dyn Fn(f32, usize) -> f32) -
     }
 }
 
-/// The additions in a row of a term in [`rows`]; those of zeros do not count.
+/// The additions in a row of a term in [`rows`].
 pub(crate) fn rows_depth(rows: usize) -> usize {
-    let own = rows.min(rows.min(64).div_ceil(4) + 2);
-    if rows <= 64 { own } else { own + rows_depth(rows.div_ceil(64)) }
+    chunks_depth(rows, [if rows <= 1024 { 1024 } else { 128 }, 32])
+}
+
+/// The additions in a row of a term in [`chunks`]; those of zeros do not count.
+pub(crate) fn chunks_depth(rows: usize, [chunk, groups]: [usize; 2]) -> usize {
+    let own = rows.min(chunk);
+    let depth = own.div_ceil(groups) + own.min(groups).saturating_sub(1);
+    if rows <= chunk { depth } else { depth + rows_depth(rows.div_ceil(chunk)) }
+}
+
+/// One number of each thread of a block of 256.
+pub(crate) fn block(threads: &[f32]) -> f32 {
+    threads.chunks(32).map(|warp| across(warp.to_vec())).reduce(|sum, warp| sum + warp).expect("eight warps")
 }
 
 fn four([a, b, c, d]: [f32; 4]) -> f32 {

@@ -113,7 +113,7 @@ impl<'s> Trial<'_, 's> {
     }
 
     /// Reads a tensor that an op has made or changed.
-    pub(crate) fn output<T: Element>(&self, tensor: &Tensor<'s, T>) -> Result<Vec<T>> {
+    pub(crate) fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
         let values = self.step.read(tensor)?;
         let words: &[u32] = bytemuck::cast_slice(&values);
         let unwritten = words.iter().position(|&word| word == POISON);
@@ -134,7 +134,7 @@ impl<'s> Trial<'_, 's> {
         Ok(result)
     }
 
-    fn place<T: Element>(&self, tensor: &Tensor<'s, T>) -> usize {
+    fn place<T: Element>(&self, tensor: &impl Source<'s, T>) -> usize {
         (tensor.slice().address() - self.base) as usize / size_of::<u32>()
     }
 }

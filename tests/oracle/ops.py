@@ -23,15 +23,16 @@ def rms_norm(x, gain, epsilon):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * gain
 
 
-def attention(q, k, v, scale):
-    heads = lambda x: x.reshape(*x.shape[:2], -1, 64)  # noqa: E731
-    scores = jax.nn.softmax(scale * jnp.einsum("bqhd,bkhd->bhqk", heads(q), heads(k)), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", scores, heads(v)).reshape(q.shape)
+def attention(qkv, gains, epsilon, scale):
+    q, k, v = qkv.reshape(*qkv.shape[:3], -1, 64)
+    q, k = rms_norm(q, gains[0], epsilon), rms_norm(k, gains[1], epsilon)
+    scores = jax.nn.softmax(scale * jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(qkv.shape[1:])
 
 
-def cross_entropy(logits, labels, scale):
+def cross_entropy(logits, labels, weight):
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), labels[:, None], axis=-1)
-    return -scale * jnp.sum(chosen)
+    return -weight * jnp.sum(chosen)
 
 
 def linear(x, w, bias, residual):
@@ -52,13 +53,16 @@ def adamw(weights, gradients, first, second, hyper):
 REFERENCES = {
     "tanh": lambda x: jnp.tanh(x),
     "gelu": gelu,
+    "gelu_bias": lambda x, bias: gelu(x + bias),
     "add": lambda a, b: a + b,
     "add_assign": lambda a, b: a + b,
     "scale": lambda x, factor: factor * x,
+    "scale_by": lambda x, factor: factor * x,
     "add_bias": lambda x, bias: x + bias,
     "fill": lambda x, value: jnp.full(x.shape, value[0]),
     "copy": lambda x: x,
     "sum": lambda x: jnp.sum(x),
+    "scaled_sum": lambda x, factor: factor * jnp.sum(x),
     "mean": lambda x: jnp.mean(x),
     "squared_norm": lambda x: jnp.sum(x * x),
     "max": lambda x: jnp.max(x),

@@ -5,7 +5,7 @@ use crate::support::Random;
 use std::ops::Range;
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Initializer, Inputs, Layout, Output, Parameter,
-    Parameters, Result, Saved, Slots, Step, Tape,
+    Parameters, Result, Saved, Slots, Stack, Step, Tape,
 };
 
 /// Batches of a run.
@@ -48,7 +48,8 @@ pub(crate) fn batches(rows: usize) -> Vec<Batch> {
 /// The handles of the model's parameters.
 pub(crate) struct Model {
     norm: Parameter,
-    qkv: [Parameter; 3],
+    qkv: Stack,
+    qk_norm: Stack,
     out: Parameter,
     inner: [Parameter; 2],
     outer: [Parameter; 2],
@@ -58,8 +59,9 @@ pub(crate) struct Model {
 impl Model {
     fn new() -> (Self, Layout) {
         let mut layout = Layout::builder();
+        let qkv = layout.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
+        let qk_norm = layout.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
         let mut matrix = |name: &str, rows, cols| layout.add(name, [rows, cols], Initializer::fan_in(rows));
-        let qkv = ["q", "k", "v"].map(|name| matrix(name, WIDTH, WIDTH));
         let out = matrix("out", WIDTH, WIDTH);
         let (inner, outer) = (matrix("inner", WIDTH, HIDDEN), matrix("outer", HIDDEN, WIDTH));
         let head = matrix("head", WIDTH, CLASSES);
@@ -67,6 +69,7 @@ impl Model {
         let model = Self {
             norm: vector("norm", WIDTH, 1.0),
             qkv,
+            qk_norm,
             out,
             inner: [inner, vector("inner.bias", HIDDEN, 0.0)],
             outer: [outer, vector("outer.bias", WIDTH, 0.0)],
@@ -83,9 +86,9 @@ impl Model {
         weight: f32,
     ) -> Result<stepscope::Var<'s>> {
         let x = tape.input(x);
-        let h = tape.rms_norm(&x, self.norm, 1e-6)?;
-        let [q, k, v] = self.qkv.map(|weight| tape.linear(&h, weight, None));
-        let h = tape.linear_residual(&tape.attention(&q?, &k?, &v?, 0.125)?, self.out, None, &x)?;
+        let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
+        let mixed = tape.attention(&qkv, &self.qk_norm, 1e-6, 0.125)?;
+        let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
         let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
         let logits = tape.linear(&tape.mean_tokens(&h)?, self.head[0], Some(self.head[1]))?;

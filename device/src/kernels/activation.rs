@@ -1,10 +1,13 @@
 //! Activations: tanh and the tanh form of GELU, forward and backward.
 //!
-//! Invariant: one element of the output depends on the same element of the inputs alone.
+//! Invariant: one element of an output depends on the same element of the inputs alone; the order of a bias's sum, on the
+//! number of rows.
 
+use crate::block::ColumnTile;
 use crate::math;
-use crate::vector::F4;
-use crate::{contract, for_own_vector, map4};
+use crate::tile::SharedTile;
+use crate::vector::{F4, put};
+use crate::{contract, for_each_row, for_own_vector, map4};
 use cuda_std::prelude::*;
 
 /// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
@@ -75,4 +78,39 @@ contract! { gelu_backward { block: crate::block::BLOCK } |k| {
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
     crate::block::vector_grid(k.x.len())
+}}
+
+/// Rows that a block of [`gelu_bias_backward`](fn@gelu_bias_backward) sums: few, because each element is much work.
+pub const BIAS_ROWS: usize = 128;
+
+/// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, in the order of a
+/// [`ColumnTile`](crate::block::ColumnTile): the gradient of a bias within x, to be finished by
+/// [`sum_rows`](fn@crate::reduce::sum_rows); `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`.
+/// Overwrites `dx`, and `db` unless it accumulates (1).
+#[kernel]
+pub unsafe fn gelu_bias_backward(x: &[f32], dy: &[f32], cols: usize, accumulate: u32, dx: *mut f32, db: *mut f32) {
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the contract checks `cols`; the tile's columns lie inside `x`, and the others are as long; its places lie inside
+    // `db`; no thread returns early.
+    unsafe {
+        let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
+        for_each_row!(tile, |index, part| {
+            let x = F4::load_part(x, index, part, 0.0);
+            let dy = F4::load_part(dy, index, part, 0.0);
+            let own = dy * map4!(x, math::gelu_derivative);
+            own.store_part(dx, index, part);
+            sum = sum + own;
+        });
+        if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
+            put(db, place, total, accumulate);
+        }
+    }
+}
+
+contract! { gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+    Violation::unless_length("db", rows.div_ceil(BIAS_ROWS) * k.cols, k.db.len())?;
+    ColumnTile::grid(rows, k.cols, BIAS_ROWS)
 }}

@@ -59,6 +59,23 @@ contract! { scale { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.x.len())
 }}
 
+/// out = factor x, the factor from the device; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`.
+#[kernel]
+pub unsafe fn scale_by(x: &[f32], factor: &[f32], out: *mut f32) {
+    for_own_vector!(x.len(), |index, part| {
+        // SAFETY: the vector lies inside `x`, and `out` is as long.
+        unsafe {
+            (F4::load_part(x, index, part, 0.0) * F4::splat(load(factor, 0))).store_part(out, index, part);
+        }
+    });
+}
+
+contract! { scale_by { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("factor", 1, k.factor.len())?;
+    Violation::unless_length("out", k.x.len(), k.out.len())?;
+    crate::block::vector_grid(k.x.len())
+}}
+
 /// out = x + bias, the bias added to every row; `x`, `out`: `[rows, cols]`, `bias`: `[cols]`. Overwrites `out`.
 #[kernel]
 pub unsafe fn add_bias(x: &[f32], bias: &[f32], cols: usize, out: *mut f32) {

@@ -1,12 +1,12 @@
 //! Reductions: sums over columns, rows or everything, the squared norm, maxima and the place of a row's maximum.
 //!
 //! Invariant: every tree follows from the lengths alone. Reductions over rows or over everything shrink their input by
-//! a fixed chunk, 64 rows ([`ROW_CHUNK`](crate::block::ROW_CHUNK)) or 4096 elements ([`CHUNK`](crate::block::CHUNK)),
-//! and are repeated until one row or one value is left.
+//! a chunk, [`row_chunk`](crate::block::row_chunk) or 4096 elements ([`CHUNK`](crate::block::CHUNK)), and are repeated
+//! until one row or one value is left.
 //!
 //! A sum that `accumulate`s (1) is added to what `out` holds; otherwise (0) it overwrites.
 
-use crate::block::{REDUCTION_BYTES, RowChunk, block_combine, chunk_fold, in_turns};
+use crate::block::{ColumnTile, REDUCTION_BYTES, block_combine, chunk_fold};
 use crate::tile::SharedTile;
 use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
@@ -36,29 +36,28 @@ contract! { sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, [in turns](in_turns); `x`: `[rows, cols]`,
-/// `out`: `[ceil(rows / 64), cols]`. Four columns a thread.
+/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, in the order of a
+/// [`ColumnTile`](crate::block::ColumnTile); `x`: `[rows, cols]`, `out`: `[ceil(rows / chunk), cols]`.
 #[kernel]
-pub unsafe fn sum_rows(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
-    // SAFETY: the contract checks `cols`.
-    let Some(rows) = (unsafe { RowChunk::new(x.len(), cols) }) else { return };
-    let mut sums = [F4::splat(0.0); 4];
-    // SAFETY: the chunk's columns lie inside `x`, its place inside `out`.
+pub unsafe fn sum_rows(x: &[f32], cols: usize, chunk: usize, scale: f32, accumulate: u32, out: *mut f32) {
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the contract checks `cols`; the tile's columns lie inside `x`, its places inside `out`; no thread returns early.
     unsafe {
-        for_each_row!(rows, cols, |index, part| {
-            let [first, second, third, fourth] = sums;
-            sums = [second, third, fourth, first + F4::load_part(x, index, part, 0.0)];
+        let tile = ColumnTile::new(x.len(), cols, chunk);
+        for_each_row!(tile, |index, part| {
+            sum = sum + F4::load_part(x, index, part, 0.0);
         });
-        let sum = in_turns(sums) * F4::splat(scale);
-        let sum = if accumulate == 0 { sum } else { F4::load_part_raw(out, rows.place, rows.part, 0.0) + sum };
-        sum.store_part(out, rows.place, rows.part);
+        if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
+            put(out, place, total * scale, accumulate);
+        }
     }
 }
 
-contract! { sum_rows { block: crate::block::COLUMN_BLOCK } |k| {
+contract! { sum_rows { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("out", rows.div_ceil(crate::block::ROW_CHUNK) * k.cols, k.out.len())?;
-    RowChunk::grid(rows, k.cols)
+    Violation::unless(k.chunk > 0, "chunk", "at least 1", k.chunk)?;
+    Violation::unless_length("out", rows.div_ceil(k.chunk) * k.cols, k.out.len())?;
+    ColumnTile::grid(rows, k.cols, k.chunk)
 }}
 
 /// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
