@@ -71,7 +71,8 @@ struct State {
 impl State {
     /// Room for the rounded operands of each multiply in a row.
     fn capacity(&self) -> Capacity {
-        let rounded = if self.gemm.precision == Some(Precision::Bf16) { self.row * (self.a.len() + self.b.len()) * 3 } else { 0 };
+        let rounded =
+            if self.gemm.precision == Some(Precision::Bf16) { self.row * (self.a.len() + self.b.len()) * 3 } else { 0 };
         Capacity::Bytes(rounded + (1 << 20))
     }
 }

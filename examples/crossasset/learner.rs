@@ -1,5 +1,6 @@
 //! What a training step changes, and the step itself: the same function runs eagerly and captured.
 
+use stepscope::ops::Precision;
 use stepscope::{
     AdamW, AdamWConfig, Device, Gradients, Inputs, Output, Parameters, Result, Saved, Slots, Step, Tape, Tensor, ops,
 };
@@ -13,6 +14,8 @@ pub(crate) struct Learner {
     pub(crate) parameters: Parameters,
     pub(crate) gradients: Gradients,
     pub(crate) optimizer: AdamW,
+    /// Of the multiplies of training.
+    pub(crate) precision: Precision,
 }
 
 /// Samples that a step works on, on the host.
@@ -76,11 +79,11 @@ impl Learner {
     ///
     /// # Errors
     /// When the device has no room.
-    pub(crate) fn new(device: &Device, seed: u64, config: AdamWConfig) -> Result<Self> {
+    pub(crate) fn new(device: &Device, seed: u64, config: AdamWConfig, precision: Precision) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, seed)?;
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
-        Ok(Self { model, parameters, gradients, optimizer })
+        Ok(Self { model, parameters, gradients, optimizer, precision })
     }
 
     /// Forward, backward and, at the end of a batch, the update that [`AdamW::advance`] has set up.
@@ -91,7 +94,8 @@ impl Learner {
         labels: Saved<'s, u32>,
         part: Part,
     ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
-        let Self { model, parameters, gradients, optimizer } = self;
+        let Self { model, parameters, gradients, optimizer, precision } = self;
+        step.set_precision(*precision);
         let tape = Tape::new(step, parameters);
         let logits = model.forward(&tape, &tape.input(x))?;
         let mean = tape.cross_entropy(&logits, labels, 1.0 / part.batch as f32)?;

@@ -85,7 +85,7 @@ impl<'r> Trainer<'r> {
 
     /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
     pub(crate) fn start_fold(&mut self, fold: &Fold) -> Result<()> {
-        let Args { batch, epochs, seed, learning_rate, weight_decay, clip, .. } = *self.args;
+        let Args { batch, epochs, seed, learning_rate, weight_decay, clip, precision, .. } = *self.args;
         let updates = (epochs * fold.train.len().div_ceil(batch)) as u64;
         let config = AdamWConfig {
             learning_rate,
@@ -99,7 +99,7 @@ impl<'r> Trainer<'r> {
         self.captured = self.capture();
         // The last fold's graphs give their part of the arena back.
         self.learner = None;
-        let learner = Learner::new(self.arena.device(), seed, config)?;
+        let learner = Learner::new(self.arena.device(), seed, config, precision)?;
         self.learner = Some(match self.args.capture {
             Switch::Off => Stage::Eager(learner),
             Switch::On => {
@@ -316,8 +316,8 @@ pub(crate) fn position(checkpoint: &Checkpoint, path: &Path, args: &Args, datase
 /// What decides the weights besides the data's content.
 fn settings(args: &Args, dataset: &Dataset) -> String {
     format!(
-        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} horizon {} bars {} \
-         samples {}",
+        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} horizon {} \
+         bars {} samples {}",
         args.seed,
         args.epochs,
         args.folds,
@@ -326,6 +326,7 @@ fn settings(args: &Args, dataset: &Dataset) -> String {
         args.learning_rate,
         args.weight_decay,
         args.clip,
+        args.precision,
         args.horizon,
         dataset.bars(),
         dataset.samples().len()

@@ -12,7 +12,8 @@ use std::str::FromStr;
 ///
 /// [`Precision::Ieee`] has the same bits on every device. The others use the GPU's matrix instructions: many times as fast, the
 /// same bits in every run and for every tile on one device, but not on another. With `u` = 2^-11 for TF32 and 2^-8 for BF16, an
-/// output of k products is within `(2 u + u^2 + (k + 4) 2^-22) sum |a b|` of the exact one, where nothing overflows.
+/// output of k products is within `(2 u + u^2 + k 2^-22) sum |a b|` of the exact one, where nothing overflows
+/// or is subnormal.
 /// Multiplies of fewer than 16 rows or columns are done in [`Precision::Ieee`] whatever is asked for: a matrix instruction would
 /// work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
