@@ -1,7 +1,8 @@
 //! f32 matrix multiply: ours beside cuBLAS, as PyTorch calls it, in the same run.
 //!
 //! `cargo bench --bench matmul` (the emulator), `cargo bench --features cuda --bench matmul -- --device cuda`; `--tiles` measures every
-//! tile instead of the one that the op takes. Multiplies stand in a row in one graph, on both sides, and a sample is the time of
+//! tile instead of the one that the op takes, `--precision tf32` or `bf16` multiplies so on both sides (the peer's operands and
+//! outputs are then BF16 themselves; ours are f32, and what rounds them is part of the time). Multiplies stand in a row in one graph, on both sides, and a sample is the time of
 //! a replay divided by their number; matrices that fit are in the L2 cache. Prints a table and writes every sample to
 //! `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
 
@@ -18,7 +19,7 @@ use clap::Parser;
 use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
-use stepscope::ops::{self, Gemm, TILES, Tile};
+use stepscope::ops::{self, Gemm, Precision, TENSOR_TILES, TILES};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor};
 
 const SAMPLES: usize = 25;
@@ -35,6 +36,9 @@ struct Args {
     /// Every tile, not only the one that the op takes
     #[arg(long)]
     tiles: bool,
+    /// How factors are rounded, on both sides
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
+    precision: Precision,
     /// Only cases whose name contains this, such as `3072x256` or `NT`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
@@ -64,12 +68,21 @@ struct State {
     out: Buffer<f32>,
 }
 
+impl State {
+    /// Room for the sums of chunks, and for the rounded operands of each multiply in a row.
+    fn capacity(&self) -> Capacity {
+        let rounded =
+            if self.gemm.precision == Some(Precision::Bf16) { self.row * (self.a.len() + self.b.len()) * 3 } else { 0 };
+        Capacity::Bytes(rounded + (64 << 20))
+    }
+}
+
 fn main() -> harness::Result<()> {
-    let Args { common, tiles, only } = Args::parse();
+    let Args { common, tiles, precision, only } = Args::parse();
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
-    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, emulated));
+    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, precision, emulated));
     if let Some(reason) = &peer.failed {
         println!("PyTorch: not measured, or not all ({reason})");
     }
@@ -92,32 +105,38 @@ fn main() -> harness::Result<()> {
     for case in cases {
         let theirs = lines.iter().position(|line| matches!(line, Line::Measured { case: other, .. } if *other == case));
         let theirs = theirs.map(|at| lines[at].clone());
-        let ours = ours(&device, case, tiles)?;
+        let ours = ours(&device, case, precision, tiles)?;
         let unit = theirs.as_ref().map(median);
         for line in theirs.iter().chain(&ours) {
             print(line, unit);
         }
         lines.extend(ours);
     }
-    println!("samples in {}", record("matmul", &device, &lines)?);
+    println!("samples in {}", record(&group(precision), &device, &lines)?);
     Ok(())
 }
 
 /// The device and the cases, as benches/peers/matmul.py reads them.
-fn peer_arguments(cases: &[Case], emulated: bool) -> Vec<String> {
+fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<String> {
     let device = if emulated { "cpu" } else { "cuda" };
     let cases = cases.iter().map(|case| {
         let Case { m, n, k, batches, form } = case;
         format!("{m},{n},{k},{batches},{form:?},{}", case.row())
     });
-    ["--device".into(), device.into(), "--samples".into(), SAMPLES.to_string()].into_iter().chain(cases).collect()
+    let options = format!("--device {device} --samples {SAMPLES} --precision {precision}");
+    options.split(' ').map(str::to_owned).chain(cases).collect()
+}
+
+/// The name of the run's file.
+fn group(precision: Precision) -> String {
+    if precision == Precision::Ieee { "matmul".into() } else { format!("matmul-{precision}") }
 }
 
 /// The op's own choice, or every tile.
-fn ours(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
+fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Result<Vec<Line>> {
     let [a, b, out] = case.elements();
     let mut state = State {
-        gemm: case.gemm(),
+        gemm: case.gemm().precision(precision),
         row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
         a: Buffer::from_slice(device, &spread(a, 1))?,
         b: Buffer::from_slice(device, &spread(b, 2))?,
@@ -126,24 +145,34 @@ fn ours(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
     let (chosen, want) = measure(device, &mut state)?;
     let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
     let mut lines = vec![measured("stepscope".into(), chosen)];
-    for &tile in TILES.iter().filter(|tile| tiles && blocks(case, **tile) <= MOST_BLOCKS) {
-        state.gemm = case.gemm().tile(tile);
-        let (nanoseconds, got) = measure(device, &mut state)?;
-        let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
-        assert!(got == want, "{case}: tile{name} gives other bits");
-        lines.push(measured(name, nanoseconds));
+    let formed: Vec<([u32; 3], Gemm)> = if precision == Precision::Ieee {
+        let shape = |tile: &ops::Tile| [tile.rows(), tile.cols(), tile.threads()];
+        TILES.iter().map(|tile| (shape(tile), state.gemm.tile(*tile))).collect()
+    } else {
+        let shape = |tile: &ops::TensorTile| [tile.rows(), tile.cols(), tile.threads()];
+        let formed = |tile: &ops::TensorTile| Gemm { tensor_tile: Some(*tile), ..state.gemm };
+        TENSOR_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
+    };
+    for ([rows, cols, threads], gemm) in formed {
+        if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
+            state.gemm = gemm;
+            let (nanoseconds, got) = measure(device, &mut state)?;
+            let name = format!("  {rows}x{cols}, {threads} threads");
+            assert!(got == want, "{case}: tile{name} gives other bits");
+            lines.push(measured(name, nanoseconds));
+        }
     }
     Ok(lines)
 }
 
-fn blocks(case: Case, tile: Tile) -> usize {
-    case.batches * case.m.div_ceil(tile.rows() as usize) * case.n.div_ceil(tile.cols() as usize)
+fn blocks(case: Case, rows: u32, cols: u32) -> usize {
+    case.batches * case.m.div_ceil(rows as usize) * case.n.div_ceil(cols as usize)
 }
 
 /// Samples of one multiply, and the bits of the first outputs.
 fn measure(device: &Device, state: &mut State) -> Result<(Samples, Vec<u32>)> {
     let row = state.row;
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
+    let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
     let mut captured = arena.capture(state, &Inputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
     let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;

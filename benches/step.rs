@@ -32,6 +32,7 @@ use clap::Parser;
 use harness::{Common, Peer, Samples, record};
 use ours::Ours;
 use serde::{Deserialize, Serialize};
+use stepscope::ops::Precision;
 use stepscope::{Device, DeviceKind};
 
 /// Times CrossAsset's training step, ours beside PyTorch's.
@@ -42,6 +43,9 @@ struct Args {
     /// Samples in a step [default: 1,256,4096 on a GPU, 1,8 on the emulator]
     #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(1..))]
     batches: Option<Vec<u32>>,
+    /// How matrix multiplies round their factors, on both sides
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
+    precision: Precision,
 }
 
 /// What is timed.
@@ -81,36 +85,40 @@ struct Plan {
     samples: usize,
     /// Steps in a row to a sample.
     row: usize,
+    precision: Precision,
 }
 
 impl Plan {
     /// On the CPU nothing is queued, so two steps make a row.
-    fn of(batch: usize, kind: DeviceKind) -> Self {
+    fn of(batch: usize, kind: DeviceKind, precision: Precision) -> Self {
         let row = if kind == DeviceKind::Cuda { 10 } else { 2 };
-        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row }
+        Self { batch, samples: if batch < 1024 { 30 } else { 20 }, row, precision }
     }
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, batches } = Args::parse();
+    let Args { common, batches, precision } = Args::parse();
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
-    let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(|batch| Plan::of(batch as usize, kind)).collect();
+    let plan = |batch| Plan::of(batch as usize, kind, precision);
+    let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(plan).collect();
     let mut lines = Vec::new();
     for &plan in &plans {
         lines.extend(Ours::new(&device, plan).measure()?);
         lines.extend(pytorch(kind, plan)?);
     }
-    table::print(&device, &plans, &lines);
-    println!("samples in {}", record("step", &device, &lines)?);
+    table::print(&device, precision, &plans, &lines);
+    let group = if precision == Precision::Ieee { "step".into() } else { format!("step-{precision}") };
+    println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
 }
 
 /// The peer's lines: on the GPU beside ours, or on the CPU beside the emulator.
-fn pytorch(kind: DeviceKind, Plan { batch, samples, row }: Plan) -> harness::Result<Vec<Line>> {
+fn pytorch(kind: DeviceKind, Plan { batch, samples, row, precision }: Plan) -> harness::Result<Vec<Line>> {
     let device = if kind == DeviceKind::Cuda { "cuda" } else { "cpu" };
-    let arguments = format!("--device {device} --batch {batch} --samples {samples} --row {row}");
+    let arguments =
+        format!("--device {device} --batch {batch} --samples {samples} --row {row} --precision {precision}");
     let arguments: Vec<String> = arguments.split(' ').map(str::to_owned).collect();
     let Peer { mut lines, failed } = Peer::run("step.py", &arguments);
     for line in &lines {

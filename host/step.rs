@@ -8,7 +8,9 @@ use crate::driver::{Description, Device};
 use crate::error::{Error, Result};
 use crate::launch::{Lent, LentMut, Source, Target};
 use crate::memory::{Buffer, Phase, Region};
+use crate::ops::Precision;
 use crate::tensor::{Brand, Element, Shape, Tensor};
+use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -17,12 +19,24 @@ use tracing::span::EnteredSpan;
 /// A step in progress: makes tensors and launches kernels.
 pub struct Step<'s> {
     region: &'s Region,
+    precision: Cell<Precision>,
     brand: Brand<'s>,
 }
 
 impl<'s> Step<'s> {
     pub(crate) fn new(region: &'s Region) -> Self {
-        Self { region, brand: PhantomData }
+        Self { region, precision: Cell::default(), brand: PhantomData }
+    }
+
+    /// How the step's matrix multiplies round their factors, forward and backward, where they do not say it themselves:
+    /// [`Precision::Ieee`] unless set.
+    pub fn precision(&self) -> Precision {
+        self.precision.get()
+    }
+
+    /// Sets [`Step::precision`] for what is queued from now on in this step and its scratches.
+    pub fn set_precision(&self, precision: Precision) {
+        self.precision.set(precision);
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -94,7 +108,8 @@ impl<'s> Step<'s> {
     /// Those of the closure.
     pub fn scratch<R>(&mut self, scoped: impl for<'i> FnOnce(&mut Scratch<'i, 's>) -> Result<R>) -> Result<R> {
         let region = self.region;
-        region.scope(|| scoped(&mut Scratch { step: Step::new(region), outer: PhantomData }))
+        let precision = self.precision.clone();
+        region.scope(|| scoped(&mut Scratch { step: Step { precision, ..Step::new(region) }, outer: PhantomData }))
     }
 }
 

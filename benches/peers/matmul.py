@@ -1,7 +1,7 @@
-"""f32 matrix multiplies by cuBLAS through PyTorch: nanoseconds each, a JSON value a line; benches/matmul.rs runs it.
+"""Matrix multiplies by cuBLAS through PyTorch: nanoseconds each, a JSON value a line; benches/matmul.rs runs it.
 
 A case is `m,n,k,batches,form,row`, as benches/matmul/case.rs defines them. On a GPU `row` multiplies in a row are one CUDA graph; a
-sample is the time of its replay, divided by `row`, by the host's clock. TF32 is off.
+sample is the time of its replay, divided by `row`, by the host's clock. `--precision` ieee: f32 without TF32; tf32: f32 with it; bf16: operands and output are BF16.
 """
 
 import argparse
@@ -13,21 +13,21 @@ import torch
 WARM_UP = 5
 
 
-def operands(m, n, k, batches, form, device):
+def operands(m, n, k, batches, form, device, dtype):
     """A, B and the output as views `[batches, ..]`, stored as the form says."""
 
     def matrix(rows, cols, transposed, side_by_side):
         rows, cols = (cols, rows) if transposed else (rows, cols)
         if side_by_side:
-            stored = torch.rand(rows, batches, cols, device=device).mul_(2).sub_(1).transpose(0, 1)
+            stored = torch.rand(rows, batches, cols, device=device, dtype=dtype).mul_(2).sub_(1).transpose(0, 1)
         else:
-            stored = torch.rand(batches, rows, cols, device=device).mul_(2).sub_(1)
+            stored = torch.rand(batches, rows, cols, device=device, dtype=dtype).mul_(2).sub_(1)
         return stored.transpose(1, 2) if transposed else stored
 
     many = batches > 1
     a = matrix(m, k, form[0] == "T", many)
     b = matrix(k, n, form[1] == "T", many and form == "TN")
-    return a, b, torch.empty(batches, m, n, device=device)
+    return a, b, torch.empty(batches, m, n, device=device, dtype=dtype)
 
 
 def multiply(a, b, out):
@@ -69,19 +69,21 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise SystemExit("PyTorch sees no GPU")
-    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
     for case in args.cases:
         *extents, form, row = case.split(",")
         m, n, k, batches = map(int, extents)
         row = int(row) if cuda else 1
-        work = multiply(*operands(m, n, k, batches, form, args.device))
+        work = multiply(*operands(m, n, k, batches, form, args.device, dtype))
         work = in_a_row(work, row) if cuda else work
         taken = samples(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
         line = {"m": m, "n": n, "k": k, "batches": batches, "form": form}

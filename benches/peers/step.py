@@ -1,7 +1,7 @@
 """CrossAsset's training step in PyTorch: nanoseconds a step, a JSON value a line; benches/step.rs runs it.
 
 A step copies a batch to the device, clears the gradients, runs forward, cross-entropy and backward, clips by the global
-norm 1.0 and updates with fused AdamW, in f32 without TF32. The model is the one of examples/crossasset/model.rs. A part
+norm 1.0 and updates with fused AdamW, in f32; `--precision` ieee: without TF32, tf32: with it, bf16: forward under autocast. The model is the one of examples/crossasset/model.rs. A part
 that fails says so on its own line, and the others go on; after DEADLINE_S the process ends.
 """
 
@@ -71,7 +71,8 @@ class Bench:
         optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True, capturable=self.cuda)
 
         def forward(x, labels):
-            return F.cross_entropy(net(x), labels)
+            with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
+                return F.cross_entropy(net(x), labels)
 
         if compiled:
             forward = torch.compile(forward, dynamic=False)
@@ -184,13 +185,14 @@ def main():
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--row", type=int, required=True, help="steps in a row")
+    parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("PyTorch sees no GPU")
     signal.alarm(DEADLINE_S)
     print(f"the deadline is {DEADLINE_S} s", file=sys.stderr, flush=True)
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
 
     def tell(**line):
         print(json.dumps(line), flush=True)

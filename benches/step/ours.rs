@@ -2,6 +2,7 @@
 //!
 //! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
 
+use stepscope::ops::Precision;
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters, Result, Saved,
     Slots, Step, Tape,
@@ -27,6 +28,7 @@ struct State {
     parameters: Parameters,
     gradients: Gradients,
     optimizer: AdamW,
+    precision: Precision,
 }
 
 /// A batch on the host.
@@ -51,7 +53,8 @@ struct Timed {
 
 /// The step's work on the device: forward, loss, backward over the old gradients, clipping, AdamW. Returns the loss, `[1]`.
 fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Result<Saved<'s>> {
-    let State { model, parameters, gradients, optimizer } = state;
+    let State { model, parameters, gradients, optimizer, precision } = state;
+    step.set_precision(*precision);
     let weight = 1.0 / labels.shape().elements() as f32;
     let tape = Tape::new(step, parameters);
     let logits = model.logits(&tape, &tape.input(x))?;
@@ -68,12 +71,12 @@ fn record<'s>(step: &mut Step<'s>, state: &mut State, slots: &Slots<'s>) -> Resu
 }
 
 impl State {
-    fn new(device: &Device) -> Result<Self> {
+    fn new(device: &Device, precision: Precision) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
         let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamWConfig::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
-        Ok(Self { model, parameters, gradients, optimizer })
+        Ok(Self { model, parameters, gradients, optimizer, precision })
     }
 }
 
@@ -117,14 +120,14 @@ impl Ours {
     }
 
     fn need(&self) -> Result<Measured> {
-        let mut state = State::new(&self.device)?;
+        let mut state = State::new(&self.device, self.plan.precision)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
         arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
     }
 
     /// Steps that launch their kernels one by one. Each has inputs of its own, so it always uploads.
     fn eager(&self, need: Measured) -> Result<Timed> {
-        let mut state = State::new(&self.device)?;
+        let mut state = State::new(&self.device, self.plan.precision)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         self.times("stepscope eager", &[Measure::RoundTrip, Measure::Host, Measure::Queued], |measure| {
             state.optimizer.advance()?;
@@ -139,7 +142,7 @@ impl Ours {
     fn captured(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let inputs = self.batch.inputs()?;
-        let mut captured = arena.capture(State::new(&self.device)?, &inputs, record)?;
+        let mut captured = arena.capture(State::new(&self.device, self.plan.precision)?, &inputs, record)?;
         let measures = [Measure::RoundTrip, Measure::Host, Measure::Queued, Measure::Resident];
         self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;
@@ -155,7 +158,7 @@ impl Ours {
         measures: &[Measure],
         mut step: impl FnMut(Measure) -> Result<Option<f32>>,
     ) -> Result<Timed> {
-        let Plan { batch, samples, row } = self.plan;
+        let Plan { batch, samples, row, .. } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
         for &measure in measures {
             let each = if matches!(measure, Measure::RoundTrip | Measure::Host) { 1 } else { row };

@@ -8,9 +8,8 @@
 //! sums, trees that depend on lengths alone, no library function and no approximate instruction.
 
 #![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
-#![cfg_attr(rust_cuda, feature(link_llvm_intrinsics))]
-#![cfg_attr(rust_cuda, allow(internal_features))]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, abi_unadjusted, asm_experimental_arch, link_llvm_intrinsics))]
+#![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate std;
@@ -19,8 +18,13 @@ mod contract;
 
 pub mod block;
 pub mod exps;
+#[cfg(not(rust_cuda))]
+pub mod format;
 pub mod math;
+#[cfg(not(rust_cuda))]
+pub mod mma;
 pub mod tile;
+mod unroll;
 pub mod vector;
 pub mod warp;
 
@@ -35,7 +39,12 @@ mod entries {
     pub mod guard;
     pub mod loss;
     pub mod matmul;
+    // rust-cuda has no matrix instructions.
+    #[cfg(not(rust_cuda))]
+    pub mod matmul_tensor;
     pub mod norm;
+    #[cfg(not(rust_cuda))]
+    pub mod precision;
     pub mod reduce;
     pub mod scalars;
     pub mod softmax;

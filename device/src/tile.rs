@@ -251,6 +251,36 @@ impl SharedTile<f32> {
         }
     }
 
+    /// Starts to copy the first `bytes` of `x[from..from + 4]` to `index`, and zeros to the rest of the four; both are
+    /// multiples of four and `x` starts on a 16-byte boundary.
+    ///
+    /// # Safety
+    /// The words that `bytes`, at most 16, reach lie inside `x`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy_bytes(self, index: u32, x: &[f32], from: usize, bytes: u32) {
+        // SAFETY: as in `copy`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16, {2}; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), in(reg32) bytes, options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            if bytes == 16 {
+                self.set4(index, F4::load(x, from));
+            } else {
+                for word in 0..4 {
+                    let there = bytes.saturating_sub(4 * word).min(4);
+                    let kept = u32::MAX.checked_shr(32 - 8 * there).unwrap_or(0);
+                    let value = if there > 0 { vector::load(x, from + word as usize).to_bits() & kept } else { 0 };
+                    self.set(index + word, f32::from_bits(value));
+                }
+            }
+        }
+    }
+
     /// Starts to copy `x[from..from + 4]` to `index`; both are multiples of four and `x` starts on a 16-byte boundary.
     ///
     /// # Safety

@@ -205,7 +205,7 @@ macro_rules! for_each_vector {
     ($held:expr, $row:expr, $cols:expr, |$at:ident, $column:ident, $part:ident| $body:block) => {{
         if $held > 0 {
             let (cols, first, stride) = ($cols, $row.first, $row.stride);
-            $crate::unroll!($held, |$at| {
+            $crate::unroll_on_gpu!($at < $held => {
                 let $column = first + $at * stride;
                 let $part = if $column < cols { $crate::vector::Part::Whole } else { $crate::vector::Part::First(0) };
                 $body
@@ -244,30 +244,6 @@ macro_rules! for_each_vector {
             }
         }
     }};
-}
-
-/// Runs `body` with `at` = 0, 1, .. below a constant `count` of at most 8; written out on the GPU, where a loop may stay one.
-#[macro_export]
-macro_rules! unroll {
-    ($count:expr, |$at:ident| $body:block) => {{
-        #[cfg(target_arch = "nvptx64")]
-        $crate::unroll!(@ $count, $at, $body, 0 1 2 3 4 5 6 7);
-        #[cfg(not(target_arch = "nvptx64"))]
-        {
-            let mut next = 0_usize;
-            while next < $count {
-                let $at = next;
-                $body
-                next += 1;
-            }
-        }
-    }};
-    (@ $count:expr, $at:ident, $body:block, $($number:literal)*) => {$(
-        if $number < $count {
-            let $at: usize = $number;
-            $body
-        }
-    )*};
 }
 
 /// Calls `function::<HELD>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see

@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 use clap::builder::{PossibleValue, RangedU64ValueParser};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
+use stepscope::ops::Precision;
 
 /// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
@@ -67,6 +68,10 @@ pub(crate) struct Args {
     /// Run each step as one graph that is recorded once; off: launch by launch, which can overflow
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) capture: Switch,
+
+    /// How matrix multiplies of training round their factors: tf32 and bf16 are faster on a GPU, and less exact
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    pub(crate) precision: Precision,
 
     /// Learning rate of AdamW
     #[arg(long, value_name = "RATE", default_value_t = 3e-4, value_parser = above_zero)]
@@ -242,7 +247,7 @@ mod tests {
         assert_eq!((args.epochs, args.folds, args.batch, args.micro_batch()), (1, 2, 256, 256));
         assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
-        assert_eq!((args.capture, args.log), (Switch::On, Log::Text));
+        assert_eq!((args.capture, args.log, args.precision), (Switch::On, Log::Text, Precision::Ieee));
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));
     }
@@ -259,6 +264,7 @@ mod tests {
         assert_eq!((args.device, args.micro_batch(), args.sample_limit()), (DeviceChoice::Cuda, 1, Some(99)));
         assert_eq!((args.arena_mib, args.overflow_mib, args.checkpoint_every), (64, 4096, Some(3)));
         assert_eq!(args.log, Log::Json);
+        assert_eq!(parse("--precision tf32").unwrap().precision, Precision::Tf32);
         assert_eq!(parse("--bars a.csv").unwrap().sample_limit(), None);
     }
 
@@ -282,6 +288,7 @@ mod tests {
             ("--learning-rate inf", "--learning-rate"),
             ("--weight-decay NaN", "give a finite number, at least zero"),
             ("--weight-decay=-0.1", "--weight-decay"),
+            ("--precision fp8", "ieee, tf32 or bf16"),
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),
             ("--horizon 0", "--horizon"),

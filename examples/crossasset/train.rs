@@ -132,9 +132,9 @@ impl<'r> Run<'r> {
     where
         'r: 'a,
     {
-        let Args { batch, seed, checkpoint_every, capture, .. } = *self.args;
+        let Args { batch, seed, checkpoint_every, capture, precision, .. } = *self.args;
         let (model, layout) = Model::new()?;
-        let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?;
+        let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
         let trainer = match capture {
             Switch::Off => Trainer::eager(arena, learner),
             Switch::On => {
@@ -261,8 +261,8 @@ fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<P
 /// What decides the weights besides the data's content.
 fn settings(args: &Args, dataset: &Dataset) -> String {
     format!(
-        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} horizon {} bars {} \
-         samples {}",
+        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} horizon {} \
+         bars {} samples {}",
         args.seed,
         args.epochs,
         args.folds,
@@ -271,6 +271,7 @@ fn settings(args: &Args, dataset: &Dataset) -> String {
         args.learning_rate,
         args.weight_decay,
         args.clip,
+        args.precision,
         args.horizon,
         dataset.bars(),
         dataset.samples().len()

@@ -9,6 +9,8 @@ use kernels::checksum::{CHUNK, checksum};
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
+use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x256};
+use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x256};
 use kernels::scalars;
 use std::cell::RefCell;
 use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
@@ -59,8 +61,53 @@ macro_rules! matmul {
     }};
 }
 
+/// The case of a tile of matrix instructions: [`matmul`], on whole numbers so small that every sum is exact. The order of
+/// sums, which is each GPU's own, then changes nothing.
+macro_rules! matmul_tensor {
+    ($inputs:ident, $kernel:ident, $pack:expr) => {{
+        let i: &Inputs<'_, '_> = $inputs;
+        for (batches, [m, n, k], flags, beta) in [
+            (1, [1, 8, 8], 0, 0.0),
+            (1, [64, 64, 64], TRANSPOSE_A, 1.0),
+            (3, [136, 72, 24], TRANSPOSE_A | TRANSPOSE_B, 0.0),
+            (1, [12, 256, 192], TRANSPOSE_B | GELU, 0.0),
+            (1, [150, 272, 264], GELU | KEEP, 0.5),
+        ] {
+            let (a, b) = (i.whole(batches * m * k), i.whole(batches * k * n));
+            let (a, b) = ($pack(i, &a)?, $pack(i, &b)?);
+            let [bias, old] = [n, m * n].map(|each| i.whole(batches * each));
+            let (bias, mut out, mut pre) = (i.upload(&bias)?, i.upload(&old)?, i.upload(&old)?);
+            let (c, written) = out.in_place();
+            i.step.launch($kernel {
+                a: a.slice(),
+                b: b.slice(),
+                bias: bias.slice(),
+                c,
+                out: written,
+                pre: pre.out(),
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+                ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+                ldc: n as u32,
+                batches: batches as u32,
+                stride_a: m * k,
+                stride_b: k * n,
+                stride_c: m * n,
+                stride_bias: n,
+                beta,
+                flags,
+            })?;
+            i.keep(&out)?;
+            i.keep(&pre)?;
+        }
+        Ok(())
+    }};
+}
+
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 39] = [
+pub(crate) const CASES: [(&str, Case); 46] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -145,6 +192,12 @@ pub(crate) const CASES: [(&str, Case); 39] = [
         }
         Ok(())
     }),
+    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, Inputs::upload)),
+    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, Inputs::upload)),
+    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, Inputs::upload)),
+    ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, Inputs::pairs)),
+    ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, Inputs::pairs)),
+    ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, Inputs::pairs)),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
@@ -162,6 +215,7 @@ pub(crate) const CASES: [(&str, Case); 39] = [
             i.keep(&gain)
         })
     }),
+    ("round_to_bf16", |i| i.rows(|i, x| i.keep(&ops::round_bf16(i.step, x)?))),
     ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
     ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
     ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
@@ -207,6 +261,22 @@ impl<'s> Inputs<'_, 's> {
     fn normals(&self, shape: impl Into<Shape>) -> Result<Tensor<'s>> {
         let shape = shape.into();
         self.step.upload(&self.random.borrow_mut().normals(shape.elements()), shape)
+    }
+
+    /// Whole numbers from -8 to 8.
+    fn whole(&self, length: usize) -> Vec<f32> {
+        self.random.borrow_mut().belows(length, 17).into_iter().map(|below| below as f32 - 8.0).collect()
+    }
+
+    fn upload(&self, values: &[f32]) -> Result<Tensor<'s>> {
+        self.step.upload(values, [values.len()])
+    }
+
+    /// Numbers that BF16 has, two to a word.
+    fn pairs(&self, values: &[f32]) -> Result<Tensor<'s, u32>> {
+        let pair = |pair: &[f32]| pair[0].to_bits() >> 16 | pair[1].to_bits();
+        let words: Vec<u32> = values.chunks_exact(2).map(pair).collect();
+        self.step.upload(&words, [words.len()])
     }
 
     /// A gain for the norm of `x`.

@@ -1,5 +1,7 @@
 //! Matrix multiply and what is fused behind it.
 
+use super::matmul_tensor;
+use super::precision::Precision;
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
@@ -48,6 +50,10 @@ pub struct Gemm {
     /// Which tile computes it, of [`TILES`]; none: the one that should be done first, or on the emulator the CPU's own. The
     /// bits are the same.
     pub tile: Option<Tile>,
+    /// How its factors are rounded; none: as the step says.
+    pub precision: Option<Precision>,
+    /// Which tile computes it in a precision below f32, of [`TENSOR_TILES`](super::TENSOR_TILES); as `tile`.
+    pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
 }
 
 impl Gemm {
@@ -74,6 +80,12 @@ impl Gemm {
         Self { tile: Some(tile), ..self }
     }
 
+    /// In this precision.
+    #[must_use]
+    pub fn precision(self, precision: Precision) -> Self {
+        Self { precision: Some(precision), ..self }
+    }
+
     /// Adds to what is there.
     #[must_use]
     pub fn accumulate(self) -> Self {
@@ -82,7 +94,7 @@ impl Gemm {
 }
 
 /// What is done with the sums before they are written.
-enum Epilogue<'e, 's> {
+pub(super) enum Epilogue<'e, 's> {
     Store,
     Gelu { pre: &'e mut Tensor<'s> },
 }
@@ -196,6 +208,10 @@ fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
+    let precision = form.precision_in(step);
+    if precision != Precision::Ieee {
+        return matmul_tensor::queue(step, precision, form, a, b, bias, residual, out, epilogue);
+    }
     let words = Words::new(form)?;
     let (own, out) = out.in_place();
     let (pre, flags) = match epilogue {

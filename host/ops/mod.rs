@@ -2,7 +2,7 @@
 //!
 //! They take a bare [`Step`](crate::Step), so they run the same whether recorded or not; none of them waits or reads.
 //! Outputs are new tensors of the step unless a name says `_into` or `_assign`. f32 throughout, accumulated in f32;
-//! results have the same bits on every device. Invariant: no op touches the driver.
+//! results have the same bits on every device, but for multiplies in a [`Precision`] below f32. Invariant: no op touches the driver.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,9 @@ mod elementwise;
 mod fill;
 mod loss;
 mod matmul;
+mod matmul_tensor;
 mod norm;
+mod precision;
 mod reduce;
 mod softmax;
 mod tokens;
@@ -23,9 +25,11 @@ pub use adamw::adamw;
 pub use attention::{Attention, AttentionKept, attention, attention_backward};
 pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};
+pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use loss::cross_entropy;
 pub use matmul::{Gemm, TILES, Tile, gemm_into, linear, linear_gelu, linear_residual, matmul};
 pub use norm::{rms_norm, rms_norm_backward};
+pub use precision::{Precision, round_bf16};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };

@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
-use crate::ops;
+use crate::ops::{self, Precision};
 use crate::optim::{AdamW, AdamWConfig};
 use crate::params::{Gradients, Layout, Parameter, Parameters};
 use crate::step::Step;
@@ -47,6 +47,8 @@ pub struct Learner<M> {
     pub gradients: Gradients,
     /// The optimiser.
     pub optimizer: AdamW,
+    /// How the multiplies of training round their factors; evaluation is always [`Precision::Ieee`].
+    pub precision: Precision,
 }
 
 /// What a step tells: its share of the loss and, when the gradients are complete, the squared norm of the watched one's.
@@ -63,7 +65,13 @@ impl<M: Model> Learner<M> {
     pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, config: AdamWConfig) -> Result<Self> {
         let parameters = Parameters::new(device, layout, seed)?;
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
-        Ok(Self { model, parameters, gradients, optimizer })
+        Ok(Self { model, parameters, gradients, optimizer, precision: Precision::default() })
+    }
+
+    /// The same, trained with this precision.
+    #[must_use]
+    pub fn with_precision(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// Forward, backward and, at the end of a batch, the update that [`AdamW::advance`] has set up.
@@ -74,7 +82,8 @@ impl<M: Model> Learner<M> {
         batch: &Batch<'s>,
         part: Part,
     ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
-        let Self { model, parameters, gradients, optimizer } = self;
+        let Self { model, parameters, gradients, optimizer, precision } = self;
+        step.set_precision(*precision);
         let tape = Tape::new(step, parameters);
         let output = model.forward(&tape, batch)?;
         let loss = model.loss(&tape, &output, batch, 1.0 / part.samples as f32)?;

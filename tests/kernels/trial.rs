@@ -44,20 +44,42 @@ pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
 /// Runs `case` as this module says and returns what it returned first.
 #[track_caller]
 pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
-    let (result, first) = poisoned(device, 0, &case);
-    let repeat = |other: &Device, shift, place| {
-        let (_, again) = poisoned(other, shift, &case);
-        assert_eq!(first.len(), again.len());
-        for (number, (first, again)) in first.iter().zip(&again).enumerate() {
-            let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
-            assert_eq!(different, None, "output {number} has other bits {place}, first at this element");
-        }
-    };
-    repeat(device, 3, "in a second run at other addresses");
+    let (result, first) = twice(device, &case);
     if device.description().kind == DeviceKind::Cuda {
-        repeat(&support::open(DeviceKind::Emulated), 0, "on the emulator");
+        again(&support::open(DeviceKind::Emulated), 0, &case, &first, "on the emulator");
     }
     result
+}
+
+/// [`trial`] of an op whose bits are each device's own.
+#[track_caller]
+pub(crate) fn trial_of_one<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
+    twice(device, &case).0
+}
+
+/// Runs `case` at two addresses and returns what it returned first, and its outputs.
+#[track_caller]
+fn twice<R>(device: &Device, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
+    let (result, first) = poisoned(device, 0, case);
+    again(device, 3, case, &first, "in a second run at other addresses");
+    (result, first)
+}
+
+/// Runs `case` once more and asserts that its outputs are those of the `first` run.
+#[track_caller]
+fn again<R>(
+    device: &Device,
+    shift: usize,
+    case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
+    first: &Outputs,
+    place: &str,
+) {
+    let (_, again) = poisoned(device, shift, case);
+    assert_eq!(first.len(), again.len());
+    for (number, (first, again)) in first.iter().zip(&again).enumerate() {
+        let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
+        assert_eq!(different, None, "output {number} has other bits {place}, first at this element");
+    }
 }
 
 fn same_word(word: u32) -> u32 {

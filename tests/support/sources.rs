@@ -3,7 +3,7 @@
 //! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
 
 /// Each file's path below `device/src/kernels`, without its ending, and its text.
-pub(crate) const SOURCES: [(&str, &str); 21] = [
+pub(crate) const SOURCES: [(&str, &str); 26] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
@@ -20,7 +20,12 @@ pub(crate) const SOURCES: [(&str, &str); 21] = [
     ("matmul/operand", include_str!("../../device/src/kernels/matmul/operand.rs")),
     ("matmul/split", include_str!("../../device/src/kernels/matmul/split.rs")),
     ("matmul/tile", include_str!("../../device/src/kernels/matmul/tile.rs")),
+    ("matmul_tensor", include_str!("../../device/src/kernels/matmul_tensor.rs")),
+    ("matmul_tensor/block", include_str!("../../device/src/kernels/matmul_tensor/block.rs")),
+    ("matmul_tensor/operand", include_str!("../../device/src/kernels/matmul_tensor/operand.rs")),
+    ("matmul_tensor/tile", include_str!("../../device/src/kernels/matmul_tensor/tile.rs")),
     ("norm", include_str!("../../device/src/kernels/norm.rs")),
+    ("precision", include_str!("../../device/src/kernels/precision.rs")),
     ("reduce", include_str!("../../device/src/kernels/reduce.rs")),
     ("scalars", include_str!("../../device/src/kernels/scalars.rs")),
     ("softmax", include_str!("../../device/src/kernels/softmax.rs")),

@@ -7,7 +7,7 @@ use crate::block::ColumnTile;
 use crate::math;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, put};
-use crate::{contract, for_own_vector, map4, unroll};
+use crate::{contract, for_own_vector, map4, unroll_on_gpu};
 use cuda_std::prelude::*;
 
 /// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
@@ -118,13 +118,13 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     // SAFETY: the caller's promise; only rows before the end are touched.
     unsafe {
         // All reads first: the compiler moves none before a write.
-        unroll!(EACH, |at| {
+        unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
                 xs[at] = F4::load_part(x, index(at), part, 0.0);
                 dys[at] = F4::load_part(dy, index(at), part, 0.0);
             }
         });
-        unroll!(EACH, |at| {
+        unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
                 let own = dys[at] * map4!(xs[at], math::gelu_derivative);
                 own.store_part(dx, index(at), part);

@@ -16,10 +16,10 @@
 
 mod block;
 #[cfg(not(target_arch = "nvptx64"))]
-mod checks;
+pub(crate) mod checks;
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
-mod epilogue;
+pub(crate) mod epilogue;
 mod operand;
 mod split;
 mod tile;

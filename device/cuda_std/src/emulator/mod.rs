@@ -16,6 +16,7 @@ mod clock;
 mod collective;
 mod detector;
 mod fault;
+mod lanes;
 mod mode;
 mod resolve;
 mod shadow;
@@ -25,6 +26,7 @@ mod stack;
 pub use block::Block;
 pub use collective::{Collective, gather};
 pub use fault::{Access, Cause, Fault, Kind, Place};
+pub use lanes::lanes;
 pub use mode::Mode;
 
 use crate::launch::{Entry, Grid, Words};

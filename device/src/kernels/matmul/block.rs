@@ -8,6 +8,7 @@ use super::operand::Stage;
 use super::split::Chunk;
 use super::{Operand, Tile};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::unroll;
 use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
@@ -34,23 +35,6 @@ impl Problem<'_> {
         until < self.k.end
     }
 }
-
-/// Repeats a block for each index below `$count`, at most 16, with the index constant: what is indexed by it stays in
-/// registers however large the block is.
-macro_rules! unroll {
-    ($index:ident < $count:expr => $body:block) => {
-        unroll!(@ $index, $count, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
-    };
-    (@ $index:ident, $count:expr, $body:block, $($at:literal)*) => {
-        $(if $at < $count {
-            let $index: usize = $at;
-            $body
-        })*
-    };
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-pub(super) use unroll;
 
 /// Computes this block's tile: `TM x TN` outputs for each thread, `AHEAD + 1` stages on their way while one is in use; the
 /// factors of `AT_ONCE` k are read together, `GROUPS` times in the body of the loop.

@@ -37,10 +37,10 @@ macro_rules! check_outputs {
         Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.stride_c)?;
     };
 }
-pub(super) use check_outputs;
+pub(crate) use check_outputs;
 
 /// Ok when `matrices` of `rows` x `cols`, `stride` and `ld` elements apart, lie inside `len` elements.
-pub(super) fn holds(
+pub(crate) fn holds(
     argument: &'static str,
     len: usize,
     matrices: usize,

@@ -4,9 +4,10 @@
 //! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy
 //! of high-performance matrix multiplication", 2008). Invariant: the same chains as in every other tile.
 
-use super::block::{Problem, place, unroll};
+use super::block::{Problem, place};
 use super::operand::Operand;
 use crate::tile::SharedTile;
+use crate::unroll;
 use crate::vector::F4;
 use cuda_std::{emulator, thread};
 

@@ -8,17 +8,18 @@ use crate::{map4, math};
 use cuda_std::GpuFloat;
 
 /// Where sums go, and what is done with them before; the parameters are those of the [module](super).
-pub(super) struct Epilogue<'p> {
-    pub(super) bias: &'p [f32],
-    pub(super) bias_start: usize,
-    pub(super) c: *const f32,
-    pub(super) out: *mut f32,
-    pub(super) pre: *mut f32,
-    pub(super) start: usize,
-    pub(super) n: u32,
-    pub(super) ldc: u32,
-    pub(super) beta: f32,
-    pub(super) flags: u32,
+#[derive(Clone, Copy)]
+pub(crate) struct Epilogue<'p> {
+    pub(crate) bias: &'p [f32],
+    pub(crate) bias_start: usize,
+    pub(crate) c: *const f32,
+    pub(crate) out: *mut f32,
+    pub(crate) pre: *mut f32,
+    pub(crate) start: usize,
+    pub(crate) n: u32,
+    pub(crate) ldc: u32,
+    pub(crate) beta: f32,
+    pub(crate) flags: u32,
 }
 
 impl Epilogue<'_> {
@@ -27,7 +28,7 @@ impl Epilogue<'_> {
     /// # Safety
     /// Row `i` and column `j` lie inside the output, and the contract has accepted the arguments.
     #[inline(always)]
-    pub(super) unsafe fn finish(&self, i: u32, j: u32, width: usize, mut sum: F4) {
+    pub(crate) unsafe fn finish(&self, i: u32, j: u32, width: usize, mut sum: F4) {
         let Self { bias, bias_start, c, out, pre, start, n, ldc, beta, flags } = *self;
         let left = (n - j) as usize;
         let count = if width < left { width } else { left };
@@ -56,6 +57,6 @@ impl Epilogue<'_> {
 
 /// How `count` elements, up to four, at `index` are moved: at once where that is a vector.
 #[inline(always)]
-fn part(index: usize, count: usize) -> Part {
+pub(crate) fn part(index: usize, count: usize) -> Part {
     if count >= F4::LEN && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(count) }
 }

@@ -1,0 +1,168 @@
+//! The formats of the matrix instructions' factors: how f32 is rounded to them, and how they lie in 32-bit words.
+//!
+//! TF32 is f32 with 11 bits of significand, one to a word; ties go away from zero. BF16 is the upper half of f32, 8 bits of
+//! significand, two to a word, the lower half first; ties go to even. Infinities stay, what rounds beyond the largest number
+//! becomes one, a NaN stays a NaN. Invariant: the same bits on every device, NaNs aside.
+
+/// A format of factors.
+pub trait Format {
+    /// Factors in a word, along k.
+    const PER_WORD: u32;
+
+    /// The word that a matrix instruction gets for one in shared memory.
+    fn factor(stored: u32) -> u32;
+
+    /// The `part`th factor of a word, as f32.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn value(word: u32, part: u32) -> f32;
+
+    /// One matrix instruction: 16 rows by 8 columns over 8 words; lanes hold the operands as PTX says.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
+}
+
+/// f32 values, rounded to TF32 when they are multiplied.
+#[derive(Clone, Copy, Debug)]
+pub struct Tf32;
+
+/// Pairs of BF16.
+#[derive(Clone, Copy, Debug)]
+pub struct Bf16;
+
+#[cfg(target_arch = "nvptx64")]
+mod instructions {
+    #[repr(C)]
+    pub(super) struct Sums(pub(super) f32, pub(super) f32, pub(super) f32, pub(super) f32);
+
+    // Intrinsics, because the compiler knows of them, and not of an `asm!`, that all lanes must come together.
+    unsafe extern "unadjusted" {
+        #[link_name = "llvm.nvvm.mma.m16n8k8.row.col.tf32"]
+        pub(super) fn mma_tf32(
+            a0: u32,
+            a1: u32,
+            a2: u32,
+            a3: u32,
+            b0: u32,
+            b1: u32,
+            c0: f32,
+            c1: f32,
+            c2: f32,
+            c3: f32,
+        ) -> Sums;
+        #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
+        pub(super) fn mma_bf16(
+            a0: u32,
+            a1: u32,
+            a2: u32,
+            a3: u32,
+            b0: u32,
+            b1: u32,
+            c0: f32,
+            c1: f32,
+            c2: f32,
+            c3: f32,
+        ) -> Sums;
+    }
+}
+
+macro_rules! mma {
+    ($instruction:ident) => {
+        #[cfg(target_arch = "nvptx64")]
+        #[inline(always)]
+        unsafe fn mma([a0, a1, a2, a3]: [u32; 4], [b0, b1]: [u32; 2], [c0, c1, c2, c3]: [f32; 4]) -> [f32; 4] {
+            // SAFETY: the caller's promise.
+            let sums = unsafe { instructions::$instruction(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3) };
+            [sums.0, sums.1, sums.2, sums.3]
+        }
+    };
+}
+
+impl Format for Tf32 {
+    const PER_WORD: u32 = 1;
+
+    #[inline(always)]
+    fn factor(stored: u32) -> u32 {
+        round_tf32(f32::from_bits(stored))
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    fn value(word: u32, _: u32) -> f32 {
+        f32::from_bits(word)
+    }
+
+    mma!(mma_tf32);
+}
+
+impl Format for Bf16 {
+    const PER_WORD: u32 = 2;
+
+    #[inline(always)]
+    fn factor(stored: u32) -> u32 {
+        stored
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    fn value(word: u32, part: u32) -> f32 {
+        f32::from_bits(if part == 0 { word << 16 } else { word & 0xffff_0000 })
+    }
+
+    mma!(mma_bf16);
+}
+
+/// `x` to the nearest TF32, ties away from zero, in the bits of f32.
+#[inline(always)]
+pub fn round_tf32(x: f32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let rounded: u32;
+        // SAFETY: a conversion between registers.
+        unsafe {
+            core::arch::asm!(
+                "cvt.rna.tf32.f32 {0}, {1};",
+                out(reg32) rounded, in(reg32) x, options(pure, nomem, preserves_flags, nostack)
+            );
+        }
+        rounded
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let bits = x.to_bits();
+        if x.is_nan() {
+            f32::NAN.to_bits()
+        } else {
+            // An infinity's significand is zero, so half a unit more changes nothing above the cut.
+            (bits + 0x1000) & !0x1fff
+        }
+    }
+}
+
+/// Two numbers to the nearest BF16, ties to even, in one word: `low` in the lower half.
+#[inline(always)]
+pub fn round_bf16(low: f32, high: f32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let pair: u32;
+        // SAFETY: a conversion between registers.
+        unsafe {
+            core::arch::asm!(
+                "cvt.rn.bf16x2.f32 {0}, {1}, {2};",
+                out(reg32) pair, in(reg32) high, in(reg32) low, options(pure, nomem, preserves_flags, nostack)
+            );
+        }
+        pair
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let round = |x: f32| {
+            let bits = x.to_bits();
+            // Less than half a unit, or half of one where the last bit kept is odd.
+            if x.is_nan() { 0x7fff } else { (bits + 0x7fff + (bits >> 16 & 1)) >> 16 }
+        };
+        round(low) | round(high) << 16
+    }
+}

@@ -1,0 +1,166 @@
+//! One block's tile of the output: stages come to shared memory, warps multiply them, sums are finished.
+//!
+//! Invariant: the words of k are added in the same order in every tile.
+
+use super::operand::{Operand, read};
+use super::tile::{STAGES, Tile, WORDS};
+use crate::format::Format;
+use crate::matmul::epilogue::Epilogue;
+use crate::mma::{Factor, Sums, multiply};
+use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::unroll_on_gpu;
+use crate::vector::F4;
+use cuda_std::{thread, warp};
+
+/// Rows of tiles that are walked column by column, so that blocks that run together share operands in the L2 cache.
+const GROUP: u32 = 16;
+
+/// One matrix multiply as a thread sees it.
+#[derive(Clone, Copy)]
+pub(super) struct Problem<'p> {
+    pub(super) a: Operand<'p>,
+    pub(super) b: Operand<'p>,
+    pub(super) epilogue: Epilogue<'p>,
+    pub(super) m: u32,
+    pub(super) n: u32,
+    pub(super) k: u32,
+}
+
+/// A warp's factors of one step.
+type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; COLS]);
+
+/// This thread's sums of the block's tile, of which a warp has `ROWS x COLS` blocks of 32 x 32 outputs.
+///
+/// # Safety
+/// The contract has accepted the problem, and these are the constants of `tile`.
+#[inline(always)]
+pub(super) unsafe fn sum<F: Format, const ROWS: usize, const COLS: usize>(
+    problem: Problem<'_>,
+    tile: Tile,
+) -> [[Sums; COLS]; ROWS] {
+    let Problem { a, b, k, .. } = problem;
+    let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
+    let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
+
+    let depth = WORDS * F::PER_WORD;
+    let stages = k.div_ceil(depth);
+    // SAFETY: the parts follow each other in what the contract declares.
+    let part = |stage: u32, start: u32, width: u32| unsafe {
+        SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
+    };
+    let fetch = |stage: u32| {
+        if stage < stages {
+            // SAFETY: the contract has accepted the operands.
+            unsafe {
+                a.stage::<F>(part(stage, 0, rows), rows, threads, first[0], stage * depth);
+                b.stage::<F>(part(stage, rows, cols), cols, threads, first[1], stage * depth);
+            }
+        }
+        commit_copies();
+    };
+    let factors = |stage: u32, step: u32| -> Factors<ROWS, COLS> {
+        let (left, right) = (part(stage, 0, rows), part(stage, rows, cols));
+        let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
+        unroll_on_gpu!(row < 2 => { if row < ROWS { factors.0[row] = read::<F>(left, a.along_k, rows, own[0] + 32 * row as u32, step); } });
+        unroll_on_gpu!(col < 2 => { if col < COLS { factors.1[col] = read::<F>(right, b.along_k, cols, own[1] + 32 * col as u32, step); } });
+        factors
+    };
+
+    for stage in 0..STAGES - 1 {
+        fetch(stage);
+    }
+    let mut sums = [[[[0.0; 8]; 4]; COLS]; ROWS];
+    for stage in 0..stages {
+        wait_copies::<{ STAGES - 2 }>();
+        thread::sync_threads();
+        // Into the slot that was read before this barrier.
+        fetch(stage + STAGES - 1);
+        // The second factors are on their way while the first are multiplied.
+        let (now, next) = (factors(stage, 0), factors(stage, 1));
+        // SAFETY: all lanes are here.
+        unsafe {
+            multiply_all::<F, ROWS, COLS>(&mut sums, now);
+            multiply_all::<F, ROWS, COLS>(&mut sums, next);
+        }
+    }
+    sums
+}
+
+/// Finishes a thread's sums and writes them.
+///
+/// # Safety
+/// The contract has accepted the problem, and the sums are those of [`sum`].
+#[inline(always)]
+pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
+    problem: Problem<'_>,
+    tile: Tile,
+    sums: [[Sums; COLS]; ROWS],
+) {
+    let Problem { epilogue, m, n, .. } = problem;
+    let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    unroll_on_gpu!(row < 2 => {
+        unroll_on_gpu!(col < 2 => {
+            if row < ROWS && col < COLS {
+                let i = first[0] + own[0] + 32 * row as u32 + 4 * g;
+                let j = first[1] + own[1] + 32 * col as u32 + 8 * t;
+                unroll_on_gpu!(line < 4 => {
+                    let [w, x, y, z, p, q, r, s] = sums[row][col][line];
+                    let i = i + line as u32;
+                    // SAFETY: row and column lie inside the output.
+                    unsafe {
+                        if i < m && j < n {
+                            epilogue.finish(i, j, F4::LEN, F4([w, x, y, z]));
+                        }
+                        if i < m && j + 4 < n {
+                            epilogue.finish(i, j + 4, F4::LEN, F4([p, q, r, s]));
+                        }
+                    }
+                });
+            }
+        });
+    });
+}
+
+/// Row and column of the block's first output.
+#[inline(always)]
+fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
+    let [row, col] = place(problem.m.div_ceil(tile.rows()), problem.n.div_ceil(tile.cols()));
+    [row * tile.rows(), col * tile.cols()]
+}
+
+/// Row and column of the warp's first output in the tile.
+#[inline(always)]
+fn own<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
+    let warp = thread::thread_idx_x() / 32;
+    [warp / tile.warps[1] * 32 * ROWS as u32, warp % tile.warps[1] * 32 * COLS as u32]
+}
+
+/// Adds the products of all of a warp's blocks.
+///
+/// # Safety
+/// All lanes of the warp make the call.
+#[inline(always)]
+unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
+    sums: &mut [[Sums; COLS]; ROWS],
+    (a, b): Factors<ROWS, COLS>,
+) {
+    unroll_on_gpu!(row < 2 => {
+        unroll_on_gpu!(col < 2 => {
+            if row < ROWS && col < COLS {
+                // SAFETY: the caller's promise.
+                unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
+            }
+        });
+    });
+}
+
+/// Row and column of this block's tile among `rows` x `cols` tiles.
+#[inline(always)]
+fn place(rows: u32, cols: u32) -> [u32; 2] {
+    let block = thread::block_idx_x();
+    let height = rows.min(GROUP);
+    let above = block / (height * cols) * height;
+    let (height, within) = (height.min(rows - above), block - above * cols);
+    [above + within % height, within / height]
+}

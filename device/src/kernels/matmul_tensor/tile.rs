@@ -1,0 +1,51 @@
+//! Tiles: what part of the output a block computes, and how it divides it among its warps.
+//!
+//! Invariant: a stage is sixteen words deep whatever the format, so a tile's shared memory does not depend on it.
+
+/// Words along k of a stage.
+pub(super) const WORDS: u32 = 16;
+/// Stages in shared memory: one in use, the others on their way.
+pub(super) const STAGES: u32 = 4;
+
+/// A block's part of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Warps along the rows and the columns of the tile.
+    pub warps: [u32; 2],
+    /// Blocks of 32 x 32 outputs of a warp along both.
+    pub blocks: [usize; 2],
+    /// Cycles for a stage where each multiprocessor has a block, by what bounds them on an H200 (512 products a cycle by
+    /// TF32's `mma.sync`, 28 bytes a cycle from the L2 cache): how the host compares tiles.
+    pub cycles: u32,
+}
+
+impl Tile {
+    /// Rows of the tile.
+    #[inline(always)]
+    pub const fn rows(self) -> u32 {
+        32 * self.warps[0] * self.blocks[0] as u32
+    }
+
+    /// Columns of the tile.
+    #[inline(always)]
+    pub const fn cols(self) -> u32 {
+        32 * self.warps[1] * self.blocks[1] as u32
+    }
+
+    /// Threads of a block.
+    #[inline(always)]
+    pub const fn threads(self) -> u32 {
+        32 * self.warps[0] * self.warps[1]
+    }
+
+    /// Words of a stage: A's rows, then B's columns.
+    #[inline(always)]
+    pub(super) const fn stage_len(self) -> u32 {
+        (self.rows() + self.cols()) * WORDS
+    }
+
+    /// Bytes of shared memory of a block.
+    pub const fn shared_bytes(self) -> u32 {
+        4 * STAGES * self.stage_len()
+    }
+}
