@@ -21,6 +21,7 @@ pub mod tile;
 pub mod vector;
 pub mod warp;
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
 #[path = "kernels"]
 mod entries {
     pub mod activation;
@@ -39,4 +40,5 @@ mod entries {
     pub mod tokens;
 }
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
 pub use entries::*;
