@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+#[cfg(feature = "ndarray")]
+mod arrays;
 mod autograd;
 mod capture;
 mod checkpoint;

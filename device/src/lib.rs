@@ -28,6 +28,7 @@ mod unroll;
 pub mod vector;
 pub mod warp;
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
 #[path = "kernels"]
 mod entries {
     pub mod activation;
@@ -51,4 +52,5 @@ mod entries {
     pub mod tokens;
 }
 
+#[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
 pub use entries::*;
