@@ -1,7 +1,7 @@
 """What ci/docs checks in Markdown files and packages.
 
     docs_rules.py text ROOT FILE...        paths, links, fences and the programs that commands name
-    docs_rules.py commands FILE...         what is to be run: FILE:LINE, a tab, the command
+    docs_rules.py commands FILE...         what is to be run, each once: FILE:LINE, a tab, the command
     docs_rules.py packages ROOT METADATA   cargo's metadata, and the files of each package
     docs_rules.py self-test                each rule finds a planted violation and passes what is right
 
@@ -12,6 +12,7 @@ other fences is not run, so it may not look like a command; a transcript's lines
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -214,9 +215,14 @@ def main(arguments):
         case ["text", root, *files] if files:
             problems = list(text(pathlib.Path(root), files))
         case ["commands", *files] if files:
+            # What several pages give is run once.
+            seen = set()
             for file in files:
                 for number, command in commands(file):
-                    print(f"{file}:{number}\t{command}")
+                    words = tuple(shlex.split(command, comments=True))
+                    if words not in seen:
+                        print(f"{file}:{number}\t{command}")
+                    seen.add(words)
             return
         case ["packages", root, metadata]:
             problems = list(packages(pathlib.Path(root), metadata))
