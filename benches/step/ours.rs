@@ -158,7 +158,7 @@ impl Ours {
         measures: &[Measure],
         mut step: impl FnMut(Measure) -> Result<Option<f32>>,
     ) -> Result<Timed> {
-        let Plan { batch, samples, row } = self.plan;
+        let Plan { batch, samples, row, .. } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
         for &measure in measures {
             let each = if matches!(measure, Measure::RoundTrip | Measure::Host) { 1 } else { row };
