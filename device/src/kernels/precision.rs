@@ -7,6 +7,7 @@ use crate::format::round_bf16;
 use crate::vector::{F4, Part};
 use cuda_std::prelude::*;
 
+#[cfg(not(target_arch = "nvptx64"))]
 const BLOCK: u32 = 128;
 /// Elements that a thread rounds: four words.
 const ELEMENTS: usize = 8;
