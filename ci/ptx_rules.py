@@ -147,6 +147,12 @@ def macro_names(text, place, name):
     return names
 
 
+def waits_first(body):
+    """Whether the kernels before this one are waited for before any memory but the parameters is touched."""
+    touches = (op for op in body if re.match(r"(?:ld|st|atom|red|cp|prefetch)\.(?!param)", op) or op == "griddepcontrol.wait")
+    return next(touches, None) == "griddepcontrol.wait"
+
+
 def judge(ptx, log, kernels):
     """[(rule, message)] for one architecture."""
     faults = []
@@ -161,6 +167,8 @@ def judge(ptx, log, kernels):
             broken = sorted({op for op in body if breaks(op)})
             if broken:
                 faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
+    for name in sorted(name for name, entry, body in code if entry and not waits_first(body)):
+        faults.append(("order", f"{name}: touches memory before griddepcontrol.wait, or never waits for the kernels before it"))
     for name in sorted(entries):
         values = report.get(name, {})
         if values.get("registers") is None or not {"shared", "stack", "spill"} <= values.keys():
@@ -231,6 +239,7 @@ GOOD = """.version 8.8
 	.reg .b64 	%rd<3>;
 	ld.param.b64 	%rd1, [good_param_0];
 	cvta.to.global.u64 	%rd2, %rd1;
+	griddepcontrol.wait;
 	ld.global.b32 	%r1, [%rd2];
 	mul.rn.f32 	%r2, %r1, %r1;
 	fma.rn.f32 	%r3, %r1, %r2, %r2;	// not add.f32
@@ -313,7 +322,11 @@ def self_test(ptxas):
             planted += 1
     expect("a kernel that is not in the PTX", rules_broken(clean, GOOD_LOG, ("good", "lost")), {"entries"})
     expect("an entry that is not in the source", rules_broken(clean, GOOD_LOG, ()), {"entries"})
-    planted += 3
+    wait = "griddepcontrol.wait;"
+    for early in ("ld.global.b32 %r1, [%rd2];", "st.shared.b32 [%r1], %r1;", "cp.async.ca.shared.global [%r1], [%rd2], 4;"):
+        expect(f"before the wait: {early}", rules_broken(clean.replace(wait, f"{early} {wait}"), GOOD_LOG), {"order"})
+    expect("no wait", rules_broken(clean.replace(wait, ""), GOOD_LOG), {"order"})
+    planted += 7
 
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)

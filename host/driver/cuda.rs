@@ -34,6 +34,8 @@ pub(super) struct Cuda {
     capture: Mutex<Captures>,
     context: Context,
     device: sys::CUdevice,
+    /// Each kernel begins by waiting for those before it, so its blocks may come while they still run.
+    overlaps: bool,
 }
 
 /// The thread that captures, if any, and the executable form of each graph.
@@ -108,6 +110,8 @@ impl Cuda {
             capture: Mutex::default(),
             context,
             device: device.as_raw(),
+            // rust-cuda's `#[kernel]` and targets before sm_90 have no such wait.
+            overlaps: ptx.contains("griddepcontrol.wait"),
         })
     }
 
@@ -184,6 +188,47 @@ impl Cuda {
         Ok(function)
     }
 }
+
+// The bindings are older than this call: `CUlaunchConfig` and `CUlaunchAttribute` as cuda.h has had them since 11.8.
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: CUfunction,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> CUresult;
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: sys::CUstream,
+    attributes: *mut LaunchAttribute,
+    attributes_len: u32,
+}
+
+/// `CUlaunchAttribute`: a number that names it, and 64 bytes for any value.
+#[repr(C, align(8))]
+struct LaunchAttribute {
+    id: u32,
+    padding: u32,
+    value: [u32; 16],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, allowed.
+    const OVERLAP: Self = {
+        let mut value = [0; 16];
+        value[0] = 1;
+        Self { id: 6, padding: 0, value }
+    };
+}
+
+static_assertions::const_assert_eq!(size_of::<LaunchConfig>(), 56);
+static_assertions::const_assert_eq!(size_of::<LaunchAttribute>(), 72);
 
 fn describe(result: CUresult) -> String {
     let text = |get: unsafe extern "C" fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
@@ -363,23 +408,19 @@ unsafe impl Driver for Cuda {
         const { assert!(cfg!(target_endian = "little")) };
         let mut parameters: Vec<*mut c_void> =
             words.as_slice().iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
-        // SAFETY: the caller's promise: the words are this entry's parameters, read before the call returns.
-        let result = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                grid.x,
-                grid.y,
-                grid.z,
-                entry.block,
-                1,
-                1,
-                entry.shared_bytes,
-                self.stream(),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        let mut attributes = [LaunchAttribute::OVERLAP];
+        let config = LaunchConfig {
+            grid: [grid.x, grid.y, grid.z],
+            block: [entry.block, 1, 1],
+            shared_bytes: entry.shared_bytes,
+            stream: self.stream(),
+            attributes: attributes.as_mut_ptr(),
+            // Only kernels that wait for the one before them may start early.
+            attributes_len: u32::from(self.overlaps),
         };
-        self.check("cuLaunchKernel", result)
+        // SAFETY: the caller's promise: the words are this entry's parameters, read before the call returns.
+        let result = unsafe { cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+        self.check("cuLaunchKernelEx", result)
     }
 
     fn begin_capture(&self) -> Result<()> {

@@ -197,6 +197,10 @@ impl CudaBuilder {
         }
 
         let mut flags = vec![format!("-Ctarget-cpu={}", self.arch), "-Clinker=true".to_owned()];
+        if self.arch.capability() >= 90 {
+            // A launch may begin before the one before it has ended: see cuda_std's `grid`.
+            flags.push("--cfg=grid_dependency".to_owned());
+        }
         // Panic messages name source files; the folder they lie in must not reach the PTX.
         let cargo_home =
             env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| env::home_dir().map(|home| home.join(".cargo")));
@@ -370,7 +374,14 @@ mod tests {
         assert_eq!(variable(&command, "CARGO_PROFILE_RELEASE_LTO").as_deref(), Some("fat"));
         let flags = variable(&command, "CARGO_ENCODED_RUSTFLAGS").unwrap();
         let flags: Vec<&str> = flags.split('\x1f').collect();
-        assert_eq!(flags[..3], ["-Ctarget-cpu=sm_121", "-Clinker=true", "--remap-path-prefix=/src/app=/workspace"]);
+        assert_eq!(flags[..3], ["-Ctarget-cpu=sm_121", "-Clinker=true", "--cfg=grid_dependency"]);
+        assert_eq!(flags[3], "--remap-path-prefix=/src/app=/workspace");
+    }
+
+    #[test]
+    fn gpus_before_sm_90_know_no_grid_dependency() {
+        let command = command(&CudaBuilder::new("device").arch(NvvmArch::Compute89), Library::Source);
+        assert!(!variable(&command, "CARGO_ENCODED_RUSTFLAGS").unwrap().contains("grid_dependency"));
     }
 
     #[test]

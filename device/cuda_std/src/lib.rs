@@ -17,6 +17,9 @@
 pub use stepscope_cuda_std_macros::kernel;
 
 mod float;
+#[cfg(target_arch = "nvptx64")]
+#[doc(hidden)]
+pub mod grid;
 pub mod shared;
 pub mod thread;
 pub mod warp;

@@ -131,8 +131,11 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
         #visibility unsafe extern "ptx-kernel" fn #name(#(#flat),*) {
             #[inline(always)]
             unsafe fn body(#inputs) #body
-            // SAFETY: the host passes a pointer and its length, as the kernel's contract has checked.
-            unsafe { body(#(#arguments),*) }
+            // SAFETY: first thing in the kernel. The host passes a pointer and its length, as the contract has checked.
+            unsafe {
+                ::cuda_std::grid::begin();
+                body(#(#arguments),*)
+            }
         }
     }
 }
