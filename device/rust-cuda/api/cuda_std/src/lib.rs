@@ -6,6 +6,9 @@
 //! (device/src/warp.rs has its own).
 #![no_std]
 
+// Ours stands in for rust-cuda's attribute, and expands to what rust-cuda's has not and no kernel names.
+#[doc(hidden)]
+pub use ours::grid;
 pub use ours::kernel;
 
 /// What a kernel's file imports.
