@@ -285,3 +285,24 @@ fn results_that_did_not_land_leave_nothing_behind() {
     assert_eq!(count(Call::DestroyFence), count(Call::CreateFence));
     assert_eq!(count(Call::Free), count(Call::Allocate));
 }
+
+/// When an update is told of, the next one has been queued, and no other; so the device has work while the host looks.
+#[test]
+fn one_update_is_queued_ahead_and_no_more() {
+    struct Ahead(FaultPlan, Vec<u64>);
+
+    impl Observer for Ahead {
+        fn updated(&mut self, _: &Update, progress: &EpochProgress) -> Result<()> {
+            self.1.push(self.0.count(Call::Replay) - progress.updates);
+            Ok(())
+        }
+    }
+
+    let plan = FaultPlan::new();
+    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let mut arena = arena(&device);
+    let mut trainer = trainer(&mut arena, true, 8);
+    let mut ahead = Ahead(plan, Vec::new());
+    trainer.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut ahead).unwrap();
+    assert_eq!(ahead.1, [1, 1, 1, 1, 0]);
+}

@@ -24,7 +24,7 @@ use crate::step::Eager;
 use batch::{PROGRESS, Part};
 use run::{Queued, Stage};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Hears of an epoch while it runs. Every function has a default that does nothing.
@@ -274,14 +274,9 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// # Errors
     /// As for [`Checkpoint::save`].
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
-        let Some(path) = self.checkpoint_path() else { return Ok(()) };
+        let Some(path) = &self.checkpoint else { return Ok(()) };
         let Learner { parameters, optimizer, .. } = self.learner();
         Checkpoint::save(path, parameters, Some(optimizer), &[&[(PROGRESS, progress.to_string())], notes].concat())
-    }
-
-    /// The path of the checkpoint.
-    pub fn checkpoint_path(&self) -> Option<&Path> {
-        self.checkpoint.as_deref()
     }
 
     /// Puts weights and optimiser back, and tells how far the epoch was.
