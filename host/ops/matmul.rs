@@ -372,7 +372,7 @@ mod tests {
             (8192, 8192, 8192, [128, 256], [128, 256]),
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
-                let tile = fastest([m, n], k.div_ceil(chunk(m, n, k)), processors);
+                let tile = fastest([m, n], usize::div_ceil(k, chunk(m, n, k)), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
         }
