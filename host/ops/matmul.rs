@@ -391,14 +391,14 @@ mod tests {
     fn the_fastest_tile_suits_the_shape() {
         for (m, n, k, on_h200, on_gb10) in [
             (12, 256, 1024_usize, [16, 16], [16, 16]),
-            (256, 1024, 3072, [64, 128], [64, 128]),
+            (256, 1024, 3072, [64, 128], [128, 128]),
             (3072, 256, 1024, [32, 64], [64, 128]),
             (3072, 1024, 256, [64, 128], [128, 256]),
             (1024, 1024, 1024, [64, 128], [64, 128]),
             (8192, 8192, 8192, [128, 256], [128, 256]),
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
-                let tile = fastest([m, n], k.div_ceil(chunk(m, n, k)), processors);
+                let tile = fastest([m, n], usize::div_ceil(k, chunk(m, n, k)), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
         }

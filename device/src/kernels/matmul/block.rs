@@ -98,15 +98,14 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     for stage in 0..=AHEAD {
         fetch(problem, tile, first, [from + stage * tile.depth, until], stage);
     }
-    // SAFETY: all stages, as the contract declares them.
-    let stages: SharedTile<f32> = unsafe { SharedTile::new(0, tile.stages * tile.stage_len()) };
+    let factors = Sources::new(tile, own);
     let end_of_ring = tile.stages * tile.depth;
     let (mut k, mut at) = (from, 0);
     wait_copies::<AHEAD>();
     thread::sync_threads();
     let mut next = [([0.0; TM], [0.0; TN]); AT_ONCE];
     if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
-        next = read_some(stages, tile, own, at);
+        next = factors.read_some(tile, at);
     }
     while until - k >= tile.step() {
         if at.is_multiple_of(tile.depth) {
@@ -119,7 +118,7 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
             // The next factors are on their way while these are multiplied, also across the end of the stage.
             let now: [_; AT_ONCE] = next;
             if group + 1 < GROUPS {
-                next = read_some(stages, tile, own, at + ((group + 1) * AT_ONCE) as u32);
+                next = factors.read_some(tile, at + ((group + 1) * AT_ONCE) as u32);
             } else {
                 at = if at + tile.step() == end_of_ring { 0 } else { at + tile.step() };
                 if at.is_multiple_of(tile.depth) {
@@ -128,14 +127,14 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
                 }
                 // The GPU also reads what it will not use: a condition would cost it copies of registers.
                 if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
-                    next = read_some(stages, tile, own, at);
+                    next = factors.read_some(tile, at);
                 }
             }
             unroll!(p < AT_ONCE => { accumulate(sums, now[p]); });
         });
     }
     while k < until {
-        accumulate(sums, factors(stages, tile, own, at));
+        accumulate(sums, factors.read(tile, at));
         k += 1;
         at += 1;
     }
@@ -184,29 +183,36 @@ fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u3
 /// A thread's factors of one k: those of its rows and of its columns.
 type Factors<const TM: usize, const TN: usize> = ([f32; TM], [f32; TN]);
 
-/// The factors of `SOME` k from the `p`th of the stages in shared memory.
-#[inline(always)]
-fn read_some<const TM: usize, const TN: usize, const SOME: usize>(
-    stages: SharedTile<f32>,
-    tile: Tile,
-    own: [u32; 2],
-    p: u32,
-) -> [Factors<TM, TN>; SOME] {
-    let mut some = [([0.0; TM], [0.0; TN]); SOME];
-    unroll!(i < SOME => { some[i] = factors(stages, tile, own, p + i as u32); });
-    some
-}
+/// Where a thread finds its factors in the stages: of A and of B, each from its own first row or column on.
+#[derive(Clone, Copy)]
+struct Sources([SharedTile<f32>; 2]);
 
-/// The factors of the `p`th k of the stages in shared memory.
-#[inline(always)]
-fn factors<const TM: usize, const TN: usize>(
-    stages: SharedTile<f32>,
-    tile: Tile,
-    own: [u32; 2],
-    p: u32,
-) -> Factors<TM, TN> {
-    let at = p * tile.pitch();
-    (read(stages, at + own[0], tile.rows()), read(stages, at + tile.rows() + own[1], tile.cols()))
+impl Sources {
+    #[inline(always)]
+    fn new(tile: Tile, own: [u32; 2]) -> Self {
+        let len = tile.stages * tile.stage_len();
+        // SAFETY: inside the stages, which the contract declares.
+        Self([own[0], tile.rows() + own[1]].map(|from| unsafe { SharedTile::new(4 * from, len - from) }))
+    }
+
+    /// The factors of the `p`th k of the stages.
+    #[inline(always)]
+    fn read<const TM: usize, const TN: usize>(self, tile: Tile, p: u32) -> Factors<TM, TN> {
+        let [left, right] = self.0;
+        (read(left, p * tile.pitch(), tile.rows()), read(right, p * tile.pitch(), tile.cols()))
+    }
+
+    /// The factors of `SOME` k from the `p`th of the stages.
+    #[inline(always)]
+    fn read_some<const TM: usize, const TN: usize, const SOME: usize>(
+        self,
+        tile: Tile,
+        p: u32,
+    ) -> [Factors<TM, TN>; SOME] {
+        let mut some = [([0.0; TM], [0.0; TN]); SOME];
+        unroll!(i < SOME => { some[i] = self.read(tile, p + i as u32); });
+        some
+    }
 }
 
 /// `EACH` factors from `at`, spread over `extent`.

@@ -47,7 +47,8 @@ impl Operand<'_> {
                 (true, true) => self.copy::<1, true, true>(tile, stage, LANES_ALONG_K),
                 (true, false) => self.copy::<1, true, false>(tile, stage, LANES_ALONG_K),
                 (false, true) if vectors => self.copy::<4, false, true>(tile, stage, lanes(stage.width / 4, threads)),
-                (false, _) => self.copy::<1, false, false>(tile, stage, lanes(stage.width, threads)),
+                (false, true) => self.copy::<1, false, true>(tile, stage, lanes(stage.width, threads)),
+                (false, false) => self.copy::<1, false, false>(tile, stage, lanes(stage.width, threads)),
             }
         }
     }
@@ -64,21 +65,23 @@ impl Operand<'_> {
         lanes: u32,
     ) {
         let Stage { slot, column, width, first_row, first_k, end } = stage;
-        let (thread, stride) = (again(thread::thread_idx_x()), self.stride as usize);
-        let (own_along, own_across) = (thread % lanes * VECTOR, thread / lanes);
-        let (along_end, across_end) = if ALONG_K { (tile.depth, width) } else { (width, tile.depth) };
+        let (thread, stride, others) = (again(thread::thread_idx_x()), self.stride as usize, tile.threads() / lanes);
+        let (along, across) = (thread % lanes * VECTOR, thread / lanes);
+        let ([own_row, own_k], [row_step, k_step], [row_stride, k_stride]) = if ALONG_K {
+            ([across, along], [others, lanes], [stride, 1])
+        } else {
+            ([along, across], [lanes * VECTOR, others], [1, stride])
+        };
         let last = self.rows - VECTOR;
-        let clamp = |row: u32| if row < last { row } else { last } as usize;
-        for across in (0..across_end).step_by((tile.threads() / lanes) as usize) {
-            for along in (0..along_end).step_by((lanes * VECTOR) as usize) {
-                let (along, across) = (own_along + along, own_across + across);
-                let (row, k) = if ALONG_K { (across, along) } else { (along, across) };
-                let at = column + k * tile.pitch() + row;
-                let (row, k) = (clamp(first_row + row), first_k + k);
-                let from = self.start + if ALONG_K { row * stride + k as usize } else { k as usize * stride + row };
-                if !WHOLE && k >= end {
-                    continue;
+        for row in (0..width).step_by(row_step as usize) {
+            let row = own_row + row;
+            let existing = if first_row + row < last { first_row + row } else { last };
+            let from = self.start + existing as usize * row_stride + (first_k + own_k) as usize * k_stride;
+            for k in (0..tile.depth).step_by(k_step as usize) {
+                if !WHOLE && first_k + own_k + k >= end {
+                    break;
                 }
+                let (at, from) = (column + (own_k + k) * tile.pitch() + row, from + k as usize * k_stride);
                 // SAFETY: inside the operand, which the contract checked.
                 unsafe {
                     if VECTOR == 4 {
