@@ -34,6 +34,7 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
             for_each_vector!(HELD, row, cols, |at, column, part| {
                 largest = largest.zip(share.get(at, column, part), larger);
             });
+            // A NaN need not be found here: it comes into the sum.
             let [a, b, c, d] = largest.0;
             let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
             for_each_vector!(HELD, row, cols, |at, column, part| {

@@ -342,16 +342,17 @@ pub fn add(a: f32, b: f32) -> f32 {
     a + b
 }
 
-/// The larger of two; a NaN among them may be lost.
+/// The larger of two, for callers to whom a NaN among them is of no account: it may be lost, or be the result.
 #[inline(always)]
 pub fn larger(a: f32, b: f32) -> f32 {
-    if b > a { b } else { a }
+    if b < a { a } else { b }
 }
 
 /// The larger of two; a NaN if either is one.
 #[inline(always)]
 pub fn max(a: f32, b: f32) -> f32 {
-    if b.is_nan() { b } else { larger(a, b) }
+    let larger = if b > a { b } else { a };
+    if b.is_nan() { b } else { larger }
 }
 
 /// The sum of a vector's four, as ((0 + 1) + (2 + 3)).

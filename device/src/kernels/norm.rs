@@ -116,9 +116,8 @@ impl Backward<'_> {
     /// # Safety
     /// The rows lie inside the arguments and suit `HELD`, not 0; the lanes of a row call it together.
     #[inline(always)]
-    unsafe fn held<const HELD: usize>(self, row: Row) {
+    unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
-        let mut row = row;
         let group = (row.number - self.first) * Self::width(cols);
         // SAFETY: the caller's promise.
         unsafe {
@@ -142,7 +141,7 @@ impl Backward<'_> {
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
                     let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
-                    // In registers the sums would leave room for half as many threads.
+                    // In registers the sums would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
                     dot = dot.fma(own, x);
@@ -202,8 +201,11 @@ impl Backward<'_> {
                     let (group, quad) = divide(item, quads);
                     let column = start + quad * F4::LEN;
                     if column < cols {
-                        let part = Part::first(cols - column);
-                        let sum = self.columns(pulls, group, column, part);
+                        let sum = if cols.is_multiple_of(F4::LEN) {
+                            self.columns(pulls, group, column, Part::Whole)
+                        } else {
+                            self.columns(pulls, group, column, Part::first(cols - column))
+                        };
                         self.sums.set4((group * width + quad * F4::LEN) as u32, sum);
                     }
                     item += BACKWARD_BLOCK as usize;
