@@ -101,3 +101,22 @@ fn fastest(form: &Gemm, processors: usize) -> Tile {
     };
     *TILES.iter().min_by_key(cost).expect("there are tiles")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The shapes of CrossAsset and of large squares, on an H200.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        for (m, n, want) in [
+            (256, 1024, T64X64),
+            (3072, 256, T64X128),
+            (1024, 1024, T64X128),
+            (2048, 2048, T128X256),
+            (8192, 8192, T128X256),
+        ] {
+            assert_eq!(fastest(&Gemm::new(m, n, 256), 132), want, "{m} x {n}");
+        }
+    }
+}

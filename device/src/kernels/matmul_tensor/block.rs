@@ -61,8 +61,16 @@ pub(super) unsafe fn sum<F: Format, const ROWS: usize, const COLS: usize>(
     let factors = |stage: u32, step: u32| -> Factors<ROWS, COLS> {
         let (left, right) = (part(stage, 0, rows), part(stage, rows, cols));
         let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
-        unroll_on_gpu!(row < 2 => { if row < ROWS { factors.0[row] = read::<F>(left, a.along_k, rows, own[0] + 32 * row as u32, step); } });
-        unroll_on_gpu!(col < 2 => { if col < COLS { factors.1[col] = read::<F>(right, b.along_k, cols, own[1] + 32 * col as u32, step); } });
+        unroll_on_gpu!(row < 2 => {
+            if row < ROWS {
+                factors.0[row] = read::<F>(left, a.along_k, rows, own[0] + 32 * row as u32, step);
+            }
+        });
+        unroll_on_gpu!(col < 2 => {
+            if col < COLS {
+                factors.1[col] = read::<F>(right, b.along_k, cols, own[1] + 32 * col as u32, step);
+            }
+        });
         factors
     };
 
