@@ -292,7 +292,7 @@ fn one_update_is_queued_ahead_and_no_more() {
     struct Ahead(FaultPlan, Vec<u64>);
 
     impl Observer for Ahead {
-        fn updated(&mut self, _: &Update, progress: &EpochProgress) -> Result<()> {
+        fn updated(&mut self, _: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
             self.1.push(self.0.count(Call::Replay) - progress.updates);
             Ok(())
         }
