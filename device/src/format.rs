@@ -2,7 +2,8 @@
 //!
 //! TF32 is f32 with 11 bits of significand, one to a word; ties go away from zero. BF16 is the upper half of f32, 8 bits of
 //! significand, two to a word, the lower half first; ties go to even. Infinities stay, what rounds beyond the largest number
-//! becomes one, a NaN stays a NaN. Invariant: the same bits on every device, NaNs aside.
+//! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
+//! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
 /// A format of factors.
 pub trait Format {
@@ -133,7 +134,7 @@ pub fn round_tf32(x: f32) -> u32 {
     {
         let bits = x.to_bits();
         if x.is_nan() {
-            f32::NAN.to_bits()
+            bits & !0x1fff
         } else {
             // An infinity's significand is zero, so half a unit more changes nothing above the cut.
             (bits + 0x1000) & !0x1fff

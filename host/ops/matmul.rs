@@ -2,12 +2,13 @@
 
 use super::matmul_tensor;
 use super::precision::Precision;
+use super::split::{Outputs, Words, blocks, in_chunks, time};
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use cuda_std::launch::{Pointer, PointerMut, Slice};
+use cuda_std::launch::{PointerMut, Slice};
 use kernels::matmul::*;
 
 pub use kernels::matmul::{TILES, Tile};
@@ -97,6 +98,16 @@ impl Gemm {
 pub(super) enum Epilogue<'e, 's> {
     Store,
     Gelu { pre: &'e mut Tensor<'s> },
+}
+
+impl<'e> Epilogue<'e, '_> {
+    /// Where the sums before gelu go, and what a kernel is told of it.
+    pub(super) fn out(self) -> (PointerMut<'e, f32>, u32) {
+        match self {
+            Self::Store => (PointerMut::empty(), 0),
+            Self::Gelu { pre } => (pre.out(), GELU | KEEP),
+        }
+    }
 }
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
@@ -214,10 +225,7 @@ fn queue<'s>(
     }
     let words = Words::new(form)?;
     let (own, out) = out.in_place();
-    let (pre, flags) = match epilogue {
-        Epilogue::Store => (PointerMut::empty(), 0),
-        Epilogue::Gelu { pre } => (pre.out(), GELU | KEEP),
-    };
+    let (pre, flags) = epilogue.out();
     let outputs = Outputs {
         bias: bias.map_or_else(Slice::empty, Source::slice),
         c: residual.map_or(own, Source::pointer),
@@ -228,88 +236,7 @@ fn queue<'s>(
         beta: form.beta,
         flags,
     };
-    let chunks = words.k.div_ceil(words.chunk);
-    if chunks < 2 {
-        return multiply(step, form, &words, a.slice(), b.slice(), outputs);
-    }
-    let Gemm { m, n, batches, .. } = *form;
-    step.workspace(|step| {
-        let mut partials = step.empty([batches * chunks as usize, m, n])?;
-        let sums = Outputs {
-            bias: Slice::empty(),
-            c: Pointer::empty(),
-            out: partials.out(),
-            pre: PointerMut::empty(),
-            ldc: words.n,
-            stride_c: m * n,
-            beta: 0.0,
-            flags: 0,
-        };
-        multiply(step, form, &words, a.slice(), b.slice(), sums)?;
-        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
-        let Words { m, n, batches, .. } = words;
-        let (partials, stride_bias) = (partials.slice(), form.stride_bias);
-        step.launch(sum_splits {
-            partials,
-            splits: chunks,
-            bias,
-            c,
-            out,
-            pre,
-            m,
-            n,
-            ldc,
-            batches,
-            stride_c,
-            stride_bias,
-            beta,
-            flags,
-        })
-    })
-}
-
-/// The extents of a multiply as its kernels take them.
-#[derive(Clone, Copy)]
-struct Words {
-    m: u32,
-    n: u32,
-    k: u32,
-    lda: u32,
-    ldb: u32,
-    ldc: u32,
-    chunk: u32,
-    batches: u32,
-}
-
-impl Words {
-    fn new(form: &Gemm) -> Result<Self> {
-        let word = |what, extent: usize| {
-            let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
-            u32::try_from(extent).map_err(refused)
-        };
-        Ok(Self {
-            m: word("m", form.m)?,
-            n: word("n", form.n)?,
-            k: word("k", form.k)?,
-            lda: word("lda", form.lda)?,
-            ldb: word("ldb", form.ldb)?,
-            ldc: word("ldc", form.ldc)?,
-            chunk: word("k", chunk(form.m, form.n, form.k))?,
-            batches: word("batches", form.batches)?,
-        })
-    }
-}
-
-/// What follows the sums, and where they go.
-struct Outputs<'o> {
-    bias: Slice<'o, f32>,
-    c: Pointer<'o, f32>,
-    out: PointerMut<'o, f32>,
-    pre: PointerMut<'o, f32>,
-    ldc: u32,
-    stride_c: usize,
-    beta: f32,
-    flags: u32,
+    in_chunks(step, form, &words, outputs, |outputs| multiply(step, form, &words, a.slice(), b.slice(), outputs))
 }
 
 /// Queues the products: of all of k, or of each chunk.
@@ -371,15 +298,13 @@ fn multiply(
     kernels::matmul_tiles!(launch_tile! tile in)
 }
 
-/// The tile whose last block should end first, of so many matrices of `m` x `n`: blocks that share a multiprocessor hide each
-/// other's latency, one alone does not.
-fn fastest([m, n]: [usize; 2], matrices: usize, processors: usize) -> Tile {
-    let cost = |tile: &&Tile| {
-        let along = |extent: usize, tile: u32| extent.div_ceil(tile as usize);
-        let blocks = along(m, tile.rows()).saturating_mul(along(n, tile.cols())).saturating_mul(matrices);
-        blocks.div_ceil(processors).saturating_mul(tile.cycles as usize).max(tile.latency as usize)
+/// The tile whose last block should end first, of so many matrices of `m` x `n`.
+fn fastest(outputs: [usize; 2], matrices: usize, processors: usize) -> Tile {
+    let time = |tile: &&Tile| {
+        let blocks = blocks(outputs, [tile.rows(), tile.cols()]).saturating_mul(matrices);
+        time(blocks, processors, [tile.latency, tile.cycles])
     };
-    *TILES.iter().min_by_key(cost).expect("there are tiles")
+    *TILES.iter().min_by_key(time).expect("there are tiles")
 }
 
 #[cfg(test)]
@@ -391,7 +316,7 @@ mod tests {
     fn the_fastest_tile_suits_the_shape() {
         for (m, n, k, on_h200, on_gb10) in [
             (12, 256, 1024_usize, [16, 16], [16, 16]),
-            (256, 1024, 3072, [64, 128], [128, 128]),
+            (256, 1024, 3072, [64, 128], [64, 128]),
             (3072, 256, 1024, [32, 64], [64, 128]),
             (3072, 1024, 256, [64, 128], [128, 256]),
             (1024, 1024, 1024, [64, 128], [64, 128]),

@@ -2,11 +2,12 @@
 
 use super::matmul::{Epilogue, Gemm};
 use super::precision::{Precision, Stored};
+use super::split::{Outputs, Words, blocks, in_chunks, time};
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
-use cuda_std::launch::{PointerMut, Slice};
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
+use cuda_std::launch::Slice;
+use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul_tensor::*;
 
 /// Rows and columns of an output below which a matrix instruction would mostly work on padding.
@@ -31,9 +32,6 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
-    let word = |what, extent: usize| {
-        u32::try_from(extent).map_err(|_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string()))
-    };
     let Gemm { m, n, k, batches, .. } = *form;
     let stored = |transposed: bool, [rows, cols]: [usize; 2], ld, stride| {
         let [rows, cols] = if transposed { [cols, rows] } else { [rows, cols] };
@@ -41,65 +39,74 @@ pub(super) fn queue<'s>(
     };
     let stored_a = stored(form.transpose_a, [m, k], form.lda, form.stride_a);
     let stored_b = stored(form.transpose_b, [k, n], form.ldb, form.stride_b);
-    let mut flags = 0;
-    for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
-        flags |= if set { flag } else { 0 };
-    }
+    let words = Words::new(form)?;
     let (own, out) = out.in_place();
-    let pre = match epilogue {
-        Epilogue::Store => PointerMut::empty(),
-        Epilogue::Gelu { pre } => {
-            flags |= GELU | KEEP;
-            pre.out()
-        }
+    let (pre, flags) = epilogue.out();
+    let outputs = Outputs {
+        bias: bias.map_or_else(Slice::empty, Source::slice),
+        c: residual.map_or(own, Source::pointer),
+        out,
+        pre,
+        ldc: words.ldc,
+        stride_c: form.stride_c,
+        beta: form.beta,
+        flags,
     };
-    let tile = form.tensor_tile.unwrap_or_else(|| fastest(form, step.description().processors as usize));
     macro_rules! launch {
-        ($a:ident in $stored_a:ident, $b:ident in $stored_b:ident: $($kernel:ident: $tile:ident,)*) => {
-            match tile {
+        ($a:ident in $stored_a:ident, $b:ident in $stored_b:ident, $outputs:ident: $($kernel:ident: $tile:ident,)*) => {{
+            let Words { m, n, k, chunk, batches, .. } = words;
+            let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = $outputs;
+            for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
+                flags |= if set { flag } else { 0 };
+            }
+            let matrices = batches as usize * k.div_ceil(chunk).max(1) as usize;
+            let processors = step.description().processors as usize;
+            match form.tensor_tile.unwrap_or_else(|| fastest([form.m, form.n], matrices, processors)) {
                 $($tile => step.launch($kernel {
                     a: $a.slice(),
                     b: $b.slice(),
-                    bias: bias.map_or_else(Slice::empty, Source::slice),
-                    c: residual.map_or(own, Source::pointer),
+                    bias,
+                    c,
                     out,
                     pre,
-                    m: word("m", m)?,
-                    n: word("n", n)?,
-                    k: word("k", k)?,
-                    lda: word("lda", $stored_a.ld)?,
-                    ldb: word("ldb", $stored_b.ld)?,
-                    ldc: word("ldc", form.ldc)?,
-                    batches: word("batches", batches)?,
+                    m,
+                    n,
+                    k,
+                    lda: $stored_a.ld as u32,
+                    ldb: $stored_b.ld as u32,
+                    ldc,
+                    chunk,
+                    batches,
                     stride_a: $stored_a.stride,
                     stride_b: $stored_b.stride,
-                    stride_c: form.stride_c,
+                    stride_c,
                     stride_bias: form.stride_bias,
-                    beta: form.beta,
+                    beta,
                     flags,
                 }),)*
                 tile => Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}"))),
             }
-        };
+        }};
     }
-    match precision {
-        Precision::Bf16 => {
-            let (a, b) = (stored_a.round(step, a)?, stored_b.round(step, b)?);
-            let (stored_a, stored_b) = (stored_a.rounded(), stored_b.rounded());
-            kernels::matmul_tensor_tiles!(launch!(bf16 a in stored_a, b in stored_b:))
-        }
-        _ => kernels::matmul_tensor_tiles!(launch!(tf32 a in stored_a, b in stored_b:)),
+    if precision == Precision::Tf32 {
+        return in_chunks(step, form, &words, outputs, |outputs| {
+            kernels::matmul_tensor_tiles!(launch!(tf32 a in stored_a, b in stored_b, outputs:))
+        });
     }
+    let (a, b) = (stored_a.round(step, a)?, stored_b.round(step, b)?);
+    let (stored_a, stored_b) = (stored_a.rounded(), stored_b.rounded());
+    in_chunks(step, form, &words, outputs, |outputs| {
+        kernels::matmul_tensor_tiles!(launch!(bf16 a in stored_a, b in stored_b, outputs:))
+    })
 }
 
-/// The tile that should be done first: fewest rounds of blocks, each as long as its stages.
-fn fastest(form: &Gemm, processors: usize) -> Tile {
-    let cost = |tile: &&Tile| {
-        let along = |extent: usize, tile: u32| extent.div_ceil(tile as usize);
-        let blocks = along(form.m, tile.rows()).saturating_mul(along(form.n, tile.cols())).saturating_mul(form.batches);
-        blocks.div_ceil(processors).saturating_mul(tile.cycles as usize)
+/// The tile whose last block should end first, of so many matrices of `m` x `n`.
+fn fastest(outputs: [usize; 2], matrices: usize, processors: usize) -> Tile {
+    let time = |tile: &&Tile| {
+        let blocks = blocks(outputs, [tile.rows(), tile.cols()]).saturating_mul(matrices);
+        time(blocks, processors, [tile.latency, tile.cycles])
     };
-    *TILES.iter().min_by_key(cost).expect("there are tiles")
+    *TILES.iter().min_by_key(time).expect("there are tiles")
 }
 
 #[cfg(test)]
@@ -111,12 +118,13 @@ mod tests {
     fn the_fastest_tile_suits_the_shape() {
         for (m, n, want) in [
             (256, 1024, T64X64),
-            (3072, 256, T64X128),
-            (1024, 1024, T64X128),
+            (3072, 256, T64X64),
+            (3072, 1024, T64X128),
+            (1024, 1024, T64X64),
             (2048, 2048, T128X256),
             (8192, 8192, T128X256),
         ] {
-            assert_eq!(fastest(&Gemm::new(m, n, 256), 132), want, "{m} x {n}");
+            assert_eq!(fastest([m, n], 1, 132), want, "{m} x {n}");
         }
     }
 }

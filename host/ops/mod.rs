@@ -18,6 +18,7 @@ mod norm;
 mod precision;
 mod reduce;
 mod softmax;
+mod split;
 mod tokens;
 
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};

@@ -32,6 +32,10 @@ fn round(precision: Precision, x: f32) -> f32 {
         Precision::Tf32 => 13,
         Precision::Bf16 => 16,
     };
+    if x.is_nan() && precision == Precision::Tf32 {
+        // The payload is cut off: what is left may be an infinity.
+        return f32::from_bits(x.to_bits() >> dropped << dropped);
+    }
     if !x.is_finite() {
         return x;
     }

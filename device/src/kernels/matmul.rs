@@ -21,13 +21,13 @@ pub(crate) mod checks;
 mod cpu;
 pub(crate) mod epilogue;
 mod operand;
-mod split;
+pub(crate) mod split;
 mod tile;
 
 use crate::contract;
 use block::{Problem, compute};
 #[cfg(not(target_arch = "nvptx64"))]
-use checks::{check_factors, check_outputs};
+use checks::{check_factors, check_outputs, sum_chunks};
 use cuda_std::prelude::*;
 use epilogue::Epilogue;
 use operand::{Operand, is_even};
@@ -55,9 +55,6 @@ pub const T32X64: Tile =
 /// 64 x 128, 128 threads.
 pub const T64X128: Tile =
     Tile { warps: [2, 2], each: [8, 8], depth: 16, stages: 3, at_once: 1, groups: 8, latency: 119, cycles: 88 };
-/// 128 x 128, 128 threads.
-pub const T128X128: Tile =
-    Tile { warps: [2, 2], each: [16, 8], depth: 8, stages: 4, at_once: 1, groups: 4, latency: 336, cycles: 169 };
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile =
     Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, latency: 344, cycles: 326 };
@@ -126,8 +123,6 @@ entries! {
     matmul_32x64: T32X64;
     /// 64 x 128, 128 threads.
     matmul_64x128: T64X128;
-    /// 128 x 128, 128 threads.
-    matmul_128x128: T128X128;
     /// 128 x 256, 256 threads.
     matmul_128x256: T128X256;
 }
@@ -150,7 +145,6 @@ macro_rules! matmul_tiles {
             matmul_32x32: T32X32,
             matmul_32x64: T32X64,
             matmul_64x128: T64X128,
-            matmul_128x128: T128X128,
             matmul_128x256: T128X256,
         }
     };
@@ -158,17 +152,14 @@ macro_rules! matmul_tiles {
 
 /// Every tile.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X128, T128X256];
+pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X256];
 
 /// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $rows:expr, $cols:expr) => {{
         let p = $p;
-        Violation::unless(p.chunk > 0, "chunk", "at least one", p.chunk)?;
-        let chunks = p.k.div_ceil(p.chunk).max(1) as usize;
-        let sum_alone = p.bias.is_empty() && p.beta == 0.0 && p.flags & (GELU | KEEP) == 0;
-        Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", p.chunk)?;
+        let chunks = sum_chunks!(p);
         check_factors!(p);
         check_outputs!(p, chunks);
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
@@ -196,11 +187,6 @@ contract!(
     matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() }
         | p
         | grid!(p, T64X128.rows(), T64X128.cols())
-);
-contract!(
-    matmul_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() }
-        | p
-        | grid!(p, T128X128.rows(), T128X128.cols())
 );
 contract!(
     matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() }

@@ -16,10 +16,11 @@ mod operand;
 mod tile;
 
 #[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::KEEP;
-#[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::checks::{self, check_outputs};
+use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
+use super::matmul::split::Chunk;
+#[cfg(not(target_arch = "nvptx64"))]
+use super::matmul::{GELU, KEEP};
 use super::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use crate::contract;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -31,11 +32,11 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cycles: 300 };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], latency: 46, cycles: 24 };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cycles: 440 };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], latency: 77, cycles: 45 };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cycles: 1020 };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], latency: 167, cycles: 167 };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {
@@ -55,6 +56,7 @@ macro_rules! entries {
             lda: u32,
             ldb: u32,
             ldc: u32,
+            chunk: u32,
             batches: u32,
             stride_a: usize,
             stride_b: usize,
@@ -67,10 +69,15 @@ macro_rules! entries {
             if z >= batches as usize {
                 return;
             }
-            let (start, bias_start) = (z * stride_c, z * stride_bias);
+            // The grid has a layer along y for each chunk.
+            let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+            let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
+            let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
-            let a = |along_k| Operand::new(a, z * stride_a, m, k, lda, along_k);
-            let b = |along_k| Operand::new(b, z * stride_b, n, k, ldb, along_k);
+            let k = end - first;
+            let behind = |along_k: bool, ld: u32| first as usize * if along_k { 1 } else { ld as usize };
+            let a = |along_k| Operand::new(a, z * stride_a + behind(along_k, lda), m, k, lda, along_k);
+            let b = |along_k| Operand::new(b, z * stride_b + behind(along_k, ldb), n, k, ldb, along_k);
             let problem = |a_along_k, b_along_k| Problem { a: a(a_along_k), b: b(b_along_k), epilogue, m, n, k };
             let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
             // SAFETY: each batch lies inside its arguments by the contract.
@@ -134,7 +141,7 @@ macro_rules! matmul_tensor_tiles {
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: &[Tile] = &[T64X64, T64X128, T128X256];
 
-/// The grid that covers `[m, n]` with tiles, a layer for each batch.
+/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:ident) => {{
@@ -145,14 +152,15 @@ macro_rules! grid {
         let (batches, per_word) = (p.batches as usize, $format::PER_WORD as usize);
         checks::holds("a", p.a.len().saturating_mul(per_word), batches, p.stride_a, a, b)?;
         checks::holds("b", p.b.len().saturating_mul(per_word), batches, p.stride_b, c, d)?;
-        check_outputs!(p, 1);
+        let chunks = sum_chunks!(p);
+        check_outputs!(p, chunks);
         if per_word > 1 {
             for (name, elements) in [("lda", lda), ("ldb", ldb), ("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
                 Violation::unless(elements.is_multiple_of(8), name, "a multiple of eight", elements)?;
             }
         }
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), 1, batches)
+        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, batches)
     }};
 }
 

@@ -16,6 +16,18 @@ macro_rules! check_factors {
 }
 pub(super) use check_factors;
 
+/// The chunks of k of a multiply, after which nothing may follow where there are several.
+macro_rules! sum_chunks {
+    ($p:ident) => {{
+        Violation::unless($p.chunk > 0, "chunk", "at least one", $p.chunk)?;
+        let chunks = $p.k.div_ceil($p.chunk).max(1) as usize;
+        let sum_alone = $p.bias.is_empty() && $p.beta == 0.0 && $p.flags & (GELU | KEEP) == 0;
+        Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", $p.chunk)?;
+        chunks
+    }};
+}
+pub(crate) use sum_chunks;
+
 /// What the sums meet and where they go: `$chunks` matrices for each batch, and one bias.
 macro_rules! check_outputs {
     ($p:ident, $chunks:expr) => {

@@ -34,11 +34,11 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
 }
 
 /// What a block sums of k.
-pub(super) struct Chunk {
+pub(crate) struct Chunk {
     /// Where its first chain begins.
-    pub(super) first: u32,
+    pub(crate) first: u32,
     /// Where its last chain ends.
-    pub(super) end: u32,
+    pub(crate) end: u32,
     /// Products of a chain; the last may have fewer.
     pub(super) chain: u32,
 }
@@ -46,7 +46,7 @@ pub(super) struct Chunk {
 impl Chunk {
     /// The `own`th chunk of `k`.
     #[inline(always)]
-    pub(super) fn new(k: u32, chunk: u32, own: u32) -> Self {
+    pub(crate) fn new(k: u32, chunk: u32, own: u32) -> Self {
         if chunk >= k {
             return Self { first: 0, end: k, chain: k };
         }

@@ -14,8 +14,9 @@ pub struct Tile {
     pub warps: [u32; 2],
     /// Blocks of 32 x 32 outputs of a warp along both.
     pub blocks: [usize; 2],
-    /// Cycles for a stage where each multiprocessor has a block, by what bounds them on an H200 (512 products a cycle by
-    /// TF32's `mma.sync`, 28 bytes a cycle from the L2 cache): how the host compares tiles.
+    /// Cycles that a block alone on its multiprocessor takes for one k in TF32, measured on an H200: how the host compares tiles.
+    pub latency: u32,
+    /// Cycles for one k of each block where several share a multiprocessor, measured there too.
     pub cycles: u32,
 }
 

@@ -1,0 +1,113 @@
+//! What multiplies of every precision share: words for their kernels, chunks of k, and the time of a tile.
+//!
+//! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
+
+use super::matmul::Gemm;
+use crate::error::{Error, Result};
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use cuda_std::launch::{Pointer, PointerMut, Slice};
+use kernels::matmul::{chunk, sum_splits};
+
+/// The extents of a multiply as its kernels take them.
+#[derive(Clone, Copy)]
+pub(super) struct Words {
+    pub(super) m: u32,
+    pub(super) n: u32,
+    pub(super) k: u32,
+    pub(super) lda: u32,
+    pub(super) ldb: u32,
+    pub(super) ldc: u32,
+    pub(super) chunk: u32,
+    pub(super) batches: u32,
+}
+
+impl Words {
+    pub(super) fn new(form: &Gemm) -> Result<Self> {
+        let word = |what, extent: usize| {
+            let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
+            u32::try_from(extent).map_err(refused)
+        };
+        Ok(Self {
+            m: word("m", form.m)?,
+            n: word("n", form.n)?,
+            k: word("k", form.k)?,
+            lda: word("lda", form.lda)?,
+            ldb: word("ldb", form.ldb)?,
+            ldc: word("ldc", form.ldc)?,
+            chunk: word("k", chunk(form.m, form.n, form.k))?,
+            batches: word("batches", form.batches)?,
+        })
+    }
+}
+
+/// What follows the sums, and where they go.
+pub(super) struct Outputs<'o> {
+    pub(super) bias: Slice<'o, f32>,
+    pub(super) c: Pointer<'o, f32>,
+    pub(super) out: PointerMut<'o, f32>,
+    pub(super) pre: PointerMut<'o, f32>,
+    pub(super) ldc: u32,
+    pub(super) stride_c: usize,
+    pub(super) beta: f32,
+    pub(super) flags: u32,
+}
+
+/// Queues `multiply` for all of k; or for chunks of it, and what adds these up.
+#[track_caller]
+pub(super) fn in_chunks(
+    step: &Step<'_>,
+    form: &Gemm,
+    words: &Words,
+    outputs: Outputs<'_>,
+    multiply: impl FnOnce(Outputs<'_>) -> Result<()>,
+) -> Result<()> {
+    let splits = words.k.div_ceil(words.chunk);
+    if splits < 2 {
+        return multiply(outputs);
+    }
+    let Gemm { m, n, batches, stride_bias, .. } = *form;
+    step.workspace(|step| {
+        let mut partials = step.empty([batches * splits as usize, m, n])?;
+        multiply(Outputs {
+            bias: Slice::empty(),
+            c: Pointer::empty(),
+            out: partials.out(),
+            pre: PointerMut::empty(),
+            ldc: words.n,
+            stride_c: m * n,
+            beta: 0.0,
+            flags: 0,
+        })?;
+        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
+        let Words { m, n, batches, .. } = *words;
+        let partials = partials.slice();
+        step.launch(sum_splits {
+            partials,
+            splits,
+            bias,
+            c,
+            out,
+            pre,
+            m,
+            n,
+            ldc,
+            batches,
+            stride_c,
+            stride_bias,
+            beta,
+            flags,
+        })
+    })
+}
+
+/// Tiles of `rows` x `cols` that cover `m` x `n`.
+pub(super) fn blocks([m, n]: [usize; 2], [rows, cols]: [u32; 2]) -> usize {
+    m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize))
+}
+
+/// When the last of so many blocks ends, in cycles for one k: blocks that share a multiprocessor hide each other's latency, one
+/// alone does not.
+pub(super) fn time(blocks: usize, processors: usize, [latency, cycles]: [u32; 2]) -> usize {
+    blocks.div_ceil(processors).saturating_mul(cycles as usize).max(latency as usize)
+}
