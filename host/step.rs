@@ -14,6 +14,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
+use std::panic::Location;
 use tracing::span::EnteredSpan;
 
 /// A step in progress: makes tensors and launches kernels.
@@ -97,8 +98,13 @@ impl<'s> Step<'s> {
 
     /// Runs an op's launches with memory that ends with them: what is queued later may use it again. `scoped` allocates on
     /// the step that it is given, and on no other.
+    #[track_caller]
     pub(crate) fn workspace<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>) -> Result<R>) -> Result<R> {
-        self.region.scope(|| scoped(&Step::new(self.region)))
+        let before = self.region.attribute(None);
+        self.region.attribute(before.or(Some(Location::caller())));
+        let done = self.region.scope(|| scoped(&Step::new(self.region)));
+        self.region.attribute(before);
+        done
     }
 
     /// Runs `scoped` with memory that ends with it. The outer step is borrowed meanwhile and cannot allocate; its

@@ -255,6 +255,14 @@ impl Part {
     }
 }
 
+/// Words of any type as floats, to be moved as they are, whatever they hold.
+#[inline(always)]
+pub fn words<T: Copy>(values: &[T]) -> &[f32] {
+    const { assert!(size_of::<T>() == 4 && align_of::<T>() == 4) };
+    // SAFETY: the same memory in elements of the same size; every word is some float.
+    unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), values.len()) }
+}
+
 /// `x[index]`.
 ///
 /// # Safety

@@ -232,9 +232,9 @@ impl Region {
         std::mem::replace(&mut self.counters.borrow_mut().phase, phase)
     }
 
-    /// Names this line in place of the caller's from now on: work that another line is the reason for.
-    pub(crate) fn attribute(&self, site: Option<&'static Location<'static>>) {
-        self.attributed.set(site);
+    /// Names this line in place of the caller's from now on: work that another line is the reason for. Returns what was named.
+    pub(crate) fn attribute(&self, site: Option<&'static Location<'static>>) -> Option<&'static Location<'static>> {
+        self.attributed.replace(site)
     }
 
     /// A backward pass is complete.

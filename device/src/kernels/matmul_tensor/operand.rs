@@ -12,6 +12,7 @@ use crate::format::Format;
 use crate::mma::Factor;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
+use crate::vector::words;
 use cuda_std::{thread, warp};
 
 /// Words of a chunk.
@@ -32,10 +33,7 @@ impl<'p> Operand<'p> {
     /// The operand in `values`, words of any type.
     #[inline(always)]
     pub(super) fn new<T: Copy>(values: &'p [T], start: usize, rows: u32, k: u32, stride: u32, along_k: bool) -> Self {
-        const { assert!(size_of::<T>() == 4 && align_of::<T>() == 4) };
-        // SAFETY: words are moved as they are, whatever they hold.
-        let words = unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), values.len()) };
-        Self { words, start, rows, k, stride, along_k }
+        Self { words: words(values), start, rows, k, stride, along_k }
     }
 
     /// Starts this thread's copies of a stage: `width` rows from `first_row` and k from `first_k` to `part`.
