@@ -59,9 +59,9 @@ pub const T64X128: Tile =
 pub const T128X256: Tile =
     Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, latency: 344, cycles: 326 };
 
-/// An entry point: `$compute` for the problem that the parameters name.
-macro_rules! entry {
-    ($(#[$attribute:meta])* $name:ident, |$problem:ident| $compute:expr) => {
+/// The entry points: the same parameters, `$compute` for the problem that they name.
+macro_rules! entries {
+    ($($(#[$attribute:meta])* $name:ident: |$problem:ident| $compute:expr;)*) => {$(
         $(#[$attribute])*
         #[kernel]
         pub unsafe fn $name(
@@ -101,38 +101,40 @@ macro_rules! entry {
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe { $compute }
         }
-    };
+    )*};
 }
 
-/// The entry points for a GPU, which a CPU can run too: the same parameters, another tile.
-macro_rules! entries {
-    ($($(#[$doc:meta])* $name:ident: $tile:ident;)*) => {$(
-        entry!($(#[$doc])* $name, |problem| {
-            const { assert!(is_even($tile, $tile.rows()) && is_even($tile, $tile.cols()) && $tile.depth.is_multiple_of($tile.step())) };
-            compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.stages - 2 }, { $tile.at_once }, { $tile.unrolled() }>(problem, $tile)
-        });
-    )*};
+/// [`compute`] with the constants of a tile.
+macro_rules! by_tile {
+    ($problem:ident, $tile:ident) => {{
+        const {
+            assert!(
+                is_even($tile, $tile.rows())
+                    && is_even($tile, $tile.cols())
+                    && $tile.depth.is_multiple_of($tile.step())
+            )
+        };
+        compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.stages - 2 }, { $tile.at_once }, { $tile.unrolled() }>(
+            $problem, $tile,
+        )
+    }};
 }
 
 entries! {
     /// 16 x 16, 64 threads.
-    matmul_16x16: T16X16;
+    matmul_16x16: |problem| by_tile!(problem, T16X16);
     /// 32 x 32, 128 threads.
-    matmul_32x32: T32X32;
+    matmul_32x32: |problem| by_tile!(problem, T32X32);
     /// 32 x 64, 128 threads.
-    matmul_32x64: T32X64;
+    matmul_32x64: |problem| by_tile!(problem, T32X64);
     /// 64 x 128, 128 threads.
-    matmul_64x128: T64X128;
+    matmul_64x128: |problem| by_tile!(problem, T64X128);
     /// 128 x 256, 256 threads.
-    matmul_128x256: T128X256;
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-entry!(
+    matmul_128x256: |problem| by_tile!(problem, T128X256);
     /// 128 x 256, 32 threads: for the emulator, and not on the GPU.
-    matmul_on_cpu,
-    |problem| cpu::compute(problem)
-);
+    #[cfg(not(target_arch = "nvptx64"))]
+    matmul_on_cpu: |problem| cpu::compute(problem);
+}
 
 /// Calls `$with!` with the kernel and the tile of every entry point, after `$arguments`.
 #[cfg(not(target_arch = "nvptx64"))]
