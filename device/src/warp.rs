@@ -146,7 +146,7 @@ impl<'k, const HELD: usize> Share<'k, HELD> {
     /// The vector at `column`, the lane's number `at`.
     ///
     /// # Safety
-    /// They are those of [`for_each_vector`](crate::for_each_vector) over the same row.
+    /// They are those of [`for_each_vector`] over the same row.
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
         if HELD > 0 {
