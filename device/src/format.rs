@@ -5,27 +5,31 @@
 //! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
+use crate::vector::F4;
+
 /// A format of factors.
 pub trait Format {
     /// Factors in a word, along k.
     const PER_WORD: u32;
 
-    /// The word that a matrix instruction gets for one in shared memory.
-    fn factor(stored: u32) -> u32;
+    /// Rounds eight neighbours and writes them as the `chunk`th eight of `out`.
+    ///
+    /// # Safety
+    /// `out` starts on a 16-byte boundary and is valid for writes of these words.
+    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize);
 
     /// The `part`th factor of a word, as f32.
-    #[cfg(not(target_arch = "nvptx64"))]
     fn value(word: u32, part: u32) -> f32;
 
     /// One matrix instruction: 16 rows by 8 columns over 8 words; lanes hold the operands as PTX says.
     ///
     /// # Safety
     /// All lanes of the warp make the call.
-    #[cfg(target_arch = "nvptx64")]
+    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
     unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
 }
 
-/// f32 values, rounded to TF32 when they are multiplied.
+/// f32 values, rounded to 11 bits of significand.
 #[derive(Clone, Copy, Debug)]
 pub struct Tf32;
 
@@ -33,49 +37,31 @@ pub struct Tf32;
 #[derive(Clone, Copy, Debug)]
 pub struct Bf16;
 
-#[cfg(target_arch = "nvptx64")]
-mod instructions {
-    #[repr(C)]
-    pub(super) struct Sums(pub(super) f32, pub(super) f32, pub(super) f32, pub(super) f32);
-
-    // Intrinsics, because the compiler knows of them, and not of an `asm!`, that all lanes must come together.
-    unsafe extern "unadjusted" {
-        #[link_name = "llvm.nvvm.mma.m16n8k8.row.col.tf32"]
-        pub(super) fn mma_tf32(
-            a0: u32,
-            a1: u32,
-            a2: u32,
-            a3: u32,
-            b0: u32,
-            b1: u32,
-            c0: f32,
-            c1: f32,
-            c2: f32,
-            c3: f32,
-        ) -> Sums;
-        #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
-        pub(super) fn mma_bf16(
-            a0: u32,
-            a1: u32,
-            a2: u32,
-            a3: u32,
-            b0: u32,
-            b1: u32,
-            c0: f32,
-            c1: f32,
-            c2: f32,
-            c3: f32,
-        ) -> Sums;
-    }
-}
-
 macro_rules! mma {
-    ($instruction:ident) => {
-        #[cfg(target_arch = "nvptx64")]
+    ($instruction:literal) => {
+        #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
         #[inline(always)]
-        unsafe fn mma([a0, a1, a2, a3]: [u32; 4], [b0, b1]: [u32; 2], [c0, c1, c2, c3]: [f32; 4]) -> [f32; 4] {
+        unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+            #[repr(C)]
+            struct Sums(f32, f32, f32, f32);
+            // An intrinsic, because the compiler knows of it, and not of an `asm!`, that all lanes must come together.
+            unsafe extern "unadjusted" {
+                #[link_name = $instruction]
+                fn multiply(
+                    a0: u32,
+                    a1: u32,
+                    a2: u32,
+                    a3: u32,
+                    b0: u32,
+                    b1: u32,
+                    c0: f32,
+                    c1: f32,
+                    c2: f32,
+                    c3: f32,
+                ) -> Sums;
+            }
             // SAFETY: the caller's promise.
-            let sums = unsafe { instructions::$instruction(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3) };
+            let sums = unsafe { multiply(a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]) };
             [sums.0, sums.1, sums.2, sums.3]
         }
     };
@@ -85,34 +71,41 @@ impl Format for Tf32 {
     const PER_WORD: u32 = 1;
 
     #[inline(always)]
-    fn factor(stored: u32) -> u32 {
-        round_tf32(f32::from_bits(stored))
+    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize) {
+        let words = |four: F4| F4(four.0.map(|x| f32::from_bits(round_tf32(x))));
+        // SAFETY: the caller's promise; words are moved as they are.
+        unsafe {
+            words(first).store(out.cast(), 8 * chunk);
+            words(second).store(out.cast(), 8 * chunk + 4);
+        }
     }
 
-    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     fn value(word: u32, _: u32) -> f32 {
         f32::from_bits(word)
     }
 
-    mma!(mma_tf32);
+    mma!("llvm.nvvm.mma.m16n8k8.row.col.tf32");
 }
 
 impl Format for Bf16 {
     const PER_WORD: u32 = 2;
 
     #[inline(always)]
-    fn factor(stored: u32) -> u32 {
-        stored
+    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize) {
+        let [a, b, c, d] = first.0;
+        let [e, f, g, h] = second.0;
+        let words = [round_bf16(a, b), round_bf16(c, d), round_bf16(e, f), round_bf16(g, h)];
+        // SAFETY: the caller's promise; words are moved as they are.
+        unsafe { F4(words.map(f32::from_bits)).store(out.cast(), 4 * chunk) };
     }
 
-    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     fn value(word: u32, part: u32) -> f32 {
         f32::from_bits(if part == 0 { word << 16 } else { word & 0xffff_0000 })
     }
 
-    mma!(mma_bf16);
+    mma!("llvm.nvvm.mma.m16n8k16.row.col.bf16");
 }
 
 /// `x` to the nearest TF32, ties away from zero, in the bits of f32.

@@ -18,10 +18,8 @@ mod contract;
 
 pub mod block;
 pub mod exps;
-#[cfg(not(rust_cuda))]
 pub mod format;
 pub mod math;
-#[cfg(not(rust_cuda))]
 pub mod mma;
 pub mod tile;
 mod unroll;
@@ -40,11 +38,8 @@ mod entries {
     pub mod guard;
     pub mod loss;
     pub mod matmul;
-    // rust-cuda has no matrix instructions.
-    #[cfg(not(rust_cuda))]
     pub mod matmul_tensor;
     pub mod norm;
-    #[cfg(not(rust_cuda))]
     pub mod precision;
     pub mod reduce;
     pub mod scalars;

@@ -1,24 +1,65 @@
-//! Matrix instructions: a warp multiplies 32 rows by 32 columns over eight words of k.
+//! Matrix instructions: a warp reads factors from shared memory, and multiplies 32 rows by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each side: of rows `4 g` to `4 g + 3` of A, and of as many columns of B, the words
-//! `t` and `t + 4`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane reads and
-//! writes lies side by side. Which eight words of k these are is the caller's choice, the same on both sides.
+//! `t` and `t + 4`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane writes lies
+//! side by side.
 //!
-//! Products are exact. On the emulator they are added to the f32 sum one by one, words ascending, the lower half of a word
-//! first, each sum rounded to nearest. A GPU aligns the products of an instruction, at most 16, and the old sum to the largest
+//! Products are exact. Where there are no matrix instructions, on the emulator and in what rust-cuda compiles, they are added
+//! to the f32 sum one by one, k ascending, each sum rounded to nearest. A GPU's instruction aligns its products, at most 16,
+//! and the old sum to the largest
 //! of them, and cuts off what is below the last place: each addend loses at most 2^-23 of the largest (Fasi, Higham, Mikaitis
 //! and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a sum of k products is within
 //! k 2^-22 of the sum of their sizes.
 
 use crate::format::Format;
-#[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::{GpuFloat, emulator, warp};
+use crate::tile::SharedTile;
+use crate::unroll_on_gpu;
+#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+use cuda_std::{GpuFloat, warp};
 
 /// Four rows or columns, of each two words.
 pub type Factor = [[u32; 2]; 4];
 
 /// Four rows of eight columns.
 pub type Sums = [[f32; 8]; 4];
+
+/// Word `t` of row `g` of four matrices of eight rows of four words, for lane `4 g + t`. Row `r` of the `i`th starts
+/// `offset` after the `start` of lane `8 i + r`; both are multiples of four, and the offset is the same in all lanes.
+///
+/// # Safety
+/// All lanes of the warp make the call.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load(part: SharedTile<f32>, start: u32, offset: u32) -> [u32; 4] {
+    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
+    {
+        #[repr(C)]
+        struct Words(u32, u32, u32, u32);
+        // An intrinsic, because the compiler knows of it, and not of an `asm!`, that all lanes must come together.
+        unsafe extern "unadjusted" {
+            #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p0"]
+            fn load(row: *const f32) -> Words;
+        }
+        // SAFETY: the caller's promise; the rows lie inside the tile.
+        let words = unsafe { load(part.pointer(start).add(offset as usize)) };
+        [words.0, words.1, words.2, words.3]
+    }
+    #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+    {
+        let (row, word) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let mut words = [0; 4];
+        // SAFETY: the caller's promise.
+        unsafe {
+            meet(&start, |others| {
+                unroll_on_gpu!(matrix < 4 => {
+                    let start = others.word(8 * matrix as u32 + row, |start| *start);
+                    words[matrix] = part.get(start + offset + word).to_bits();
+                });
+            });
+        }
+        words
+    }
+}
 
 /// Adds the products of the warp's factors to `sums`.
 ///
@@ -27,11 +68,11 @@ pub type Sums = [[f32; 8]; 4];
 #[inline(always)]
 #[track_caller]
 pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
-    #[cfg(target_arch = "nvptx64")]
-    crate::unroll_on_gpu!(pair < 2 => {
+    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
+    unroll_on_gpu!(pair < 2 => {
         // The instruction's rows g and g + 8 are two neighbours here, its columns 2 t and 2 t + 1 two that are four apart.
         let [upper, lower] = [2 * pair, 2 * pair + 1];
-        crate::unroll_on_gpu!(column < 4 => {
+        unroll_on_gpu!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
             // SAFETY: the caller's promise.
@@ -39,32 +80,81 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });
     });
+    #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+    {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let product = |others: Others<'_, [Factor; 2]>| {
+            unroll_on_gpu!(word < 8 => {
+                let (lane, half) = (word as u32 % 4, word / 4);
+                let (mut rows, mut columns) = ([0; 4], [0; 8]);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    unroll_on_gpu!(i < 4 => {
+                        rows[i] = others.word(4 * g + lane, |[a, _]| a[i][half]);
+                        columns[i] = others.word(8 * t + lane, |[_, b]| b[i][half]);
+                        columns[i + 4] = others.word(8 * t + 4 + lane, |[_, b]| b[i][half]);
+                    });
+                }
+                unroll_on_gpu!(part < F::PER_WORD as usize => {
+                    let columns = columns.map(|word| F::value(word, part as u32));
+                    unroll_on_gpu!(row < 4 => {
+                        let factor = F::value(rows[row], part as u32);
+                        unroll_on_gpu!(column < 8 => {
+                            sums[row][column] = GpuFloat::mul_add(factor, columns[column], sums[row][column]);
+                        });
+                    });
+                });
+            });
+        };
+        // SAFETY: the caller's promise.
+        unsafe { meet(&[a, b], product) };
+    }
+}
+
+/// Calls `then` with what all lanes of the warp have, each its `own`.
+///
+/// # Safety
+/// All lanes of the warp make the call.
+#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+#[inline(always)]
+#[track_caller]
+unsafe fn meet<T>(own: &T, then: impl FnOnce(Others<'_, T>)) {
+    #[cfg(target_arch = "nvptx64")]
+    then(Others { own });
     #[cfg(not(target_arch = "nvptx64"))]
     {
-        let own = [a, b];
-        let lanes = emulator::lanes(&own);
-        let (g, t) = ((warp::lane_id() / 4) as usize, (warp::lane_id() % 4) as usize);
-        for word in 0..8 {
-            // SAFETY: each lane keeps its factors until all have met below.
-            let [rows, left, right] = unsafe {
-                let of = |lane: usize| *lanes[lane * 4 + word % 4];
-                [of(g)[0], of(2 * t)[1], of(2 * t + 1)[1]]
-            };
-            for part in 0..F::PER_WORD {
-                let mut columns = [0.0; 8];
-                for column in 0..4 {
-                    columns[column] = F::value(left[column][word / 4], part);
-                    columns[column + 4] = F::value(right[column][word / 4], part);
-                }
-                for row in 0..4 {
-                    let factor = F::value(rows[row][word / 4], part);
-                    for column in 0..8 {
-                        sums[row][column] = GpuFloat::mul_add(factor, columns[column], sums[row][column]);
-                    }
-                }
-            }
-        }
+        then(Others { lanes: cuda_std::emulator::lanes(own), own: core::marker::PhantomData });
+        // What a lane has stays until all are done with it.
         // SAFETY: the caller's promise.
         unsafe { warp::sync_warp(u32::MAX) };
+    }
+}
+
+/// What each lane of the warp has, of the same type: on the GPU passed by shuffles, on the emulator read where it is.
+#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+struct Others<'o, T> {
+    #[cfg(target_arch = "nvptx64")]
+    own: &'o T,
+    #[cfg(not(target_arch = "nvptx64"))]
+    lanes: [*const T; 32],
+    #[cfg(not(target_arch = "nvptx64"))]
+    own: core::marker::PhantomData<&'o T>,
+}
+
+#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+impl<T> Others<'_, T> {
+    /// The word that `select` finds in what `lane` has.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call, with the same `select`.
+    #[inline(always)]
+    unsafe fn word(&self, lane: u32, select: impl Fn(&T) -> u32) -> u32 {
+        // SAFETY: the caller's promise; what the lanes have stays while they meet.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            return crate::warp::of_lane(u32::MAX, select(self.own), lane);
+            #[cfg(not(target_arch = "nvptx64"))]
+            select(&*self.lanes[lane as usize])
+        }
     }
 }

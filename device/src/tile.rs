@@ -132,6 +132,21 @@ impl<T: Element> SharedTile<T> {
         }
     }
 
+    /// Where the value at `index` lies.
+    #[cfg(target_arch = "nvptx64")]
+    #[inline(always)]
+    pub(crate) fn pointer(self, index: u32) -> *const T {
+        let address: u64;
+        // SAFETY: a conversion between address spaces; it touches no memory.
+        unsafe {
+            core::arch::asm!(
+                "cvta.shared.u64 {0}, {1};",
+                out(reg64) address, in(reg64) u64::from(self.address + index * 4), options(pure, nomem, nostack)
+            );
+        }
+        address as *const T
+    }
+
     /// Before a read of `count` values from `index`.
     #[inline(always)]
     #[track_caller]
@@ -251,33 +266,25 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy the first `bytes` of `x[from..from + 4]` to `index`, and zeros to the rest of the four; both are
-    /// multiples of four and `x` starts on a 16-byte boundary.
+    /// Starts to copy `x[from..from + 4]` to `index`, or zeros where it is not `there`; both indices are multiples of four and
+    /// `x` starts on a 16-byte boundary.
     ///
     /// # Safety
-    /// The words that `bytes`, at most 16, reach lie inside `x`. The CPU checks it, the GPU does not.
+    /// `from + 4 <= x.len()` where it is `there`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn copy_bytes(self, index: u32, x: &[f32], from: usize, bytes: u32) {
+    pub unsafe fn copy4_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
         // SAFETY: as in `copy`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(
-                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
-                "cp.async.cg.shared.global [{0}], [%global], 16, {2}; }}",
-                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), in(reg32) bytes, options(nostack)
+                "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16, %absent; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().wrapping_add(from), in(reg32) u32::from(there),
+                options(nostack)
             );
             #[cfg(not(target_arch = "nvptx64"))]
-            if bytes == 16 {
-                self.set4(index, F4::load(x, from));
-            } else {
-                for word in 0..4 {
-                    let there = bytes.saturating_sub(4 * word).min(4);
-                    let kept = u32::MAX.checked_shr(32 - 8 * there).unwrap_or(0);
-                    let value = if there > 0 { vector::load(x, from + word as usize).to_bits() & kept } else { 0 };
-                    self.set(index + word, f32::from_bits(value));
-                }
-            }
+            self.set4(index, if there { F4::load(x, from) } else { F4::splat(0.0) });
         }
     }
 

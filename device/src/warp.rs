@@ -336,6 +336,21 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     }
 }
 
+/// The `value` of `lane`, where rust-cuda compiles it.
+///
+/// # Safety
+/// The lanes in `mask` call it together, and `lane` is among them.
+#[cfg(rust_cuda)]
+#[inline(always)]
+pub(crate) unsafe fn of_lane(mask: u32, value: u32, lane: u32) -> u32 {
+    unsafe extern "C" {
+        #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
+        fn shuffle_idx(mask: i32, value: i32, lane: i32, clamp: i32) -> i32;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { shuffle_idx(mask as i32, value as i32, lane as i32, LANES as i32 - 1) as u32 }
+}
+
 /// `a + b`.
 #[inline(always)]
 pub fn add(a: f32, b: f32) -> f32 {

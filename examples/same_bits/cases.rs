@@ -9,14 +9,46 @@ use kernels::checksum::{CHUNK, checksum};
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
-use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x256};
-use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x256};
+use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x128, matmul_bf16_128x256};
+use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x128, matmul_tf32_128x256};
 use kernels::scalars;
 use std::cell::RefCell;
-use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
+use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops, ops::Precision};
 
 /// Runs a kernel and keeps its results.
 pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+
+/// Launches a multiply of packed matrices and keeps what it leaves.
+macro_rules! launch_matmul {
+    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], [$lda:expr, $ldb:expr], $beta:expr, $flags:expr,
+        $a:ident, $b:ident, $bias:ident, $out:ident, $pre:ident) => {{
+        let (c, written) = $out.in_place();
+        $i.step.launch($kernel {
+            a: $a.slice(),
+            b: $b.slice(),
+            bias: $bias.slice(),
+            c,
+            out: written,
+            pre: $pre.out(),
+            m: $m as u32,
+            n: $n as u32,
+            k: $k as u32,
+            lda: $lda as u32,
+            ldb: $ldb as u32,
+            ldc: $n as u32,
+            chunk: $k as u32,
+            batches: $batches as u32,
+            stride_a: $m * $k,
+            stride_b: $k * $n,
+            stride_c: $m * $n,
+            stride_bias: $n,
+            beta: $beta,
+            flags: $flags,
+        })?;
+        $i.keep(&$out)?;
+        $i.keep(&$pre)?;
+    }};
+}
 
 /// The case of a tile: products with and without tails, each way to store and to end them. The tiles give the same bits.
 macro_rules! matmul {
@@ -31,31 +63,9 @@ macro_rules! matmul {
         ] {
             let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
             let (mut out, mut pre) = (i.normals([batches, m, n])?, i.normals([batches, m, n])?);
-            let (c, written) = out.in_place();
-            i.step.launch($kernel {
-                a: a.slice(),
-                b: b.slice(),
-                bias: bias.slice(),
-                c,
-                out: written,
-                pre: pre.out(),
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
-                ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
-                ldc: n as u32,
-                chunk: k as u32,
-                batches: batches as u32,
-                stride_a: m * k,
-                stride_b: k * n,
-                stride_c: m * n,
-                stride_bias: n,
-                beta,
-                flags,
-            })?;
-            i.keep(&out)?;
-            i.keep(&pre)?;
+            let lda = if flags & TRANSPOSE_A == 0 { k } else { m };
+            let ldb = if flags & TRANSPOSE_B == 0 { n } else { k };
+            launch_matmul!(i, $kernel, batches, [m, n, k], [lda, ldb], beta, flags, a, b, bias, out, pre);
         }
         Ok(())
     }};
@@ -68,47 +78,23 @@ macro_rules! matmul_tensor {
         let i: &Inputs<'_, '_> = $inputs;
         for (batches, [m, n, k], flags, beta) in [
             (1, [1, 8, 8], 0, 0.0),
-            (1, [64, 64, 64], TRANSPOSE_A, 1.0),
-            (3, [136, 72, 24], TRANSPOSE_A | TRANSPOSE_B, 0.0),
-            (1, [12, 256, 192], TRANSPOSE_B | GELU, 0.0),
+            (1, [64, 64, 64], 0, 1.0),
+            (3, [136, 72, 24], 0, 0.0),
+            (1, [12, 256, 192], GELU, 0.0),
             (1, [150, 272, 264], GELU | KEEP, 0.5),
         ] {
             let (a, b) = (i.whole(batches * m * k), i.whole(batches * k * n));
             let (a, b) = ($pack(i, &a)?, $pack(i, &b)?);
             let [bias, old] = [n, m * n].map(|each| i.whole(batches * each));
             let (bias, mut out, mut pre) = (i.upload(&bias)?, i.upload(&old)?, i.upload(&old)?);
-            let (c, written) = out.in_place();
-            i.step.launch($kernel {
-                a: a.slice(),
-                b: b.slice(),
-                bias: bias.slice(),
-                c,
-                out: written,
-                pre: pre.out(),
-                m: m as u32,
-                n: n as u32,
-                k: k as u32,
-                lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
-                ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
-                ldc: n as u32,
-                chunk: k as u32,
-                batches: batches as u32,
-                stride_a: m * k,
-                stride_b: k * n,
-                stride_c: m * n,
-                stride_bias: n,
-                beta,
-                flags,
-            })?;
-            i.keep(&out)?;
-            i.keep(&pre)?;
+            launch_matmul!(i, $kernel, batches, [m, n, k], [k, k], beta, flags, a, b, bias, out, pre);
         }
         Ok(())
     }};
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 46] = [
+pub(crate) const CASES: [(&str, Case); 51] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -193,11 +179,13 @@ pub(crate) const CASES: [(&str, Case); 46] = [
         }
         Ok(())
     }),
-    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, Inputs::upload)),
-    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, Inputs::upload)),
-    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, Inputs::upload)),
+    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, Inputs::words)),
+    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, Inputs::words)),
+    ("matmul_tf32_128x128", |i| matmul_tensor!(i, matmul_tf32_128x128, Inputs::words)),
+    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, Inputs::words)),
     ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, Inputs::pairs)),
     ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, Inputs::pairs)),
+    ("matmul_bf16_128x128", |i| matmul_tensor!(i, matmul_bf16_128x128, Inputs::pairs)),
     ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, Inputs::pairs)),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
@@ -216,7 +204,10 @@ pub(crate) const CASES: [(&str, Case); 46] = [
             i.keep(&gain)
         })
     }),
-    ("round_to_bf16", |i| i.rows(|i, x| i.keep(&ops::round_bf16(i.step, x)?))),
+    ("round_to_tf32", |i| i.rows(|i, x| i.keep(&ops::round_to(i.step, x, Precision::Tf32)?))),
+    ("round_to_bf16", |i| i.rows(|i, x| i.keep(&ops::round_to(i.step, x, Precision::Bf16)?))),
+    ("transpose_to_tf32", |i| i.rows(|i, x| i.keep(&ops::transpose_to(i.step, x, Precision::Tf32)?))),
+    ("transpose_to_bf16", |i| i.rows(|i, x| i.keep(&ops::transpose_to(i.step, x, Precision::Bf16)?))),
     ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
     ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
     ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
@@ -271,6 +262,12 @@ impl<'s> Inputs<'_, 's> {
 
     fn upload(&self, values: &[f32]) -> Result<Tensor<'s>> {
         self.step.upload(values, [values.len()])
+    }
+
+    /// Numbers that TF32 has.
+    fn words(&self, values: &[f32]) -> Result<Tensor<'s, u32>> {
+        let words: Vec<u32> = values.iter().map(|value| value.to_bits()).collect();
+        self.step.upload(&words, [words.len()])
     }
 
     /// Numbers that BF16 has, two to a word.

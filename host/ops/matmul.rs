@@ -2,7 +2,7 @@
 
 use super::matmul_tensor;
 use super::precision::Precision;
-use super::split::{Outputs, Words, blocks, in_chunks, time};
+use super::split::{self, Outputs, Words, in_chunks};
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
@@ -224,18 +224,7 @@ fn queue<'s>(
         return matmul_tensor::queue(step, precision, form, a, b, bias, residual, out, epilogue);
     }
     let words = Words::new(form)?;
-    let (own, out) = out.in_place();
-    let (pre, flags) = epilogue.out();
-    let outputs = Outputs {
-        bias: bias.map_or_else(Slice::empty, Source::slice),
-        c: residual.map_or(own, Source::pointer),
-        out,
-        pre,
-        ldc: words.ldc,
-        stride_c: form.stride_c,
-        beta: form.beta,
-        flags,
-    };
+    let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
     in_chunks(step, form, &words, outputs, |outputs| multiply(step, form, &words, a.slice(), b.slice(), outputs))
 }
 
@@ -293,18 +282,15 @@ fn multiply(
     if form.tile.is_none() && device.kind == DeviceKind::Emulated {
         return launch!(matmul_on_cpu);
     }
-    let matrices = batches as usize * k.div_ceil(chunk).max(1) as usize;
-    let tile = form.tile.unwrap_or_else(|| fastest([form.m, form.n], matrices, device.processors as usize));
+    let processors = device.processors as usize;
+    let tile = form.tile.unwrap_or_else(|| fastest([form.m, form.n], words.matrices(), processors));
     kernels::matmul_tiles!(launch_tile! tile in)
 }
 
 /// The tile whose last block should end first, of so many matrices of `m` x `n`.
 fn fastest(outputs: [usize; 2], matrices: usize, processors: usize) -> Tile {
-    let time = |tile: &&Tile| {
-        let blocks = blocks(outputs, [tile.rows(), tile.cols()]).saturating_mul(matrices);
-        time(blocks, processors, [tile.latency, tile.cycles])
-    };
-    *TILES.iter().min_by_key(time).expect("there are tiles")
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], [tile.latency, tile.cycles]);
+    split::fastest(TILES, outputs, matrices, processors, costs)
 }
 
 #[cfg(test)]

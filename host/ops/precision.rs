@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use kernels::precision::round_to_bf16;
+use kernels::precision::{round_to_bf16, round_to_tf32, transpose_to_bf16, transpose_to_tf32};
 use std::fmt;
 use std::str::FromStr;
 
@@ -13,7 +13,8 @@ use std::str::FromStr;
 /// [`Precision::Ieee`] has the same bits on every device. The others use the GPU's matrix instructions: many times as fast, the
 /// same bits in every run and for every tile on one device, but not on another. With `u` = 2^-11 for TF32 and 2^-8 for BF16, an
 /// output of k products is within `(2 u + u^2 + k 2^-22) sum |a b|` of the exact one, where nothing overflows
-/// or is subnormal.
+/// or is subnormal. Operands are rounded by launches of their own, into memory that ends with the multiply.
+///
 /// Multiplies of fewer than 16 rows or columns are done in [`Precision::Ieee`] whatever is asked for: a matrix instruction would
 /// work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,8 +24,7 @@ pub enum Precision {
     Ieee,
     /// Factors of 11 bits of significand, rounded to nearest, ties away from zero; the range of f32.
     Tf32,
-    /// Factors of 8 bits of significand, rounded to nearest, ties to even; the range of f32. f32 operands are rounded by a
-    /// launch of their own, into memory of the step.
+    /// Factors of 8 bits of significand, rounded to nearest, ties to even; the range of f32.
     Bf16,
 }
 
@@ -52,50 +52,69 @@ impl FromStr for Precision {
     }
 }
 
-/// `x` rounded to nearest BF16, ties to even, two to a word, the first in the lower half; `x`: `[.., cols]`, result:
-/// `[rows, ceil(cols / 8) * 4]`, zero beyond `cols`. Queued, does not wait; a NaN stays a NaN.
+/// `x` in words of TF32 or pairs of BF16, the first in the lower half; `x`: `[.., cols]`, result: `[rows, words]`, as many as
+/// `cols` rounded up to eight takes, zero beyond `cols`. Queued, does not wait; a NaN stays a NaN, but for the payload that TF32
+/// cuts off.
 ///
 /// # Errors
-/// [`Error::ArenaFull`].
+/// [`Error::Misuse`] for [`Precision::Ieee`]; [`Error::ArenaFull`].
 #[track_caller]
-pub fn round_bf16<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
+pub fn round_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = x.shape().as_rows();
-    Stored { rows, cols, ld: cols, batches: 1, stride: 0 }.round(step, x)
+    Matrices { rows, cols, ld: cols, batches: 1, stride: 0, transposed: false }.round(step, precision, x)
 }
 
-/// Matrices as they lie in memory.
+/// As [`round_to`], and transposes; result: `[cols, words]`, as many as the rows rounded up to eight take.
+///
+/// # Errors
+/// As for [`round_to`].
+#[track_caller]
+pub fn transpose_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
+    let [rows, cols] = x.shape().as_rows();
+    Matrices { rows: cols, cols: rows, ld: cols, batches: 1, stride: 0, transposed: true }.round(step, precision, x)
+}
+
+/// Matrices of `rows` x `cols`, and how they lie in memory: row by row, or (`transposed`) column by column.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stored {
+pub(super) struct Matrices {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) ld: usize,
     pub(super) batches: usize,
     pub(super) stride: usize,
+    pub(super) transposed: bool,
 }
 
-impl Stored {
-    /// How the matrices lie after [`Stored::round`]: packed, one for all batches where there was one.
+impl Matrices {
+    /// How they lie after [`Matrices::round`]: row by row, packed, one for all batches where there was one.
     pub(super) fn rounded(self) -> Self {
         let ld = self.cols.next_multiple_of(8);
         let batches = if self.stride == 0 { self.batches.min(1) } else { self.batches };
         let stride = if self.stride == 0 { 0 } else { self.rows * ld };
-        Self { ld, batches, stride, ..self }
+        Self { ld, batches, stride, transposed: false, ..self }
     }
 
-    /// The matrices of `x` as pairs of BF16.
+    /// The matrices of `x`, rounded.
     #[track_caller]
-    pub(super) fn round<'s>(self, step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
+    pub(super) fn round<'s, 'x>(
+        self,
+        step: &Step<'s>,
+        precision: Precision,
+        x: &impl Source<'x, f32>,
+    ) -> Result<Tensor<'s, u32>> {
+        let Self { ld, stride, transposed, .. } = self;
         let Self { batches, ld: packed, .. } = self.rounded();
-        let mut out = step.empty([batches * self.rows, packed / 2])?;
-        step.launch(round_to_bf16 {
-            x: x.slice(),
-            out: out.out(),
-            rows: self.rows,
-            cols: self.cols,
-            batches,
-            ld: self.ld,
-            stride: self.stride,
-        })?;
-        Ok(out)
+        let [rows, cols] = if transposed { [self.cols, self.rows] } else { [self.rows, self.cols] };
+        let per_word = if precision == Precision::Bf16 { 2 } else { 1 };
+        let mut rounded = step.empty([batches * self.rows, packed / per_word])?;
+        let (x, out) = (x.slice(), rounded.out());
+        match (precision, transposed) {
+            (Precision::Tf32, false) => step.launch(round_to_tf32 { x, out, rows, cols, batches, ld, stride }),
+            (Precision::Tf32, true) => step.launch(transpose_to_tf32 { x, out, rows, cols, batches, ld, stride }),
+            (Precision::Bf16, false) => step.launch(round_to_bf16 { x, out, rows, cols, batches, ld, stride }),
+            (Precision::Bf16, true) => step.launch(transpose_to_bf16 { x, out, rows, cols, batches, ld, stride }),
+            (Precision::Ieee, _) => Err(Error::misuse("round_to", "tf32 or bf16", "ieee")),
+        }?;
+        Ok(rounded)
     }
 }

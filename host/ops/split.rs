@@ -2,7 +2,7 @@
 //!
 //! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
 
-use super::matmul::Gemm;
+use super::matmul::{Epilogue, Gemm};
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
@@ -39,6 +39,11 @@ impl Words {
             batches: word("batches", form.batches)?,
         })
     }
+
+    /// Matrices of sums: one for each batch and each chunk of k.
+    pub(super) fn matrices(&self) -> usize {
+        self.batches as usize * self.k.div_ceil(self.chunk).max(1) as usize
+    }
 }
 
 /// What follows the sums, and where they go.
@@ -51,6 +56,31 @@ pub(super) struct Outputs<'o> {
     pub(super) stride_c: usize,
     pub(super) beta: f32,
     pub(super) flags: u32,
+}
+
+impl<'o> Outputs<'o> {
+    /// What follows the sums of a multiply into `out`, whose old content counts where there is no `residual`.
+    pub(super) fn new<'s>(
+        form: &Gemm,
+        words: &Words,
+        bias: Option<&'o impl Source<'s, f32>>,
+        residual: Option<&'o impl Source<'s, f32>>,
+        out: &'o mut impl Target<'s, f32>,
+        epilogue: Epilogue<'o, 's>,
+    ) -> Self {
+        let (own, out) = out.in_place();
+        let (pre, flags) = epilogue.out();
+        Self {
+            bias: bias.map_or_else(Slice::empty, Source::slice),
+            c: residual.map_or(own, Source::pointer),
+            out,
+            pre,
+            ldc: words.ldc,
+            stride_c: form.stride_c,
+            beta: form.beta,
+            flags,
+        }
+    }
 }
 
 /// Queues `multiply` for all of k; or for chunks of it, and what adds these up.
@@ -101,13 +131,19 @@ pub(super) fn in_chunks(
     })
 }
 
-/// Tiles of `rows` x `cols` that cover `m` x `n`.
-pub(super) fn blocks([m, n]: [usize; 2], [rows, cols]: [u32; 2]) -> usize {
-    m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize))
-}
-
-/// When the last of so many blocks ends, in cycles for one k: blocks that share a multiprocessor hide each other's latency, one
-/// alone does not.
-pub(super) fn time(blocks: usize, processors: usize, [latency, cycles]: [u32; 2]) -> usize {
-    blocks.div_ceil(processors).saturating_mul(cycles as usize).max(latency as usize)
+/// The tile of `tiles` whose last block should end first, of so many matrices of `m` x `n`. `costs` are a tile's rows and
+/// columns, and its cycles for one k: of a block alone on its multiprocessor, which hides no latency, and of each of several.
+pub(super) fn fastest<T: Copy>(
+    tiles: &[T],
+    [m, n]: [usize; 2],
+    matrices: usize,
+    processors: usize,
+    costs: impl Fn(T) -> ([u32; 2], [u32; 2]),
+) -> T {
+    let time = |tile: &&T| {
+        let ([rows, cols], [latency, cycles]) = costs(**tile);
+        let blocks = m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize)).saturating_mul(matrices);
+        blocks.div_ceil(processors).saturating_mul(cycles as usize).max(latency as usize)
+    };
+    *tiles.iter().min_by_key(time).expect("there are tiles")
 }

@@ -22,7 +22,7 @@ mod cpu;
 pub(crate) mod epilogue;
 mod operand;
 pub(crate) mod split;
-mod tile;
+pub(crate) mod tile;
 
 use crate::contract;
 use block::{Problem, compute};

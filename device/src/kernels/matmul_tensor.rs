@@ -4,12 +4,12 @@
 //! adds several products at once: a result is within a stated bound of the exact one, and its bits may differ from the
 //! emulator's (see [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! A block copies stages of both operands to shared memory as they lie, several ahead of the one in use; warps read them as
-//! factors, round (TF32) or pair (BF16) them in registers, and multiply (NVIDIA's CUTLASS is built so).
+//! Both operands lie along k and are rounded beforehand, by the kernels of [`precision`](super::precision): A is `[m, k]`, B
+//! `[n, k]`, in words of TF32 or pairs of BF16. A block copies stages of both to shared memory, several ahead of the one in use;
+//! warps read them as factors and multiply (NVIDIA's CUTLASS is built so).
 //!
-//! Parameters are those of [`matmul`](super::matmul). `matmul_tf32_*` take f32 operands and round them. `matmul_bf16_*` take
-//! pairs of BF16, two elements of a row in one word, so `lda`, `ldb`, `stride_a` and `stride_b`, which count elements, are
-//! multiples of eight.
+//! Parameters are those of [`matmul`](super::matmul), without transposes; `lda`, `ldb`, `stride_a` and `stride_b` count elements
+//! and are multiples of eight; a row ends with zeros up to one.
 
 mod block;
 mod operand;
@@ -21,7 +21,6 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::Chunk;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::{GELU, KEEP};
-use super::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use crate::contract;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::format::Format;
@@ -35,17 +34,19 @@ pub use tile::Tile;
 pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], latency: 46, cycles: 24 };
 /// 64 x 128, 128 threads.
 pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], latency: 77, cycles: 45 };
+/// 128 x 128, 128 threads.
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], latency: 120, cycles: 80 };
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], latency: 167, cycles: 167 };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {
-    ($($(#[$doc:meta])* $name:ident: $format:ident of $word:ty, $tile:ident;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $format:ident, $tile:ident;)*) => {$(
         $(#[$doc])*
         #[kernel]
         pub unsafe fn $name(
-            a: &[$word],
-            b: &[$word],
+            a: &[u32],
+            b: &[u32],
             bias: &[f32],
             c: *const f32,
             out: *mut f32,
@@ -75,26 +76,15 @@ macro_rules! entries {
             let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
             let k = end - first;
-            let behind = |along_k: bool, ld: u32| first as usize * if along_k { 1 } else { ld as usize };
-            let a = |along_k| Operand::new(a, z * stride_a + behind(along_k, lda), m, k, lda, along_k);
-            let b = |along_k| Operand::new(b, z * stride_b + behind(along_k, ldb), n, k, ldb, along_k);
-            let problem = |a_along_k, b_along_k| Problem { a: a(a_along_k), b: b(b_along_k), epilogue, m, n, k };
-            let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
+            let a = Operand::new::<$format>(a, z * stride_a + first as usize, [m, k], lda);
+            let b = Operand::new::<$format>(b, z * stride_b + first as usize, [n, k], ldb);
+            let problem = Problem { a, b, epilogue, m, n, k };
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe {
                 const ROWS: usize = $tile.blocks[0];
                 const COLS: usize = $tile.blocks[1];
-                // On the GPU a loop of its own for each way to store, which has no branches.
-                #[cfg(target_arch = "nvptx64")]
-                let sums = match (a_along_k, b_along_k) {
-                    (true, false) => sum::<$format, ROWS, COLS>(problem(true, false), $tile),
-                    (false, false) => sum::<$format, ROWS, COLS>(problem(false, false), $tile),
-                    (true, true) => sum::<$format, ROWS, COLS>(problem(true, true), $tile),
-                    (false, true) => sum::<$format, ROWS, COLS>(problem(false, true), $tile),
-                };
-                #[cfg(not(target_arch = "nvptx64"))]
-                let sums = sum::<$format, ROWS, COLS>(problem(a_along_k, b_along_k), $tile);
-                finish(problem(a_along_k, b_along_k), $tile, sums);
+                let sums = sum::<$format, ROWS, COLS, { $tile.passes()[0] }, { $tile.passes()[1] }>(problem, $tile);
+                finish(problem, $tile, sums);
             }
         }
     )*};
@@ -102,36 +92,40 @@ macro_rules! entries {
 
 entries! {
     /// TF32, 64 x 64, 128 threads.
-    matmul_tf32_64x64: Tf32 of f32, T64X64;
+    matmul_tf32_64x64: Tf32, T64X64;
     /// TF32, 64 x 128, 128 threads.
-    matmul_tf32_64x128: Tf32 of f32, T64X128;
+    matmul_tf32_64x128: Tf32, T64X128;
+    /// TF32, 128 x 128, 128 threads.
+    matmul_tf32_128x128: Tf32, T128X128;
     /// TF32, 128 x 256, 256 threads.
-    matmul_tf32_128x256: Tf32 of f32, T128X256;
+    matmul_tf32_128x256: Tf32, T128X256;
     /// BF16, 64 x 64, 128 threads.
-    matmul_bf16_64x64: Bf16 of u32, T64X64;
+    matmul_bf16_64x64: Bf16, T64X64;
     /// BF16, 64 x 128, 128 threads.
-    matmul_bf16_64x128: Bf16 of u32, T64X128;
+    matmul_bf16_64x128: Bf16, T64X128;
+    /// BF16, 128 x 128, 128 threads.
+    matmul_bf16_128x128: Bf16, T128X128;
     /// BF16, 128 x 256, 256 threads.
-    matmul_bf16_128x256: Bf16 of u32, T128X256;
+    matmul_bf16_128x256: Bf16, T128X256;
 }
 
-/// Calls `$with!` with the kernel and the tile of every entry point of TF32 or of BF16, after `$arguments`.
+/// Calls `$with!` with the kernel and the tile of every entry point of TF32 or of BF16.
 #[cfg(not(target_arch = "nvptx64"))]
 #[macro_export]
 macro_rules! matmul_tensor_tiles {
-    ($with:ident!(tf32 $($arguments:tt)*)) => {
+    ($with:ident!(tf32)) => {
         $with! {
-            $($arguments)*
             matmul_tf32_64x64: T64X64,
             matmul_tf32_64x128: T64X128,
+            matmul_tf32_128x128: T128X128,
             matmul_tf32_128x256: T128X256,
         }
     };
-    ($with:ident!(bf16 $($arguments:tt)*)) => {
+    ($with:ident!(bf16)) => {
         $with! {
-            $($arguments)*
             matmul_bf16_64x64: T64X64,
             matmul_bf16_64x128: T64X128,
+            matmul_bf16_128x128: T128X128,
             matmul_bf16_128x256: T128X256,
         }
     };
@@ -139,7 +133,7 @@ macro_rules! matmul_tensor_tiles {
 
 /// Every tile.
 #[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: &[Tile] = &[T64X64, T64X128, T128X256];
+pub const TILES: &[Tile] = &[T64X64, T64X128, T128X128, T128X256];
 
 /// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -147,18 +141,16 @@ macro_rules! grid {
     ($p:ident, $format:ident, $tile:ident) => {{
         let p = $p;
         let [m, n, k, lda, ldb] = [p.m, p.n, p.k, p.lda, p.ldb].map(|x| x as usize);
-        let (a, b) = if p.flags & TRANSPOSE_A != 0 { ([k, m], lda) } else { ([m, k], lda) };
-        let (c, d) = if p.flags & TRANSPOSE_B != 0 { ([n, k], ldb) } else { ([k, n], ldb) };
+        let k = k.next_multiple_of(8);
         let (batches, per_word) = (p.batches as usize, $format::PER_WORD as usize);
-        checks::holds("a", p.a.len().saturating_mul(per_word), batches, p.stride_a, a, b)?;
-        checks::holds("b", p.b.len().saturating_mul(per_word), batches, p.stride_b, c, d)?;
+        checks::holds("a", p.a.len().saturating_mul(per_word), batches, p.stride_a, [m, k], lda)?;
+        checks::holds("b", p.b.len().saturating_mul(per_word), batches, p.stride_b, [n, k], ldb)?;
         let chunks = sum_chunks!(p);
         check_outputs!(p, chunks);
-        if per_word > 1 {
-            for (name, elements) in [("lda", lda), ("ldb", ldb), ("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
-                Violation::unless(elements.is_multiple_of(8), name, "a multiple of eight", elements)?;
-            }
+        for (name, elements) in [("lda", lda), ("ldb", ldb), ("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
+            Violation::unless(elements.is_multiple_of(8), name, "a multiple of eight", elements)?;
         }
+        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(8), "chunk", "a multiple of eight", p.chunk)?;
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
         Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, batches)
     }};
@@ -169,11 +161,17 @@ contract!(
     matmul_tf32_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } | p | grid!(p, Tf32, T64X128)
 );
 contract!(
+    matmul_tf32_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } | p | grid!(p, Tf32, T128X128)
+);
+contract!(
     matmul_tf32_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } | p | grid!(p, Tf32, T128X256)
 );
 contract!(matmul_bf16_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } | p | grid!(p, Bf16, T64X64));
 contract!(
     matmul_bf16_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } | p | grid!(p, Bf16, T64X128)
+);
+contract!(
+    matmul_bf16_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } | p | grid!(p, Bf16, T128X128)
 );
 contract!(
     matmul_bf16_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } | p | grid!(p, Bf16, T128X256)

@@ -6,14 +6,15 @@
 use super::epilogue::Epilogue;
 use super::operand::Stage;
 use super::split::Chunk;
+use super::tile::place;
 use super::{Operand, Tile};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll;
 use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
-/// Rows of tiles that are walked column by column, so that blocks that run together share operands in the L2 cache.
-const GROUP: u32 = 8;
+/// Rows of tiles that are walked column by column.
+pub(super) const GROUP: u32 = 8;
 
 /// One matrix multiply as a thread sees it.
 pub(super) struct Problem<'p> {
@@ -54,7 +55,7 @@ pub(super) unsafe fn compute<
 ) {
     let Problem { m, n, .. } = problem;
     let (rows, cols) = (tile.rows(), tile.cols());
-    let [row, col] = place(m.div_ceil(rows), n.div_ceil(cols));
+    let [row, col] = place([m.div_ceil(rows), n.div_ceil(cols)], GROUP);
     let first = [row * rows, col * cols];
     let own = within(tile);
     loop {
@@ -138,16 +139,6 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
         k += 1;
         at += 1;
     }
-}
-
-/// Row and column of this block's tile among `rows` x `cols` tiles.
-#[inline(always)]
-pub(super) fn place(rows: u32, cols: u32) -> [u32; 2] {
-    let block = thread::block_idx_x();
-    let height = rows.min(GROUP);
-    let above = block / (height * cols) * height;
-    let (height, within) = (height.min(rows - above), block - above * cols);
-    [above + within % height, within / height]
 }
 
 /// Row and column of this thread's first output in the tile. Two neighbouring threads share a column and half a warp

@@ -4,8 +4,9 @@
 //! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy
 //! of high-performance matrix multiplication", 2008). Invariant: the same chains as in every other tile.
 
-use super::block::{Problem, place};
+use super::block::{GROUP, Problem};
 use super::operand::Operand;
+use super::tile::place;
 use crate::tile::SharedTile;
 use crate::unroll;
 use crate::vector::F4;
@@ -39,7 +40,7 @@ type Sums = [[f32; PANEL as usize]; PANEL as usize];
 #[inline(always)]
 pub(super) unsafe fn compute(mut problem: Problem<'_>) {
     let Problem { m, n, .. } = problem;
-    let [row, col] = place(m.div_ceil(ROWS), n.div_ceil(COLS));
+    let [row, col] = place([m.div_ceil(ROWS), n.div_ceil(COLS)], GROUP);
     let first = [row * ROWS, col * COLS];
     let own = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
     let [first_row, first_col] = [first[0] + own[0] * PANEL, first[1] + own[1] * PANEL];

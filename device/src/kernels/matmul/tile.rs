@@ -3,6 +3,8 @@
 //! Invariant: every tile gives the same bits. A warp is 4 x 8 threads; each has `each[0] x each[1]` outputs, in groups
 //! of up to four neighbours that are spread over the tile.
 
+use cuda_std::thread;
+
 /// Floats between rows of a stage beyond its width: spreads a column over the banks, keeps 16-byte alignment.
 const PAD: u32 = 4;
 
@@ -75,4 +77,15 @@ impl Tile {
     pub const fn shared_bytes(self) -> u32 {
         4 * self.stages * self.stage_len()
     }
+}
+
+/// Row and column of this block's tile among `rows` x `cols` tiles. `group` rows of tiles are walked column by column, so that
+/// blocks that run together share operands in the L2 cache.
+#[inline(always)]
+pub(crate) fn place([rows, cols]: [u32; 2], group: u32) -> [u32; 2] {
+    let block = thread::block_idx_x();
+    let height = rows.min(group);
+    let above = block / (height * cols) * height;
+    let (height, within) = (height.min(rows - above), block - above * cols);
+    [above + within % height, within / height]
 }

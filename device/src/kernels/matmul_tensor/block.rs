@@ -2,17 +2,18 @@
 //!
 //! Invariant: the words of k are added in the same order in every tile.
 
-use super::operand::{Operand, read};
+use super::operand::{Operand, Side, read, starts};
 use super::tile::{STAGES, Tile, WORDS};
 use crate::format::Format;
 use crate::matmul::epilogue::Epilogue;
+use crate::matmul::tile::place;
 use crate::mma::{Factor, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
 use cuda_std::{thread, warp};
 
-/// Rows of tiles that are walked column by column, so that blocks that run together share operands in the L2 cache.
+/// Rows of tiles that are walked column by column.
 const GROUP: u32 = 16;
 
 /// One matrix multiply as a thread sees it.
@@ -29,21 +30,28 @@ pub(super) struct Problem<'p> {
 /// A warp's factors of one step.
 type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; COLS]);
 
-/// This thread's sums of the block's tile, of which a warp has `ROWS x COLS` blocks of 32 x 32 outputs.
+/// This thread's sums of the block's tile, of which a warp has `ROWS x COLS` blocks of 32 x 32 outputs; `PASSES` are
+/// [`Tile::passes`].
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.
 #[inline(always)]
-pub(super) unsafe fn sum<F: Format, const ROWS: usize, const COLS: usize>(
+pub(super) unsafe fn sum<
+    F: Format,
+    const ROWS: usize,
+    const COLS: usize,
+    const A_PASSES: usize,
+    const B_PASSES: usize,
+>(
     problem: Problem<'_>,
     tile: Tile,
 ) -> [[Sums; COLS]; ROWS] {
     let Problem { a, b, k, .. } = problem;
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
+    let (left, right) = (starts(Side::Left, own[0]), starts(Side::Right, own[1]));
 
-    let depth = WORDS * F::PER_WORD;
-    let stages = k.div_ceil(depth);
+    let stages = k.div_ceil(WORDS * F::PER_WORD);
     // SAFETY: the parts follow each other in what the contract declares.
     let part = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
@@ -52,25 +60,28 @@ pub(super) unsafe fn sum<F: Format, const ROWS: usize, const COLS: usize>(
         if stage < stages {
             // SAFETY: the contract has accepted the operands.
             unsafe {
-                a.stage::<F>(part(stage, 0, rows), rows, threads, first[0], stage * depth);
-                b.stage::<F>(part(stage, rows, cols), cols, threads, first[1], stage * depth);
+                a.stage::<A_PASSES>(part(stage, 0, rows), threads, first[0], stage * WORDS);
+                b.stage::<B_PASSES>(part(stage, rows, cols), threads, first[1], stage * WORDS);
             }
         }
         commit_copies();
     };
-    let factors = |stage: u32, step: u32| -> Factors<ROWS, COLS> {
-        let (left, right) = (part(stage, 0, rows), part(stage, rows, cols));
+    let factors = |stage: u32, step: usize| -> Factors<ROWS, COLS> {
+        let (a, b) = (part(stage, 0, rows), part(stage, rows, cols));
         let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
-        unroll_on_gpu!(row < 2 => {
-            if row < ROWS {
-                factors.0[row] = read::<F>(left, a.along_k, rows, own[0] + 32 * row as u32, step);
-            }
-        });
-        unroll_on_gpu!(col < 2 => {
-            if col < COLS {
-                factors.1[col] = read::<F>(right, b.along_k, cols, own[1] + 32 * col as u32, step);
-            }
-        });
+        // SAFETY: all lanes are here.
+        unsafe {
+            unroll_on_gpu!(row < 2 => {
+                if row < ROWS {
+                    factors.0[row] = read(Side::Left, a, left[step], row);
+                }
+            });
+            unroll_on_gpu!(col < 2 => {
+                if col < COLS {
+                    factors.1[col] = read(Side::Right, b, right[step], col);
+                }
+            });
+        }
         factors
     };
 
@@ -78,18 +89,28 @@ pub(super) unsafe fn sum<F: Format, const ROWS: usize, const COLS: usize>(
         fetch(stage);
     }
     let mut sums = [[[[0.0; 8]; 4]; COLS]; ROWS];
+    wait_copies::<{ STAGES - 2 }>();
+    thread::sync_threads();
+    // The GPU also reads what it will not use: a condition would cost it copies of registers.
+    let is_read = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
+    let mut now = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
+    if is_read(0) {
+        now = factors(0, 0);
+    }
     for stage in 0..stages {
+        // The next factors are on their way while these are multiplied, also across the end of the stage.
+        let next = factors(stage, 1);
+        // Into the slot that was read before the last barrier.
+        fetch(stage + STAGES - 1);
+        // SAFETY: all lanes are here.
+        unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
-        // Into the slot that was read before this barrier.
-        fetch(stage + STAGES - 1);
-        // The second factors are on their way while the first are multiplied.
-        let (now, next) = (factors(stage, 0), factors(stage, 1));
-        // SAFETY: all lanes are here.
-        unsafe {
-            multiply_all::<F, ROWS, COLS>(&mut sums, now);
-            multiply_all::<F, ROWS, COLS>(&mut sums, next);
+        if is_read(stage + 1) {
+            now = factors(stage + 1, 0);
         }
+        // SAFETY: all lanes are here.
+        unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, next) };
     }
     sums
 }
@@ -133,7 +154,7 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
 /// Row and column of the block's first output.
 #[inline(always)]
 fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
-    let [row, col] = place(problem.m.div_ceil(tile.rows()), problem.n.div_ceil(tile.cols()));
+    let [row, col] = place([problem.m.div_ceil(tile.rows()), problem.n.div_ceil(tile.cols())], GROUP);
     [row * tile.rows(), col * tile.cols()]
 }
 
@@ -161,14 +182,4 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
             }
         });
     });
-}
-
-/// Row and column of this block's tile among `rows` x `cols` tiles.
-#[inline(always)]
-fn place(rows: u32, cols: u32) -> [u32; 2] {
-    let block = thread::block_idx_x();
-    let height = rows.min(GROUP);
-    let above = block / (height * cols) * height;
-    let (height, within) = (height.min(rows - above), block - above * cols);
-    [above + within % height, within / height]
 }

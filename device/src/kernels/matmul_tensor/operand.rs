@@ -1,141 +1,112 @@
 //! Operands: how a block brings a stage of one to shared memory, and how a lane reads its factors from there.
 //!
-//! A stage holds an operand as memory does: rows of sixteen words along k, or, where the operand is contiguous across k, a
-//! row of its width for each k. Chunks of 16 bytes are permuted within 128-byte lines, so that neither the copies nor the
-//! reads of a warp meet in a bank. Lanes take words in another order than the instruction numbers them, both operands the
-//! same one: lane `4 g + t` brings the words `2 t` and `2 t + 1` of eight, which one read gives.
+//! A stage holds an operand as memory does: rows of sixteen words along k, two to a line of 128 bytes. Chunks of four words are
+//! permuted within a line, so that neither the copies nor the reads of a warp meet in a bank.
 //!
 //! Invariant: every place of a stage is written, with zero outside the operand.
 
 use super::tile::WORDS;
 use crate::format::Format;
-use crate::mma::Factor;
+use crate::mma::{self, Factor};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::words;
 use cuda_std::{thread, warp};
 
-/// Words of a chunk.
+/// Words of a chunk, 16 bytes.
 const CHUNK: u32 = 4;
+/// Chunks of a row.
+const CHUNKS: u32 = WORDS / CHUNK;
 
-/// One operand: `rows` x `k` elements from `start` on, contiguous along k or along the rows, `stride` between the others.
+/// One operand: `rows` of `k` words from word `start` on, `stride` from one to the next.
 #[derive(Clone, Copy)]
 pub(super) struct Operand<'p> {
-    pub(super) words: &'p [f32],
-    pub(super) start: usize,
-    pub(super) rows: u32,
-    pub(super) k: u32,
-    pub(super) stride: u32,
-    pub(super) along_k: bool,
+    words: &'p [f32],
+    start: usize,
+    rows: u32,
+    k: u32,
+    stride: usize,
 }
 
 impl<'p> Operand<'p> {
-    /// The operand in `values`, words of any type.
+    /// The operand in `values` whose first element is the `start`th, `ld` elements from one row to the next; the elements beyond
+    /// `k`, up to a multiple of eight, are zero.
     #[inline(always)]
-    pub(super) fn new<T: Copy>(values: &'p [T], start: usize, rows: u32, k: u32, stride: u32, along_k: bool) -> Self {
-        Self { words: words(values), start, rows, k, stride, along_k }
+    pub(super) fn new<F: Format>(values: &'p [u32], start: usize, [rows, k]: [u32; 2], ld: u32) -> Self {
+        let per_word = F::PER_WORD as usize;
+        let (start, stride) = (start / per_word, ld as usize / per_word);
+        Self { words: words(values), start, rows, k: k.div_ceil(F::PER_WORD), stride }
     }
 
-    /// Starts this thread's copies of a stage: `width` rows from `first_row` and k from `first_k` to `part`.
+    /// Starts this thread's copies of a stage: `PASSES` times `threads / 4` rows from `first_row`, and words from `first_word`.
     ///
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
-    pub(super) unsafe fn stage<F: Format>(
+    pub(super) unsafe fn stage<const PASSES: usize>(
         &self,
         part: SharedTile<f32>,
-        width: u32,
         threads: u32,
         first_row: u32,
-        first_k: u32,
+        first_word: u32,
     ) {
-        let elements = CHUNK * F::PER_WORD;
-        // Chunks of a row of the stage; along the contiguous axis and across it: where the stage starts, where the operand ends.
-        let (chunks, first, end) = if self.along_k {
-            (WORDS / CHUNK, [first_k, first_row], [self.k, self.rows])
-        } else {
-            (width / elements, [first_row, first_k], [self.rows, self.k])
-        };
-        let (chunk, row) = (thread::thread_idx_x() % chunks, thread::thread_idx_x() / chunks);
-        let along = first[0] + chunk * elements;
-        let inside = if along < end[0] { (end[0] - along).min(elements) } else { 0 };
-        let aligned = F::PER_WORD > 1 || (self.start.is_multiple_of(4) && self.stride.is_multiple_of(4));
-        for pass in 0..width * CHUNK / threads {
-            let row = row + pass * (threads / chunks);
-            let across = first[1] + row;
-            let inside = if across < end[1] { inside } else { 0 };
-            let from = self.start + across as usize * self.stride as usize + along as usize;
-            let from = if inside > 0 { from / F::PER_WORD as usize } else { 0 };
-            let at = if self.along_k { along_k(row, chunk) } else { along_rows::<F>(width, row, chunk) };
-            // SAFETY: the first `inside` elements lie inside the operand, in a chunk that is aligned where it is copied as one.
-            unsafe {
-                if aligned {
-                    part.copy_bytes(at, self.words, from, inside * 4 / F::PER_WORD);
-                    continue;
-                }
-                for word in 0..CHUNK {
-                    if word < inside {
-                        part.copy(at + word, self.words, from + word as usize);
-                    } else {
-                        part.set(at + word, 0.0);
-                    }
-                }
+        let (chunk, row) = (thread::thread_idx_x() % CHUNKS, thread::thread_idx_x() / CHUNKS);
+        let word = first_word + chunk * CHUNK;
+        unroll_on_gpu!(pass < 8 => {
+            if pass < PASSES {
+                let row = row + pass as u32 * (threads / CHUNKS);
+                let across = first_row + row;
+                let from = self.start + across as usize * self.stride + word as usize;
+                // SAFETY: a chunk of the row, on a 16-byte boundary, lies inside the operand as far as k does.
+                unsafe { part.copy4_or_zero(place(row, chunk), self.words, from, across < self.rows && word < self.k) };
             }
-        }
+        });
     }
 }
 
-/// This lane's factors of eight words of k, the `step`th of a stage, of 32 rows from `first_row` of the part on.
+/// Which of the chunks and rows that a matrix instruction reads at once a lane has the start of.
+#[derive(Clone, Copy)]
+pub(super) enum Side {
+    /// Two rows for the first half of the words, then both for the second.
+    Left,
+    /// Both halves of the words of one row, then of the next.
+    Right,
+}
+
+/// Where in a part this lane's row starts: for each step of eight words the first of 32 rows.
+#[inline(always)]
+pub(super) fn starts(side: Side, first_row: u32) -> [u32; 2] {
+    let (matrix, row) = (warp::lane_id() / 8, warp::lane_id() % 8);
+    let (next, half) = match side {
+        Side::Left => (matrix % 2, matrix / 2),
+        Side::Right => (matrix / 2, matrix % 2),
+    };
+    [0, 1].map(|step| place(first_row + 4 * row + next, 2 * step + half))
+}
+
+/// This lane's factors of eight words of k, of the `block`th 32 rows.
+///
+/// # Safety
+/// All lanes of the warp make the call.
 #[inline(always)]
 #[track_caller]
-pub(super) fn read<F: Format>(
-    part: SharedTile<f32>,
-    is_along_k: bool,
-    width: u32,
-    first_row: u32,
-    step: u32,
-) -> Factor {
-    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-    let first_word = 8 * step + 2 * t;
+pub(super) unsafe fn read(side: Side, part: SharedTile<f32>, start: u32, block: usize) -> Factor {
     let mut factor = [[0; 2]; 4];
-    if is_along_k {
-        unroll_on_gpu!(row < 4 => {
-            let at = along_k(first_row + 4 * g + row as u32, first_word / CHUNK) + first_word % CHUNK;
-            factor[row] = part.get2(at).map(f32::to_bits);
-        });
-    } else if F::PER_WORD == 1 {
-        unroll_on_gpu!(word < 2 => {
-            let at = along_rows::<F>(width, first_word + word as u32, first_row / 4 + g);
-            let rows = part.get4(at).0;
-            unroll_on_gpu!(row < 4 => { factor[row][word] = rows[row].to_bits(); });
-        });
-    } else {
-        unroll_on_gpu!(word < 2 => {
-            // The same four rows for two k; a word pairs rows, and the instruction wants it to pair k.
-            let [[a, b], [c, d]] = [0, 1].map(|half| {
-                let at = along_rows::<F>(width, 2 * (first_word + word as u32) + half, first_row / 8 + g / 2);
-                part.get2(at + g % 2 * 2).map(f32::to_bits)
-            });
-            let low = |first: u32, second: u32| first & 0xffff | second << 16;
-            let high = |first: u32, second: u32| first >> 16 | second & 0xffff_0000;
-            let pairs = [low(a, c), high(a, c), low(b, d), high(b, d)];
-            unroll_on_gpu!(row < 4 => { factor[row][word] = pairs[row]; });
-        });
-    }
-    factor.map(|words| words.map(F::factor))
+    unroll_on_gpu!(pair < 2 => {
+        // A block is 32 rows, a pair two: whole lines, in which the chunks are permuted alike.
+        // SAFETY: the caller's promise.
+        let [a, b, c, d] = unsafe { mma::load(part, start, (block * 32 + pair * 2) as u32 * WORDS) };
+        [factor[2 * pair], factor[2 * pair + 1]] = match side {
+            Side::Left => [[a, c], [b, d]],
+            Side::Right => [[a, b], [c, d]],
+        };
+    });
+    factor
 }
 
-/// The word at which `chunk` of `row` lies where rows run along k. Two rows share a line; four rows further, where a lane's
-/// neighbour reads, the chunks lie in other banks.
+/// The word at which `chunk` of `row` lies: eight rows that are four apart have it in other banks.
 #[inline(always)]
-fn along_k(row: u32, chunk: u32) -> u32 {
-    let (line, place) = (row / 2, row % 2 * 4 + chunk);
-    line * 32 + (place ^ (row / 4 % 4 * 2)) * CHUNK
-}
-
-/// The word at which `chunk` of the row of `k` lies, `width` elements long. Two words of k further, where a lane's neighbour
-/// reads, the chunks lie in other banks.
-#[inline(always)]
-fn along_rows<F: Format>(width: u32, k: u32, chunk: u32) -> u32 {
-    k * (width / F::PER_WORD) + (chunk ^ (k / (2 * F::PER_WORD) % 4 * 2)) * CHUNK
+fn place(row: u32, chunk: u32) -> u32 {
+    let (line, place) = (row / 2, row % 2 * CHUNKS + chunk);
+    line * 2 * WORDS + (place ^ (row / 4 % 8)) * CHUNK
 }

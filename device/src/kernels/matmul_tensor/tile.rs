@@ -39,6 +39,13 @@ impl Tile {
         32 * self.warps[0] * self.warps[1]
     }
 
+    /// Chunks of a stage that a thread copies: of A and of B.
+    #[inline(always)]
+    pub(super) const fn passes(self) -> [usize; 2] {
+        let copied = self.threads() * 4 / WORDS;
+        [(self.rows() / copied) as usize, (self.cols() / copied) as usize]
+    }
+
     /// Words of a stage: A's rows, then B's columns.
     #[inline(always)]
     pub(super) const fn stage_len(self) -> u32 {

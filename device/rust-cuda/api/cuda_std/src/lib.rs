@@ -6,9 +6,7 @@
 //! (device/src/warp.rs has its own).
 #![no_std]
 
-// Ours stands in for rust-cuda's attribute, and expands to what rust-cuda's has not and no kernel names.
-#[doc(hidden)]
-pub use ours::grid;
+// Ours stands in for rust-cuda's attribute.
 pub use ours::kernel;
 
 /// What a kernel's file imports.
@@ -56,7 +54,7 @@ recorded! {
     }
 }
 
-/// What the macro above calls first; rust-cuda's own calls nothing, and its kernels wait for none before them.
+/// What ours calls first; rust-cuda's own calls nothing, and its kernels wait for none before them.
 #[doc(hidden)]
 pub mod grid {
     /// Nothing.
