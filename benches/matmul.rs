@@ -69,11 +69,10 @@ struct State {
 }
 
 impl State {
-    /// Room for the sums of chunks, and for the rounded operands of each multiply in a row.
+    /// Room for the sums of chunks, and for rounded operands.
     fn capacity(&self) -> Capacity {
-        let rounded =
-            if self.gemm.precision == Some(Precision::Bf16) { self.row * (self.a.len() + self.b.len()) * 3 } else { 0 };
-        Capacity::Bytes(rounded + (64 << 20))
+        let Gemm { m, n, k, batches, .. } = self.gemm;
+        Capacity::Bytes(batches * (m + n) * k.next_multiple_of(8) * size_of::<f32>() + (64 << 20))
     }
 }
 

@@ -94,7 +94,7 @@ macro_rules! matmul_tensor {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 51] = [
+pub(crate) const CASES: [(&str, Case); 49] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -204,10 +204,8 @@ pub(crate) const CASES: [(&str, Case); 51] = [
             i.keep(&gain)
         })
     }),
-    ("round_to_tf32", |i| i.rows(|i, x| i.keep(&ops::round_to(i.step, x, Precision::Tf32)?))),
-    ("round_to_bf16", |i| i.rows(|i, x| i.keep(&ops::round_to(i.step, x, Precision::Bf16)?))),
-    ("transpose_to_tf32", |i| i.rows(|i, x| i.keep(&ops::transpose_to(i.step, x, Precision::Tf32)?))),
-    ("transpose_to_bf16", |i| i.rows(|i, x| i.keep(&ops::transpose_to(i.step, x, Precision::Bf16)?))),
+    ("round_to_tf32", |i| i.rounded(Precision::Tf32)),
+    ("round_to_bf16", |i| i.rounded(Precision::Bf16)),
     ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
     ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
     ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
@@ -317,6 +315,14 @@ impl<'s> Inputs<'_, 's> {
             values[row * cols + row] = special;
         }
         op(self, &self.step.upload(&values, [rows, cols])?)
+    }
+
+    /// Rows rounded as they lie, and transposed.
+    fn rounded(&self, precision: Precision) -> Result<()> {
+        self.rows(|i, x| {
+            i.keep(&ops::round_to(i.step, x, precision)?)?;
+            i.keep(&ops::transpose_to(i.step, x, precision)?)
+        })
     }
 
     /// Attention on q, k and v, gains, and a gradient of the output.

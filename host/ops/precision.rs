@@ -4,7 +4,9 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use kernels::precision::{round_to_bf16, round_to_tf32, transpose_to_bf16, transpose_to_tf32};
+use cuda_std::launch::{PointerMut, Slice};
+use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
+use kernels::precision::{round_to_bf16, round_to_tf32};
 use std::fmt;
 use std::str::FromStr;
 
@@ -13,7 +15,7 @@ use std::str::FromStr;
 /// [`Precision::Ieee`] has the same bits on every device. The others use the GPU's matrix instructions: many times as fast, the
 /// same bits in every run and for every tile on one device, but not on another. With `u` = 2^-11 for TF32 and 2^-8 for BF16, an
 /// output of k products is within `(2 u + u^2 + k 2^-22) sum |a b|` of the exact one, where nothing overflows
-/// or is subnormal. Operands are rounded by launches of their own, into memory that ends with the multiply.
+/// or is subnormal. Operands are rounded by a launch of their own, into memory that ends with the multiply.
 ///
 /// Multiplies of fewer than 16 rows or columns are done in [`Precision::Ieee`] whatever is asked for: a matrix instruction would
 /// work on padding.
@@ -61,7 +63,7 @@ impl FromStr for Precision {
 #[track_caller]
 pub fn round_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = x.shape().as_rows();
-    Matrices { rows, cols, ld: cols, batches: 1, stride: 0, transposed: false }.round(step, precision, x)
+    round_one(step, x, precision, Matrices { rows, cols, ld: cols, batches: 1, stride: 0, transposed: false })
 }
 
 /// As [`round_to`], and transposes; result: `[cols, words]`, as many as the rows rounded up to eight take.
@@ -71,7 +73,71 @@ pub fn round_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precis
 #[track_caller]
 pub fn transpose_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = x.shape().as_rows();
-    Matrices { rows: cols, cols: rows, ld: cols, batches: 1, stride: 0, transposed: true }.round(step, precision, x)
+    let stored = Matrices { rows: cols, cols: rows, ld: cols, batches: 1, stride: 0, transposed: true };
+    round_one(step, x, precision, stored)
+}
+
+#[track_caller]
+fn round_one<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    precision: Precision,
+    stored: Matrices,
+) -> Result<Tensor<'s, u32>> {
+    let mut out = step.empty(stored.rounded().words(precision))?;
+    launch(step, precision, [x.slice(), Slice::empty()], [stored, Matrices::NONE], [out.out(), PointerMut::empty()])?;
+    Ok(out)
+}
+
+/// Both operands of a multiply, rounded.
+#[track_caller]
+pub(super) fn round_both<'s, 'x>(
+    step: &Step<'s>,
+    precision: Precision,
+    operands: [Slice<'x, f32>; 2],
+    stored: [Matrices; 2],
+) -> Result<[Tensor<'s, u32>; 2]> {
+    let [left, right] = stored.map(|stored| stored.rounded().words(precision));
+    let (mut left, mut right) = (step.empty(left)?, step.empty(right)?);
+    launch(step, precision, operands, stored, [left.out(), right.out()])?;
+    Ok([left, right])
+}
+
+#[track_caller]
+fn launch(
+    step: &Step<'_>,
+    precision: Precision,
+    [a, b]: [Slice<'_, f32>; 2],
+    [left, right]: [Matrices; 2],
+    [a_out, b_out]: [PointerMut<'_, u32>; 2],
+) -> Result<()> {
+    // Of a multiply, B is transposed by itself.
+    let flags = if left.transposed { TRANSPOSE_A } else { 0 } | if right.transposed { 0 } else { TRANSPOSE_B };
+    macro_rules! launch {
+        ($kernel:ident) => {
+            step.launch($kernel {
+                a,
+                b,
+                a_out,
+                b_out,
+                m: left.rows,
+                n: right.rows,
+                k: left.cols,
+                lda: left.ld,
+                ldb: right.ld,
+                batches_a: left.rounded().batches,
+                batches_b: right.rounded().batches,
+                stride_a: left.stride,
+                stride_b: right.stride,
+                flags,
+            })
+        };
+    }
+    match precision {
+        Precision::Tf32 => launch!(round_to_tf32),
+        Precision::Bf16 => launch!(round_to_bf16),
+        Precision::Ieee => Err(Error::misuse("round_to", "tf32 or bf16", "ieee")),
+    }
 }
 
 /// Matrices of `rows` x `cols`, and how they lie in memory: row by row, or (`transposed`) column by column.
@@ -86,7 +152,9 @@ pub(super) struct Matrices {
 }
 
 impl Matrices {
-    /// How they lie after [`Matrices::round`]: row by row, packed, one for all batches where there was one.
+    const NONE: Self = Self { rows: 0, cols: 0, ld: 0, batches: 0, stride: 0, transposed: false };
+
+    /// How they lie when they are rounded: row by row, packed, one for all batches where there was one.
     pub(super) fn rounded(self) -> Self {
         let ld = self.cols.next_multiple_of(8);
         let batches = if self.stride == 0 { self.batches.min(1) } else { self.batches };
@@ -94,27 +162,9 @@ impl Matrices {
         Self { ld, batches, stride, transposed: false, ..self }
     }
 
-    /// The matrices of `x`, rounded.
-    #[track_caller]
-    pub(super) fn round<'s, 'x>(
-        self,
-        step: &Step<'s>,
-        precision: Precision,
-        x: &impl Source<'x, f32>,
-    ) -> Result<Tensor<'s, u32>> {
-        let Self { ld, stride, transposed, .. } = self;
-        let Self { batches, ld: packed, .. } = self.rounded();
-        let [rows, cols] = if transposed { [self.cols, self.rows] } else { [self.rows, self.cols] };
+    /// The shape of rounded ones.
+    fn words(self, precision: Precision) -> [usize; 2] {
         let per_word = if precision == Precision::Bf16 { 2 } else { 1 };
-        let mut rounded = step.empty([batches * self.rows, packed / per_word])?;
-        let (x, out) = (x.slice(), rounded.out());
-        match (precision, transposed) {
-            (Precision::Tf32, false) => step.launch(round_to_tf32 { x, out, rows, cols, batches, ld, stride }),
-            (Precision::Tf32, true) => step.launch(transpose_to_tf32 { x, out, rows, cols, batches, ld, stride }),
-            (Precision::Bf16, false) => step.launch(round_to_bf16 { x, out, rows, cols, batches, ld, stride }),
-            (Precision::Bf16, true) => step.launch(transpose_to_bf16 { x, out, rows, cols, batches, ld, stride }),
-            (Precision::Ieee, _) => Err(Error::misuse("round_to", "tf32 or bf16", "ieee")),
-        }?;
-        Ok(rounded)
+        [self.batches * self.rows, self.ld / per_word]
     }
 }

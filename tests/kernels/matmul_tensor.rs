@@ -331,8 +331,8 @@ on_each_device! {
             let (a, b, bias, mut out) = (ones(680)?, ones(800)?, ones(40)?, ones(680)?);
             for precision in ROUNDED {
                 for (form, argument) in [
-                    (Gemm { stride_a: 341, ..sound }, "x"),
-                    (Gemm { ldb: 21, ..sound }, "x"),
+                    (Gemm { stride_a: 341, ..sound }, "a"),
+                    (Gemm { ldb: 21, ..sound }, "b"),
                     (Gemm { stride_bias: 21, ..sound }, "bias"),
                     (Gemm { stride_c: 341, ..sound }, "out"),
                     (Gemm { stride_c: 339, ..sound }, "stride_c"),

@@ -31,13 +31,13 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], latency: 46, cycles: 24 };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], latency: 36, cycles: 15 };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], latency: 77, cycles: 45 };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], latency: 49, cycles: 25 };
 /// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], latency: 120, cycles: 80 };
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], latency: 80, cycles: 44 };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], latency: 167, cycles: 167 };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], latency: 108, cycles: 82 };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {

@@ -123,32 +123,35 @@ pub(super) unsafe fn sum<
 pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     problem: Problem<'_>,
     tile: Tile,
-    sums: [[Sums; COLS]; ROWS],
+    mut sums: [[Sums; COLS]; ROWS],
 ) {
     let Problem { epilogue, m, n, .. } = problem;
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-    unroll_on_gpu!(row < 2 => {
-        unroll_on_gpu!(col < 2 => {
-            if row < ROWS && col < COLS {
-                let i = first[0] + own[0] + 32 * row as u32 + 4 * g;
-                let j = first[1] + own[1] + 32 * col as u32 + 8 * t;
-                unroll_on_gpu!(line < 4 => {
-                    let [w, x, y, z, p, q, r, s] = sums[row][col][line];
-                    let i = i + line as u32;
-                    // SAFETY: row and column lie inside the output.
-                    unsafe {
-                        if i < m && j < n {
-                            epilogue.finish(i, j, F4::LEN, F4([w, x, y, z]));
-                        }
-                        if i < m && j + 4 < n {
-                            epilogue.finish(i, j + 4, F4::LEN, F4([p, q, r, s]));
-                        }
-                    }
-                });
+    // One block of 32 x 32 at a time, the next take its place: what follows the sums is long, and this keeps it once.
+    for block in 0..(ROWS * COLS) as u32 {
+        let (row, col) = (block / COLS as u32, block % COLS as u32);
+        let i = first[0] + own[0] + 32 * row + 4 * g;
+        let j = first[1] + own[1] + 32 * col + 8 * t;
+        unroll_on_gpu!(line < 4 => {
+            let [w, x, y, z, p, q, r, s] = sums[0][0][line];
+            let i = i + line as u32;
+            // SAFETY: row and column lie inside the output.
+            unsafe {
+                if i < m && j < n {
+                    epilogue.finish(i, j, F4::LEN, F4([w, x, y, z]));
+                }
+                if i < m && j + 4 < n {
+                    epilogue.finish(i, j + 4, F4::LEN, F4([p, q, r, s]));
+                }
             }
         });
-    });
+        unroll_on_gpu!(next < 4 => {
+            if next > 0 && next < ROWS * COLS {
+                sums[(next - 1) / COLS][(next - 1) % COLS] = sums[next / COLS][next % COLS];
+            }
+        });
+    }
 }
 
 /// Row and column of the block's first output.
