@@ -6,6 +6,8 @@ mod arrays;
 mod autograd;
 mod capture;
 mod checkpoint;
+#[cfg(feature = "dlpack")]
+mod dlpack;
 mod driver;
 mod error;
 mod initializer;

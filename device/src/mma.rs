@@ -84,26 +84,25 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
     {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let product = |others: Others<'_, [Factor; 2]>| {
-            unroll_on_gpu!(word < 8 => {
-                let (lane, half) = (word as u32 % 4, word / 4);
-                let (mut rows, mut columns) = ([0; 4], [0; 8]);
-                // SAFETY: the caller's promise.
-                unsafe {
-                    unroll_on_gpu!(i < 4 => {
-                        rows[i] = others.word(4 * g + lane, |[a, _]| a[i][half]);
-                        columns[i] = others.word(8 * t + lane, |[_, b]| b[i][half]);
-                        columns[i + 4] = others.word(8 * t + 4 + lane, |[_, b]| b[i][half]);
-                    });
+            unroll_on_gpu!(half < 2 => {
+                for lane in 0..4 {
+                    // SAFETY: the caller's promise.
+                    let [rows, first, second] = unsafe {
+                        [
+                            [0, 1, 2, 3].map(|i| others.word(4 * g + lane, |[a, _]| a[i][half])),
+                            [0, 1, 2, 3].map(|i| others.word(8 * t + lane, |[_, b]| b[i][half])),
+                            [0, 1, 2, 3].map(|i| others.word(8 * t + 4 + lane, |[_, b]| b[i][half])),
+                        ]
+                    };
+                    for part in 0..F::PER_WORD {
+                        for (sums, row) in sums.iter_mut().zip(rows) {
+                            let columns = first.into_iter().chain(second);
+                            for (sum, column) in sums.iter_mut().zip(columns) {
+                                *sum = GpuFloat::mul_add(F::value(row, part), F::value(column, part), *sum);
+                            }
+                        }
+                    }
                 }
-                unroll_on_gpu!(part < F::PER_WORD as usize => {
-                    let columns = columns.map(|word| F::value(word, part as u32));
-                    unroll_on_gpu!(row < 4 => {
-                        let factor = F::value(rows[row], part as u32);
-                        unroll_on_gpu!(column < 8 => {
-                            sums[row][column] = GpuFloat::mul_add(factor, columns[column], sums[row][column]);
-                        });
-                    });
-                });
             });
         };
         // SAFETY: the caller's promise.

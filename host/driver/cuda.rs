@@ -82,6 +82,7 @@ impl Cuda {
         let modules = Modules::load(capability, &name, others)?;
         let description = Description {
             kind: DeviceKind::Cuda,
+            ordinal: device.as_raw(),
             name,
             memory_bytes,
             integrated,

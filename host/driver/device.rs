@@ -345,6 +345,20 @@ impl Device {
         }
     }
 
+    /// Waits until nothing of this device can reach memory any more, which its owner gives to another library.
+    #[cfg(feature = "dlpack")]
+    pub(crate) fn hand_over(&self, address: u64, bytes: usize) -> Result<()> {
+        let refused = |got| Error::misuse("into_dlpack", "memory that this device alone holds", got);
+        if self.shared.rehearsal.is_some() {
+            return Err(refused("a buffer of a step that is only measured, which has none"));
+        }
+        // Who could launch with it, or record a launch, would hold the buffer; a graph that is there already needs nobody.
+        if self.shared.pins.holds(address, bytes) {
+            return Err(refused("a buffer that a captured step uses: end the capture first, by `into_state`"));
+        }
+        self.synchronize(self.deadline())
+    }
+
     /// Frees what only waited for graphs that are gone.
     pub(super) fn free_waiting(&self) {
         for (address, bytes) in self.shared.pins.take_free() {

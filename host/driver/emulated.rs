@@ -78,6 +78,7 @@ impl Emulated {
         let processors = std::thread::available_parallelism().map_or(1, |threads| threads.get() as u32);
         let description = Description {
             kind: DeviceKind::Emulated,
+            ordinal: 0,
             name: format!("emulator on {processors} CPU threads"),
             memory_bytes: None,
             integrated: true,

@@ -40,6 +40,8 @@ pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
 pub struct Description {
     /// `Emulated` or `Cuda`, never `Auto`.
     pub kind: DeviceKind,
+    /// CUDA's number of the device within this process; 0 on the emulator.
+    pub ordinal: i32,
     /// The device's own name.
     pub name: String,
     /// Bytes of memory, as the driver tells; none where the host's allocator is the only judge.

@@ -55,6 +55,12 @@ impl PinTable {
         holds
     }
 
+    /// Whether a live graph names memory.
+    #[cfg(feature = "dlpack")]
+    pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
+        self.table().holds(address, bytes)
+    }
+
     /// Memory to be freed once nothing pins it, whether anything does now or not.
     pub(super) fn wait(&self, address: u64, bytes: usize) {
         self.table().waiting.push((address, bytes));

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a buffer owns its memory, and no reset reaches it.
 
-use crate::driver::Device;
+use crate::driver::{Device, Fill};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::tensor::Element;
@@ -82,11 +82,16 @@ impl<T: Element> Buffer<T> {
     pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
         self.check("buffer.write", start, values.len())?;
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        let content = Content {
-            memory: self.memory().part(start, values.len()).cast(),
-            fill: &|offset, place| place.copy_from_slice(&bytes[offset..][..place.len()]),
-            name: &|_| (format!("{}[{}]", T::NAME, self.len), 0),
-        };
+        self.write_with(start, values.len(), &|offset, place| place.copy_from_slice(&bytes[offset..][..place.len()]))
+    }
+
+    /// Overwrites `len` elements from `start` on with the bytes that `fill` writes, which are the same whenever it is asked.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub(crate) fn write_with(&mut self, start: usize, len: usize, fill: &Fill<'_>) -> Result<()> {
+        let name = |_| (format!("{}[{}]", T::NAME, self.len), 0);
+        let content = Content { memory: self.memory().part(start, len).cast(), fill, name: &name };
         Transfer::new().deadline(self.device.deadline()).run(&self.device, &[content])
     }
 
