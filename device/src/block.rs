@@ -80,6 +80,21 @@ pub fn stay_rolled() {
     }
 }
 
+/// The same value, of which the compiler knows nothing: what follows from it is computed each time, and a loop of so many turns
+/// is not unrolled. Either would take registers.
+#[inline(always)]
+pub fn again(value: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let same: u32;
+        // SAFETY: a copy of a register. Not `pure`, or the compiler would take it out of a loop.
+        unsafe { core::arch::asm!("mov.u32 {0}, {1};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
+        same
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    value
+}
+
 /// Combines one value of each of the block's [`BLOCK`] threads; every thread gets the result. `tile` holds a value a
 /// warp, and is free for other use after the block's next barrier.
 ///

@@ -11,6 +11,8 @@
 //! and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a sum of k products is within
 //! k 2^-22 of the sum of their sizes.
 
+#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+use crate::block::again;
 use crate::format::Format;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
@@ -85,23 +87,25 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let product = |others: Others<'_, [Factor; 2]>| {
             unroll_on_gpu!(half < 2 => {
-                for lane in 0..4 {
+                for lane in 0..again(4) {
                     // SAFETY: the caller's promise.
-                    let [rows, first, second] = unsafe {
+                    let [rows, [c0, c1, c2, c3], [c4, c5, c6, c7]] = unsafe {
                         [
                             [0, 1, 2, 3].map(|i| others.word(4 * g + lane, |[a, _]| a[i][half])),
                             [0, 1, 2, 3].map(|i| others.word(8 * t + lane, |[_, b]| b[i][half])),
                             [0, 1, 2, 3].map(|i| others.word(8 * t + 4 + lane, |[_, b]| b[i][half])),
                         ]
                     };
-                    for part in 0..F::PER_WORD {
-                        for (sums, row) in sums.iter_mut().zip(rows) {
-                            let columns = first.into_iter().chain(second);
-                            for (sum, column) in sums.iter_mut().zip(columns) {
-                                *sum = GpuFloat::mul_add(F::value(row, part), F::value(column, part), *sum);
+                    let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
+                    unroll_on_gpu!(part < F::PER_WORD as usize => {
+                        let rows = rows.map(|word| F::value(word, part as u32));
+                        let columns = columns.map(|word| F::value(word, part as u32));
+                        for row in 0..4 {
+                            for column in 0..8 {
+                                sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
                             }
                         }
-                    }
+                    });
                 }
             });
         };

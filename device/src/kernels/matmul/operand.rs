@@ -5,6 +5,7 @@
 //! never stored.
 
 use super::Tile;
+use crate::block::again;
 use crate::tile::SharedTile;
 use cuda_std::thread;
 
@@ -93,21 +94,6 @@ impl Operand<'_> {
             }
         }
     }
-}
-
-/// The same value, of which the compiler knows nothing: what follows from it is computed for each stage. Kept from stage to
-/// stage, the addresses of every way to copy would take registers that the sums need.
-#[inline(always)]
-fn again(value: u32) -> u32 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let same: u32;
-        // SAFETY: a copy of a register. Not `pure`, or the compiler would take it out of the loop.
-        unsafe { core::arch::asm!("mov.u32 {0}, {1};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
-        same
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    value
 }
 
 /// The most threads side by side, a power of two, that divide `count` evenly.
