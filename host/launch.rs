@@ -94,6 +94,17 @@ impl<T: Element> Memory<T> {
         unsafe { device.upload(self.address, bytes, deadline) }
     }
 
+    /// As [`Memory::upload_bytes`], by way of `transit`, which nothing else uses: beside the work queued before, but for the last
+    /// step.
+    ///
+    /// # Panics
+    /// When they do not fit into either.
+    pub(crate) fn upload_by(self, transit: Self, device: &Device, bytes: &[u8], deadline: Duration) -> Result<()> {
+        assert!(bytes.len() <= self.len.min(transit.len) * size_of::<T>(), "{} bytes", bytes.len());
+        // SAFETY: both memories are valid by this type's invariant, and large enough.
+        unsafe { device.upload_by(self.address, Some(transit.address), bytes, deadline) }
+    }
+
     /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
     pub(crate) fn upload_with(
         self,

@@ -402,6 +402,35 @@ on_each_device! {
         assert_eq!(captured.state().read().unwrap(), [2.0, -4.0]);
     }
 
+    /// A replay may still run when the next one's inputs are on their way: each is added once, whole, and none to another's sum.
+    fn large_inputs_arrive_in_order_while_replays_run(device: &Device) {
+        const LEN: usize = 1 << 16;
+        let mut memory = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
+        let record: Record<[Buffer<f32>; 2], ()> = |step, [sum, small], slots| {
+            let mut sum = step.lend_mut(sum, [LEN])?;
+            for _ in 0..20 {
+                ops::add_assign(step, &mut sum, &slots.input(0)?)?;
+            }
+            ops::add_assign(step, &mut step.lend_mut(small, [1])?, &slots.input(1)?)
+        };
+        // Powers of two: a sum tells which inputs are in it, and how often.
+        let rounds: Vec<_> = (0..18).map(|round| (vec![(1u32 << round) as f32; LEN], [(1u32 << round) as f32])).collect();
+        fn inputs((x, one): &(Vec<f32>, [f32; 1])) -> Inputs<'_> {
+            Inputs::new().with(x, [LEN]).unwrap().with(one, [1]).unwrap()
+        }
+        let state = [Buffer::zeros(device, LEN).unwrap(), Buffer::zeros(device, 1).unwrap()];
+        let mut captured = memory.capture(state, &inputs(&rounds[0]), record).unwrap();
+        for round in &rounds {
+            captured.replay(&inputs(round)).unwrap();
+        }
+        let total = ((1u32 << rounds.len()) - 1) as f32;
+        assert_eq!(captured.state()[0].read().unwrap(), vec![20.0 * total; LEN]);
+        assert_eq!(captured.state()[1].read().unwrap(), [total]);
+        let [sum, _] = captured.into_state();
+        works(&mut memory, LEN);
+        assert_eq!(sum.read().unwrap(), vec![20.0 * total; LEN]);
+    }
+
     fn variants_are_recorded_on_their_own(device: &Device) {
         let mut memory = arena(device);
         let mut captured = memory.capture((), &Inputs::new(), |step, (), slots| {

@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::driver::{Device, Pins};
+use crate::driver::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
 use crate::launch::{Memory, Source};
 use crate::memory::Region;
@@ -193,13 +193,34 @@ impl<'s> Slots<'s> {
     }
 }
 
+/// Inputs of so many bytes come to the device while it works. A smaller one is copied before two streams have met.
+const LEAST_TRANSIT_BYTES: usize = 64 << 10;
+
+/// The place of an input, and where it waits while the replay before still reads that.
+#[derive(Clone, Copy, Debug)]
+struct Port {
+    memory: Memory<u32>,
+    transit: Option<Memory<u32>>,
+}
+
+impl Port {
+    /// A GPU that shares the host's memory would only copy within it once more, and the emulator does one thing at a time.
+    fn new(region: &Region, shape: Shape) -> Result<Self> {
+        let description = region.device().description();
+        let apart = description.kind == DeviceKind::Cuda
+            && !description.integrated
+            && shape.elements() * size_of::<u32>() >= LEAST_TRANSIT_BYTES;
+        let memory = region.slot(shape)?;
+        Ok(Self { memory, transit: apart.then(|| region.slot(shape)).transpose()? })
+    }
+}
+
 /// Where the values of a recording go in and out.
 #[derive(Debug)]
 pub(super) struct Ports {
     recording: u64,
     key: Key,
-    /// A place for each input.
-    memory: Vec<Memory<u32>>,
+    inputs: Vec<Port>,
     outputs: RefCell<Vec<Memory<u32>>>,
     pins: Pins,
 }
@@ -207,13 +228,13 @@ pub(super) struct Ports {
 impl Ports {
     /// Slots at the region's start, which no scope gives back.
     pub(super) fn new(region: &Region, key: &Key, recording: u64, pins: &Pins) -> Result<Self> {
-        let memory = key.forms.iter().map(|form| region.slot(form.shape)).collect::<Result<_>>()?;
-        Ok(Self { recording, key: key.clone(), memory, outputs: RefCell::default(), pins: pins.clone() })
+        let inputs = key.forms.iter().map(|form| Port::new(region, form.shape)).collect::<Result<_>>()?;
+        Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
     }
 
     /// What the recorded function sees of them.
     pub(super) fn slots(&self) -> Slots<'_> {
-        let inputs = self.memory.iter().copied().zip(self.key.forms.iter().copied()).collect();
+        let inputs = self.inputs.iter().map(|port| port.memory).zip(self.key.forms.iter().copied()).collect();
         Slots { ports: self, batch: Batch { inputs, brand: PhantomData } }
     }
 
@@ -229,8 +250,10 @@ impl Ports {
 
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
-        let mut slots = self.memory.iter().zip(&inputs.values);
-        slots.try_for_each(|(slot, value)| slot.upload_bytes(device, value.bytes, deadline))
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match port.transit {
+            Some(transit) => port.memory.upload_by(transit, device, value.bytes, deadline),
+            None => port.memory.upload_bytes(device, value.bytes, deadline),
+        })
     }
 
     /// Where a result is.

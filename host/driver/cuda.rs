@@ -18,9 +18,11 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
+use transit::Transit;
 
 mod launch;
 mod modules;
+mod transit;
 
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
@@ -30,6 +32,7 @@ pub(super) struct Cuda {
     // The order of fields is the order of destruction: all before the context.
     modules: Modules,
     stream: Stream,
+    transit: Transit,
     /// What is captured is queued here, so that other threads' work stays out of it.
     capture_stream: Stream,
     capturing: AtomicBool,
@@ -78,7 +81,8 @@ impl Cuda {
         let memory_bytes = Some(device.total_memory().map_err(failed("cuDeviceTotalMem"))? as u64);
         let context = Context::new(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
-        let (stream, capture_stream) = (stream()?, stream()?);
+        let (stream, capture_stream, stream_of_copies) = (stream()?, stream()?, stream()?);
+        let transit = Transit::new(stream_of_copies)?;
         let modules = Modules::load(capability, &name, others)?;
         let description = Description {
             kind: DeviceKind::Cuda,
@@ -93,6 +97,7 @@ impl Cuda {
             description,
             modules,
             stream,
+            transit,
             capture_stream,
             capturing: AtomicBool::new(false),
             capture: Mutex::default(),
@@ -261,12 +266,16 @@ unsafe impl Driver for Cuda {
         check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
         self.enter()?;
         let stream = self.stream();
+        if let Some(transit) = transit {
+            // SAFETY: the caller's promise; the stream lives as long as `self`.
+            return unsafe { self.transit.copy(to, from, transit, stream) };
+        }
         // SAFETY: the caller's promise: the source is page-locked, so the call only queues.
         let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
         check("cuMemcpyHtoDAsync", result)

@@ -215,7 +215,7 @@ unsafe impl Driver for Emulated {
         unsafe { self.free(address, bytes) }
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+    unsafe fn upload(&self, to: u64, from: &[u8], _: Option<u64>) -> Result<()> {
         // SAFETY: the caller's promise; no kernel runs between calls.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len()) };
         Ok(())

@@ -317,10 +317,10 @@ unsafe impl Driver for Faulty {
         unsafe { self.driver.free_pinned(address, bytes) }
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
         self.meet(Call::Upload)?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.upload(to, from) }?;
+        unsafe { self.driver.upload(to, from, transit) }?;
         match from.get(from.len() / 2) {
             Some(&byte) if std::mem::take(&mut self.plan.plan().flips) => {
                 let flipped = self.driver.allocate_pinned(1)? as *mut u8;
@@ -328,7 +328,7 @@ unsafe impl Driver for Faulty {
                 // it where the byte before was copied to.
                 unsafe {
                     flipped.write(byte ^ 1);
-                    self.driver.upload(to + from.len() as u64 / 2, std::slice::from_raw_parts(flipped, 1))
+                    self.driver.upload(to + from.len() as u64 / 2, std::slice::from_raw_parts(flipped, 1), None)
                 }
             }
             _ => Ok(()),

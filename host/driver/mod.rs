@@ -143,12 +143,13 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// afterwards.
     unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()>;
 
-    /// Queues a copy of page-locked host bytes to the device.
+    /// Queues a copy of page-locked host bytes to the device. With a `transit` the bytes may come to it beside the work queued
+    /// before; only the copy from there to `to` then has its place in the order of the calls.
     ///
     /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes; `from` lies in memory of [`Driver::allocate_pinned`] and is
+    /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which no other call names; `from` lies in memory of [`Driver::allocate_pinned`] and is
     /// neither written nor freed until a fence that is recorded behind this call has been passed.
-    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()>;
+    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()>;
 
     /// A fence that has been passed.
     fn create_fence(&self) -> Result<Fence>;

@@ -60,9 +60,24 @@ impl Device {
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes.
     pub(crate) unsafe fn upload(&self, to: u64, from: &[u8], deadline: Duration) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_by(to, None, from, deadline) }
+    }
+
+    /// As [`Device::upload`]; with a transit place, beside the work queued before ([`Driver::upload`]).
+    ///
+    /// # Safety
+    /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
+    pub(crate) unsafe fn upload_by(
+        &self,
+        to: u64,
+        transit: Option<u64>,
+        from: &[u8],
+        deadline: Duration,
+    ) -> Result<()> {
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
         // SAFETY: the caller's promise.
-        unsafe { self.upload_with(to, from.len(), &fill, deadline, &mut |_| Ok(())) }
+        unsafe { self.upload_pieces(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
     /// Queues copies of `bytes` bytes that `fill` writes, and tells `staged` after each piece how many have been. Others' uploads
@@ -73,6 +88,21 @@ impl Device {
     pub(crate) unsafe fn upload_with(
         &self,
         to: u64,
+        bytes: usize,
+        fill: &Fill<'_>,
+        deadline: Duration,
+        staged: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_pieces(to, None, bytes, fill, deadline, staged) }
+    }
+
+    /// # Safety
+    /// As for [`Device::upload_by`].
+    unsafe fn upload_pieces(
+        &self,
+        to: u64,
+        transit: Option<u64>,
         bytes: usize,
         fill: &Fill<'_>,
         deadline: Duration,
@@ -90,8 +120,11 @@ impl Device {
                 return Err(self.lose_to(Error::Timeout { call: "upload", waited, report: None }));
             }
             let rest = |offset: usize, place: &mut [u8]| fill(done + offset, place);
+            let at = |address: u64| address + done as u64;
+            let mut ring = lock(self, ring, left)?;
             // SAFETY: the caller's promise.
-            done += unsafe { lock(self, ring, left)?.stage(self, to + done as u64, bytes - done, &rest, left)? };
+            done += unsafe { ring.stage(self, at(to), transit.map(at), bytes - done, &rest, left)? };
+            drop(ring);
             staged(done)?;
         }
         Ok(())
@@ -121,11 +154,12 @@ impl Staging {
     /// Writes the first piece of `bytes` into a slot, queues its copy to the device's memory at `to`, and returns its length.
     ///
     /// # Safety
-    /// `to` is device memory of at least `bytes` bytes, until the copy is done.
+    /// `to` is device memory of at least `bytes` bytes, until the copy is done, and so is `transit`, which nothing else names.
     pub(super) unsafe fn stage(
         &mut self,
         device: &Device,
         to: u64,
+        transit: Option<u64>,
         bytes: usize,
         fill: &Fill<'_>,
         deadline: Duration,
@@ -140,7 +174,7 @@ impl Staging {
         // Also when the next call fails: who knows whether it has queued the copy.
         slot.filled += bytes.next_multiple_of(ALIGN_BYTES);
         // SAFETY: the caller's promise; the source is page-locked, and written again only behind a passed fence.
-        device.direct("upload", |driver| unsafe { driver.upload(to, place) })?;
+        device.direct("upload", |driver| unsafe { driver.upload(to, place, transit) })?;
         Ok(bytes)
     }
 
