@@ -56,6 +56,8 @@ enum Measure {
     RoundTrip,
     /// The host's part of a step with its upload: until all is queued, while the device is idle.
     Host,
+    /// The same on inputs that are on the device already.
+    HostResident,
     /// Many steps, each with its upload, and one wait at the end.
     Queued,
     /// The same on inputs that are on the device already.

@@ -143,10 +143,11 @@ impl Ours {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let inputs = self.batch.inputs()?;
         let mut captured = arena.capture(State::new(&self.device, self.plan.precision)?, &inputs, record)?;
-        let measures = [Measure::RoundTrip, Measure::Host, Measure::Queued, Measure::Resident];
+        let measures = [Measure::RoundTrip, Measure::Host, Measure::HostResident, Measure::Queued, Measure::Resident];
         self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;
-            let replay = if measure == Measure::Resident { captured.repeat()? } else { captured.replay(&inputs)? };
+            let is_there = matches!(measure, Measure::Resident | Measure::HostResident);
+            let replay = if is_there { captured.repeat()? } else { captured.replay(&inputs)? };
             (measure == Measure::RoundTrip).then(|| replay.read_scalar(*replay.outputs())).transpose()
         })
     }
@@ -161,13 +162,14 @@ impl Ours {
         let Plan { batch, samples, row, .. } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
         for &measure in measures {
-            let each = if matches!(measure, Measure::RoundTrip | Measure::Host) { 1 } else { row };
+            let is_host = matches!(measure, Measure::Host | Measure::HostResident);
+            let each = if is_host || measure == Measure::RoundTrip { 1 } else { row };
             let work = || {
                 timed.losses.extend(step(measure)?);
                 Ok(())
             };
             let settle = || self.device.synchronize(self.device.deadline());
-            let nanoseconds = if measure == Measure::Host {
+            let nanoseconds = if is_host {
                 Samples::collect_queueing(samples, work, settle)?
             } else {
                 Samples::collect(samples, each, work, settle)?

@@ -12,12 +12,14 @@ const NAME: usize = 32;
 const FIGURE: usize = 10;
 
 impl Measure {
-    const ALL: [Self; 6] = [Self::RoundTrip, Self::Host, Self::Queued, Self::Resident, Self::Pinned, Self::Events];
+    const ALL: [Self; 7] =
+        [Self::RoundTrip, Self::Host, Self::HostResident, Self::Queued, Self::Resident, Self::Pinned, Self::Events];
 
     fn title(self, row: usize) -> String {
         match self {
             Self::RoundTrip => "one step: uploads included, loss read back".into(),
             Self::Host => "one step: the host's part, uploads included, until all is queued".into(),
+            Self::HostResident => "one step: the host's part, no uploads (stepscope alone)".into(),
             Self::Queued => format!("{row} steps in a row: uploads included, nothing read back"),
             Self::Resident => format!("{row} steps in a row: no uploads, nothing read back"),
             Self::Pinned => format!("{row} steps in a row: uploads included, from pinned memory (PyTorch alone)"),
