@@ -306,8 +306,10 @@ impl Place {
         pins.add([*address]);
         let life = State::Warm.after(Event::Record)?;
         let (place, guards, names) = ((*address, section.bytes()), (*guard_bytes, checks), (key, identity, &pins));
-        let captured = rehearse(device, place, guards, names, state, record)
-            .and_then(|(run, launches)| Ok((run, SealedGraph::capture(device, launches, pins.clone())?)));
+        let captured = rehearse(device, place, guards, names, state, record).and_then(|(mut run, launches)| {
+            run.ports.add_transits(device)?;
+            Ok((run, SealedGraph::capture(device, launches, pins.clone())?))
+        });
         let (Rehearsed { result, ports, checks, .. }, graph) = captured.inspect_err(|error| {
             debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
             tracing::debug!(%error, "a capture was abandoned");

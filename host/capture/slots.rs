@@ -8,7 +8,7 @@
 use crate::driver::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
 use crate::launch::{Memory, Source};
-use crate::memory::Region;
+use crate::memory::{Buffer, Region};
 use crate::step::Eager;
 use crate::tensor::{Brand, Element, Saved, Shape};
 use std::cell::RefCell;
@@ -196,23 +196,11 @@ impl<'s> Slots<'s> {
 /// Inputs of so many bytes come to the device while it works. A smaller one is copied before two streams have met.
 const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 
-/// The place of an input, and where it waits while the replay before still reads that.
-#[derive(Clone, Copy, Debug)]
+/// The place of an input, and another where it waits while the replay before still reads that one.
+#[derive(Debug)]
 struct Port {
     memory: Memory<u32>,
-    transit: Option<Memory<u32>>,
-}
-
-impl Port {
-    /// A GPU that shares the host's memory would only copy within it once more, and the emulator does one thing at a time.
-    fn new(region: &Region, shape: Shape) -> Result<Self> {
-        let description = region.device().description();
-        let apart = description.kind == DeviceKind::Cuda
-            && !description.integrated
-            && shape.elements() * size_of::<u32>() >= LEAST_TRANSIT_BYTES;
-        let memory = region.slot(shape)?;
-        Ok(Self { memory, transit: apart.then(|| region.slot(shape)).transpose()? })
-    }
+    transit: Option<Buffer<u32>>,
 }
 
 /// Where the values of a recording go in and out.
@@ -228,8 +216,23 @@ pub(super) struct Ports {
 impl Ports {
     /// Slots at the region's start, which no scope gives back.
     pub(super) fn new(region: &Region, key: &Key, recording: u64, pins: &Pins) -> Result<Self> {
-        let inputs = key.forms.iter().map(|form| Port::new(region, form.shape)).collect::<Result<_>>()?;
+        let port = |form: &Form| Ok(Port { memory: region.slot(form.shape)?, transit: None });
+        let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
+    }
+
+    /// Takes memory of the device for large inputs to wait in. A GPU that shares the host's memory would only copy within it once
+    /// more, and the emulator does one thing at a time.
+    pub(super) fn add_transits(&mut self, device: &Device) -> Result<()> {
+        let description = device.description();
+        if description.kind != DeviceKind::Cuda || description.integrated {
+            return Ok(());
+        }
+        let large = |port: &&mut Port| port.memory.len() * size_of::<u32>() >= LEAST_TRANSIT_BYTES;
+        self.inputs.iter_mut().filter(large).try_for_each(|port| {
+            port.transit = Some(Buffer::allocate(device, port.memory.len())?);
+            Ok(())
+        })
     }
 
     /// What the recorded function sees of them.
@@ -250,8 +253,8 @@ impl Ports {
 
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
-        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match port.transit {
-            Some(transit) => port.memory.upload_by(transit, device, value.bytes, deadline),
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match &port.transit {
+            Some(transit) => port.memory.upload_by(transit.memory(), device, value.bytes, deadline),
             None => port.memory.upload_bytes(device, value.bytes, deadline),
         })
     }
