@@ -221,6 +221,16 @@ impl SharedTile<f32> {
         [self.get(index), self.get(index + 1)]
     }
 
+    /// Writes `N` values from `index`, on the CPU: checked and written at once.
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_run<const N: usize>(self, index: u32, values: [f32; N]) {
+        self.writes(index, N as u32);
+        // SAFETY: as in `get4`.
+        unsafe { self.pointer.add(index as usize).cast::<[f32; N]>().write_unaligned(values) };
+    }
+
     /// Writes four values from `index`, a multiple of four.
     #[inline(always)]
     #[track_caller]

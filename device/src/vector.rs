@@ -276,6 +276,20 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     unsafe { *x.as_ptr().add(index) }
 }
 
+/// `x[index..index + N]`, on the CPU: read and checked at once.
+///
+/// # Safety
+/// `index + N <= x.len()`. It is checked.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
+    reads(x.as_ptr(), index, N);
+    check_range(index, N, x.len());
+    // SAFETY: the caller's contract.
+    unsafe { x.as_ptr().add(index).cast::<[f32; N]>().read_unaligned() }
+}
+
 /// `out[index] = value`.
 ///
 /// # Safety

@@ -9,7 +9,7 @@ use super::operand::Operand;
 use super::tile::place;
 use crate::tile::SharedTile;
 use crate::unroll;
-use crate::vector::F4;
+use crate::vector::{F4, load_run};
 use cuda_std::{emulator, thread};
 
 /// Rows and columns of a thread's outputs, and of a panel.
@@ -26,6 +26,8 @@ pub(super) const THREADS: u32 = PANELS[0] * PANELS[1];
 const DEPTH: u32 = 64;
 /// Floats from one panel of a stage to the next; a line more than it holds, so that panels do not share their cache sets.
 const PANEL_LEN: u32 = DEPTH * PANEL + 16;
+/// Floats that a thread copies at once, a cache line; it has four of these in each panel.
+const RUN: usize = (PANEL * DEPTH / THREADS / 4) as usize;
 const STAGE_LEN: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN;
 /// Shared bytes: one stage is in use while the next is copied.
 pub(super) const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
@@ -153,42 +155,52 @@ impl Operand<'_> {
         if first_row >= self.rows {
             return;
         }
-        let is_aligned = self.start.is_multiple_of(4) && self.stride.is_multiple_of(4);
-        // Squares of four by four, neighbours along the operand's rows in memory: whole cache lines.
-        let extent = if self.along_k { [PANEL, DEPTH] } else { [DEPTH, PANEL] };
-        const SHARE: u32 = PANEL * DEPTH / 16 / THREADS;
-        for square in 0..SHARE {
-            let square = thread::thread_idx_x() * SHARE + square;
-            let (across, along) = (square / (extent[1] / 4) * 4, square % (extent[1] / 4) * 4);
-            let (i, p) = if self.along_k { (across, along) } else { (along, across) };
-            let (row, k) = (first_row + i, first_k + p);
-            if is_aligned && row + 4 <= self.rows && k + 4 <= end {
-                self.square::<ACROSS>(panel, [i, p], self.index(row, k));
-            } else {
-                self.elements::<ACROSS>(panel, [i, p], [row, k], end);
-            }
+        // Four runs, neighbours in memory along the operand's rows: whole cache lines.
+        let length = if self.along_k { DEPTH } else { PANEL };
+        let runs = length / RUN as u32;
+        let (across, along) = (thread::thread_idx_x() / runs * 4, thread::thread_idx_x() % runs * RUN as u32);
+        let (i, p) = if self.along_k { (across, along) } else { (along, across) };
+        let [rows, depth] = if self.along_k { [4, RUN as u32] } else { [RUN as u32, 4] };
+        let (row, k) = (first_row + i, first_k + p);
+        if row + rows <= self.rows && k + depth <= end {
+            self.runs::<ACROSS>(panel, [i, p], self.index(row, k));
+        } else {
+            self.elements::<ACROSS>(panel, [i, p], [row, k], [rows, depth], end);
         }
     }
 
-    /// Copies four by four elements that are aligned and lie inside the operand.
+    /// Copies four runs that lie inside the operand.
     #[inline(always)]
-    fn square<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
-        let mut four = [F4::splat(0.0); 4];
+    fn runs<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
+        let mut runs = [[0.0; RUN]; 4];
         // SAFETY: as the caller says. No closure: it would stay a call.
-        unroll!(at < 4 => { four[at] = unsafe { F4::load(self.values, from + at * self.stride as usize) }; });
-        if self.along_k && ACROSS {
-            four = transposed(four);
-        }
+        unroll!(at < 4 => { runs[at] = unsafe { load_run(self.values, from + at * self.stride as usize) }; });
         let at = place_in_panel(self.along_k && !ACROSS, i, p);
-        let pitch = if self.along_k && !ACROSS { DEPTH } else { PANEL };
-        unroll!(of < 4 => { panel.set4(at + of as u32 * pitch, four[of]); });
+        if self.along_k && ACROSS {
+            unroll!(square < RUN / 4 => {
+                let mut four = [F4::splat(0.0); 4];
+                unroll!(of < 4 => { four[of].0.copy_from_slice(&runs[of][4 * square..][..4]); });
+                let four = transposed(four);
+                unroll!(of < 4 => { panel.set_run(at + (4 * square + of) as u32 * PANEL, four[of].0); });
+            });
+        } else {
+            let pitch = if self.along_k { DEPTH } else { PANEL };
+            unroll!(of < 4 => { panel.set_run(at + of as u32 * pitch, runs[of]); });
+        }
     }
 
-    /// Copies four by four elements as far as they lie inside the operand, and before `end`.
+    /// Copies `rows` x `depth` elements as far as they lie inside the operand, and before `end`.
     #[inline(always)]
-    fn elements<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], [row, k]: [u32; 2], end: u32) {
-        for ahead in 0..16 {
-            let [down, right] = [ahead / 4, ahead % 4];
+    fn elements<const ACROSS: bool>(
+        &self,
+        panel: SharedTile<f32>,
+        [i, p]: [u32; 2],
+        [row, k]: [u32; 2],
+        [rows, depth]: [u32; 2],
+        end: u32,
+    ) {
+        for ahead in 0..rows * depth {
+            let [down, right] = [ahead / depth, ahead % depth];
             let at = place_in_panel(self.along_k && !ACROSS, i + down, p + right);
             if k + right >= end {
                 continue;
