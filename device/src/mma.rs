@@ -6,10 +6,9 @@
 //!
 //! Products are exact. Where there are no matrix instructions, on the emulator and in what rust-cuda compiles, they are added
 //! to the f32 sum one by one, k ascending, each sum rounded to nearest. A GPU's instruction aligns its products, at most 16,
-//! and the old sum to the largest
-//! of them, and cuts off what is below the last place: each addend loses at most 2^-23 of the largest (Fasi, Higham, Mikaitis
-//! and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a sum of k products is within
-//! k 2^-22 of the sum of their sizes.
+//! and the old sum to the largest of them, and cuts off what is below the last place: each addend loses at most 2^-23 of the
+//! largest (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a
+//! sum of k products is within k 2^-22 of the sum of their sizes.
 
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
 use crate::block::again;
