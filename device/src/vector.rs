@@ -284,10 +284,35 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
-    reads(x.as_ptr(), index, N);
     check_range(index, N, x.len());
     // SAFETY: the caller's contract.
-    unsafe { x.as_ptr().add(index).cast::<[f32; N]>().read_unaligned() }
+    unsafe { load_run_raw(x.as_ptr(), index) }
+}
+
+/// The same from a pointer, unchecked.
+///
+/// # Safety
+/// `x` is valid for reads of these elements.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32; N] {
+    reads(x, index, N);
+    // SAFETY: the caller's contract.
+    unsafe { x.add(index).cast::<[f32; N]>().read_unaligned() }
+}
+
+/// `out[index..index + N] = values`, on the CPU.
+///
+/// # Safety
+/// `out` is valid for writes of these elements.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f32; N]) {
+    writes(out, index, N);
+    // SAFETY: the caller's contract.
+    unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
 }
 
 /// `out[index] = value`.

@@ -73,11 +73,19 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
         }
         if is_inside {
             for (i, row) in (first_row..m).zip(&mut *sums) {
-                for (j, four) in (first_col..n).step_by(F4::LEN).zip(row.as_chunks_mut().0) {
+                for (j, run) in (first_col..n).step_by(RUN).zip(row.as_chunks().0) {
                     // SAFETY: row and columns lie inside the output.
-                    unsafe { problem.epilogue.finish(i, j, F4::LEN, F4(*four)) };
-                    *four = [0.0; F4::LEN];
+                    unsafe {
+                        if n - j >= RUN as u32 {
+                            problem.epilogue.finish_run::<RUN>(i, j, *run);
+                            continue;
+                        }
+                        for (j, four) in (j..n).step_by(F4::LEN).zip(run.as_chunks().0) {
+                            problem.epilogue.finish(i, j, F4::LEN, F4(*four));
+                        }
+                    }
                 }
+                *row = [0.0; _];
             }
         }
         if !problem.goes_on(until) {

@@ -4,6 +4,8 @@
 
 use super::{GELU, KEEP};
 use crate::vector::{F4, Part};
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::vector::{load_run, load_run_raw, store_run};
 use crate::{map4, math};
 use cuda_std::GpuFloat;
 
@@ -51,6 +53,35 @@ impl Epilogue<'_> {
                 sum = map4!(sum, math::gelu);
             }
             sum.store_part(out, at, own);
+        }
+    }
+
+    /// The same of `N` neighbours that all lie inside the output, on the CPU.
+    ///
+    /// # Safety
+    /// As above.
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
+        let Self { bias, bias_start, c, out, pre, start, ldc, beta, flags, .. } = *self;
+        let at = start + i as usize * ldc as usize + j as usize;
+        // SAFETY: as above.
+        unsafe {
+            if !bias.is_empty() {
+                let bias = load_run::<N>(bias, bias_start + j as usize);
+                sum.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+            }
+            if beta != 0.0 {
+                let c = load_run_raw::<N>(c, at);
+                sum.iter_mut().zip(c).for_each(|(sum, c)| *sum = GpuFloat::mul_add(beta, c, *sum));
+            }
+            if flags & KEEP != 0 {
+                store_run(pre, at, sum);
+            }
+            if flags & GELU != 0 {
+                sum.iter_mut().for_each(|sum| *sum = math::gelu(*sum));
+            }
+            store_run(out, at, sum);
         }
     }
 }
