@@ -81,28 +81,25 @@ impl<T: Element> Memory<T> {
     /// # Panics
     /// When they do not fit.
     pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
-        self.upload_bytes(device, bytemuck::cast_slice(values), deadline)
+        self.upload_bytes(None, device, bytemuck::cast_slice(values), deadline)
     }
 
-    /// Queues a copy of `bytes` to the start of the memory.
-    ///
-    /// # Panics
-    /// When they do not fit.
-    pub(crate) fn upload_bytes(self, device: &Device, bytes: &[u8], deadline: Duration) -> Result<()> {
-        assert!(bytes.len() <= self.len * size_of::<T>(), "{} bytes into {} elements", bytes.len(), self.len);
-        // SAFETY: the memory is valid by this type's invariant, and large enough.
-        unsafe { device.upload(self.address, bytes, deadline) }
-    }
-
-    /// As [`Memory::upload_bytes`], by way of `transit`, which nothing else uses: beside the work queued before, but for the last
-    /// step.
+    /// Queues a copy of `bytes` to the start of the memory; by way of `transit`, which nothing else uses, beside the work queued
+    /// before, but for the last step.
     ///
     /// # Panics
     /// When they do not fit into either.
-    pub(crate) fn upload_by(self, transit: Self, device: &Device, bytes: &[u8], deadline: Duration) -> Result<()> {
-        assert!(bytes.len() <= self.len.min(transit.len) * size_of::<T>(), "{} bytes", bytes.len());
+    pub(crate) fn upload_bytes(
+        self,
+        transit: Option<Self>,
+        device: &Device,
+        bytes: &[u8],
+        deadline: Duration,
+    ) -> Result<()> {
+        let len = transit.map_or(self.len, |transit| transit.len.min(self.len));
+        assert!(bytes.len() <= len * size_of::<T>(), "{} bytes into {len} elements", bytes.len());
         // SAFETY: both memories are valid by this type's invariant, and large enough.
-        unsafe { device.upload_by(self.address, Some(transit.address), bytes, deadline) }
+        unsafe { device.upload(self.address, transit.map(|transit| transit.address), bytes, deadline) }
     }
 
     /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
@@ -114,7 +111,7 @@ impl<T: Element> Memory<T> {
         staged: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<()> {
         // SAFETY: the memory is valid by this type's invariant.
-        unsafe { device.upload_with(self.address, self.len * size_of::<T>(), fill, deadline, staged) }
+        unsafe { device.upload_with(self.address, None, self.len * size_of::<T>(), fill, deadline, staged) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

@@ -253,9 +253,8 @@ impl Ports {
 
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
-        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match &port.transit {
-            Some(transit) => port.memory.upload_by(transit.memory(), device, value.bytes, deadline),
-            None => port.memory.upload_bytes(device, value.bytes, deadline),
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
+            port.memory.upload_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
         })
     }
 

@@ -283,11 +283,7 @@ unsafe impl Driver for Cuda {
 
     fn create_fence(&self) -> Result<Fence> {
         self.enter()?;
-        let mut event = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: `event` is valid for a write.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Fence(event as u64))
+        create_event().map(|event| Fence(event as u64))
     }
 
     fn record_fence(&self, fence: Fence) -> Result<()> {
@@ -453,6 +449,14 @@ fn raw(pool: Pool) -> sys::CUmemoryPool {
 
 fn raw_graph(graph: Graph) -> sys::CUgraph {
     graph.0 as sys::CUgraph
+}
+
+/// An event that has been passed. The context is current.
+fn create_event() -> Result<sys::CUevent> {
+    let mut event = std::ptr::null_mut();
+    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: `event` is valid for a write.
+    check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) }).map(|()| event)
 }
 
 fn event(fence: Fence) -> sys::CUevent {

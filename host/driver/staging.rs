@@ -55,51 +55,23 @@ pub(super) struct Slot {
 }
 
 impl Device {
-    /// Queues a copy of host bytes, which may be reused on return. Waits at most until the deadline for room to stage them.
-    ///
-    /// # Safety
-    /// `to` is device memory of at least `from.len()` bytes.
-    pub(crate) unsafe fn upload(&self, to: u64, from: &[u8], deadline: Duration) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.upload_by(to, None, from, deadline) }
-    }
-
-    /// As [`Device::upload`]; with a transit place, beside the work queued before ([`Driver::upload`]).
+    /// Queues a copy of host bytes, which may be reused on return; with a transit place, beside the work queued before
+    /// ([`Driver::upload`]). Waits at most until the deadline for room to stage them.
     ///
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
-    pub(crate) unsafe fn upload_by(
-        &self,
-        to: u64,
-        transit: Option<u64>,
-        from: &[u8],
-        deadline: Duration,
-    ) -> Result<()> {
+    pub(crate) unsafe fn upload(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
         // SAFETY: the caller's promise.
-        unsafe { self.upload_pieces(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
+        unsafe { self.upload_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
-    /// Queues copies of `bytes` bytes that `fill` writes, and tells `staged` after each piece how many have been. Others' uploads
-    /// may go between the pieces.
+    /// As [`Device::upload`], of `bytes` bytes that `fill` writes; tells `staged` after each piece how many have been. Others'
+    /// uploads may go between the pieces.
     ///
     /// # Safety
-    /// `to` is device memory of at least `bytes` bytes.
+    /// `to` is device memory of at least `bytes` bytes, and so is `transit`, which nothing else names.
     pub(crate) unsafe fn upload_with(
-        &self,
-        to: u64,
-        bytes: usize,
-        fill: &Fill<'_>,
-        deadline: Duration,
-        staged: &mut dyn FnMut(usize) -> Result<()>,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.upload_pieces(to, None, bytes, fill, deadline, staged) }
-    }
-
-    /// # Safety
-    /// As for [`Device::upload_by`].
-    unsafe fn upload_pieces(
         &self,
         to: u64,
         transit: Option<u64>,

@@ -4,7 +4,7 @@
 //! Invariant: a transit place is written only when what was there has been copied on, and read only when it has been written.
 //! Both waits are the GPU's; no call here waits.
 
-use super::check;
+use super::{check, create_event};
 use crate::error::Result;
 use cust::stream::Stream;
 use cust::sys::{self, CUevent, CUstream};
@@ -28,8 +28,8 @@ unsafe impl Send for Events {}
 impl Transit {
     /// The context is current.
     pub(super) fn new(stream: Stream) -> Result<Self> {
-        let landed = event()?;
-        let gone = event().inspect_err(|_| destroy(landed))?;
+        let landed = create_event()?;
+        let gone = create_event().inspect_err(|_| destroy(landed))?;
         Ok(Self { stream, events: Mutex::new(Events { landed, gone }) })
     }
 
@@ -60,13 +60,6 @@ impl Drop for Transit {
         destroy(events.landed);
         destroy(events.gone);
     }
-}
-
-fn event() -> Result<CUevent> {
-    let mut event = std::ptr::null_mut();
-    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-    // SAFETY: `event` is valid for a write.
-    check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) }).map(|()| event)
 }
 
 /// That an event may stay is the smaller evil.
