@@ -1,4 +1,4 @@
-//! Matrix instructions: a warp reads factors from shared memory, and multiplies 32 rows by 32 columns over eight words of k.
+//! Matrix instructions: a warp multiplies 32 rows by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each side: of rows `4 g` to `4 g + 3` of A, and of as many columns of B, the words
 //! `t` and `t + 4`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane writes lies
@@ -13,7 +13,6 @@
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
 use crate::block::again;
 use crate::format::Format;
-use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
 use cuda_std::{GpuFloat, warp};
@@ -23,44 +22,6 @@ pub type Factor = [[u32; 2]; 4];
 
 /// Four rows of eight columns.
 pub type Sums = [[f32; 8]; 4];
-
-/// Word `t` of row `g` of four matrices of eight rows of four words, for lane `4 g + t`. Row `r` of the `i`th starts
-/// `offset` after the `start` of lane `8 i + r`; both are multiples of four, and the offset is the same in all lanes.
-///
-/// # Safety
-/// All lanes of the warp make the call.
-#[inline(always)]
-#[track_caller]
-pub unsafe fn load(part: SharedTile<f32>, start: u32, offset: u32) -> [u32; 4] {
-    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
-    {
-        #[repr(C)]
-        struct Words(u32, u32, u32, u32);
-        // An intrinsic, because the compiler knows of it, and not of an `asm!`, that all lanes must come together.
-        unsafe extern "unadjusted" {
-            #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p0"]
-            fn load(row: *const f32) -> Words;
-        }
-        // SAFETY: the caller's promise; the rows lie inside the tile.
-        let words = unsafe { load(part.pointer(start).add(offset as usize)) };
-        [words.0, words.1, words.2, words.3]
-    }
-    #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-    {
-        let (row, word) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let mut words = [0; 4];
-        // SAFETY: the caller's promise.
-        unsafe {
-            meet(&start, |others| {
-                unroll_on_gpu!(matrix < 4 => {
-                    let start = others.word(8 * matrix as u32 + row, |start| *start);
-                    words[matrix] = part.get(start + offset + word).to_bits();
-                });
-            });
-        }
-        words
-    }
-}
 
 /// Adds the products of the warp's factors to `sums`.
 ///

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the words of k are added in the same order in every tile.
 
-use super::operand::{Operand, Side, read, starts};
+use super::operand::{Operand, read, starts};
 use super::tile::{STAGES, Tile, WORDS};
 use crate::format::Format;
 use crate::matmul::epilogue::Epilogue;
@@ -49,15 +49,17 @@ pub(super) unsafe fn sum<
     let Problem { a, b, k, .. } = problem;
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
-    let (left, right) = (starts(Side::Left, own[0]), starts(Side::Right, own[1]));
+    let (left, right) = (starts(own[0], rows), starts(own[1], cols));
 
     let stages = k.div_ceil(WORDS * F::PER_WORD);
     // SAFETY: the parts follow each other in what the contract declares.
     let part = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
     };
+    // The GPU also copies beyond the last stage, zeros, and reads what it will not use: a condition would cost it more.
+    let is_needed = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
     let fetch = |stage: u32| {
-        if stage < stages {
+        if is_needed(stage) {
             // SAFETY: the contract has accepted the operands.
             unsafe {
                 a.stage::<A_PASSES>(part(stage, 0, rows), threads, first[0], stage * WORDS);
@@ -69,19 +71,16 @@ pub(super) unsafe fn sum<
     let factors = |stage: u32, step: usize| -> Factors<ROWS, COLS> {
         let (a, b) = (part(stage, 0, rows), part(stage, rows, cols));
         let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
-        // SAFETY: all lanes are here.
-        unsafe {
-            unroll_on_gpu!(row < 2 => {
-                if row < ROWS {
-                    factors.0[row] = read(Side::Left, a, left[step], row);
-                }
-            });
-            unroll_on_gpu!(col < 2 => {
-                if col < COLS {
-                    factors.1[col] = read(Side::Right, b, right[step], col);
-                }
-            });
-        }
+        unroll_on_gpu!(row < 2 => {
+            if row < ROWS {
+                factors.0[row] = read(a, left[step], row);
+            }
+        });
+        unroll_on_gpu!(col < 2 => {
+            if col < COLS {
+                factors.1[col] = read(b, right[step], col);
+            }
+        });
         factors
     };
 
@@ -91,10 +90,8 @@ pub(super) unsafe fn sum<
     let mut sums = [[[[0.0; 8]; 4]; COLS]; ROWS];
     wait_copies::<{ STAGES - 2 }>();
     thread::sync_threads();
-    // The GPU also reads what it will not use: a condition would cost it copies of registers.
-    let is_read = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
     let mut now = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
-    if is_read(0) {
+    if is_needed(0) {
         now = factors(0, 0);
     }
     for stage in 0..stages {
@@ -106,7 +103,7 @@ pub(super) unsafe fn sum<
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
-        if is_read(stage + 1) {
+        if is_needed(stage + 1) {
             now = factors(stage + 1, 0);
         }
         // SAFETY: all lanes are here.

@@ -1,18 +1,22 @@
 //! Operands: how a block brings a stage of one to shared memory, and how a lane reads its factors from there.
 //!
-//! A stage holds an operand as memory does: rows of sixteen words along k, two to a line of 128 bytes. Chunks of four words are
-//! permuted within a line, so that neither the copies nor the reads of a warp meet in a bank.
+//! A stage holds an operand step by step, of each row eight words of k, 32 bytes. Of 32 rows those that are four apart follow
+//! each other; the second step has pairs of rows exchanged, and every other four rows have their halves exchanged: so what a
+//! warp copies or reads at once lies in all banks.
 //!
-//! Invariant: every place of a stage is written, with zero outside the operand.
+//! Invariant: every place of a stage is written, with zero beyond k. Rows beyond the operand hold its last one again: what is
+//! computed from them is never stored.
 
 use super::tile::WORDS;
 use crate::format::Format;
-use crate::mma::{self, Factor};
+use crate::mma::Factor;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::words;
 use cuda_std::{thread, warp};
 
+/// Words of a step.
+const STEP: u32 = 8;
 /// Words of a chunk, 16 bytes.
 const CHUNK: u32 = 4;
 /// Chunks of a row.
@@ -50,63 +54,48 @@ impl<'p> Operand<'p> {
         first_row: u32,
         first_word: u32,
     ) {
-        let (chunk, row) = (thread::thread_idx_x() % CHUNKS, thread::thread_idx_x() / CHUNKS);
-        let word = first_word + chunk * CHUNK;
+        let (chunk, place) = (thread::thread_idx_x() % CHUNKS, thread::thread_idx_x() / CHUNKS);
+        let (step, half) = (chunk / 2, chunk % 2);
+        let (word, each) = (first_word + chunk * CHUNK, threads / CHUNKS);
+        let to = start([step, half], place, PASSES as u32 * each);
         unroll_on_gpu!(pass < 8 => {
             if pass < PASSES {
-                let row = row + pass as u32 * (threads / CHUNKS);
-                let across = first_row + row;
-                let from = self.start + across as usize * self.stride + word as usize;
+                let row = first_row + row_at(place) + pass as u32 * each;
+                let row = if row < self.rows { row } else { self.rows - 1 };
+                let from = self.start + row as usize * self.stride + word as usize;
                 // SAFETY: a chunk of the row, on a 16-byte boundary, lies inside the operand as far as k does.
-                unsafe { part.copy4_or_zero(place(row, chunk), self.words, from, across < self.rows && word < self.k) };
+                unsafe { part.copy4_or_zero(to + pass as u32 * each * STEP, self.words, from, word < self.k) };
             }
         });
     }
 }
 
-/// Which of the chunks and rows that a matrix instruction reads at once a lane has the start of.
-#[derive(Clone, Copy)]
-pub(super) enum Side {
-    /// Two rows for the first half of the words, then both for the second.
-    Left,
-    /// Both halves of the words of one row, then of the next.
-    Right,
-}
-
-/// Where in a part this lane's row starts: for each step of eight words the first of 32 rows.
+/// Where this lane finds its first word of both halves of each step, in a part of `rows`.
 #[inline(always)]
-pub(super) fn starts(side: Side, first_row: u32) -> [u32; 2] {
-    let (matrix, row) = (warp::lane_id() / 8, warp::lane_id() % 8);
-    let (next, half) = match side {
-        Side::Left => (matrix % 2, matrix / 2),
-        Side::Right => (matrix / 2, matrix % 2),
-    };
-    [0, 1].map(|step| place(first_row + 4 * row + next, 2 * step + half))
+pub(super) fn starts(first_row: u32, rows: u32) -> [[u32; 2]; 2] {
+    let (row, word) = (first_row + warp::lane_id() / 4, warp::lane_id() % 4);
+    [0, 1].map(|step| [0, 1].map(|half| start([step, half], row, rows) + word))
 }
 
-/// This lane's factors of eight words of k, of the `block`th 32 rows.
-///
-/// # Safety
-/// All lanes of the warp make the call.
+/// This lane's factors of a step, of the `block`th 32 rows.
 #[inline(always)]
 #[track_caller]
-pub(super) unsafe fn read(side: Side, part: SharedTile<f32>, start: u32, block: usize) -> Factor {
+pub(super) fn read(part: SharedTile<f32>, starts: [u32; 2], block: usize) -> Factor {
     let mut factor = [[0; 2]; 4];
-    unroll_on_gpu!(pair < 2 => {
-        // A block is 32 rows, a pair two: whole lines, in which the chunks are permuted alike.
-        // SAFETY: the caller's promise.
-        let [a, b, c, d] = unsafe { mma::load(part, start, (block * 32 + pair * 2) as u32 * WORDS) };
-        [factor[2 * pair], factor[2 * pair + 1]] = match side {
-            Side::Left => [[a, c], [b, d]],
-            Side::Right => [[a, b], [c, d]],
-        };
+    unroll_on_gpu!(row < 4 => {
+        factor[row] = starts.map(|start| part.get(start + (block * 32 + row * 8) as u32 * STEP).to_bits());
     });
     factor
 }
 
-/// The word at which `chunk` of `row` lies: eight rows that are four apart have it in other banks.
+/// The word at which half of a step's row starts, the row at `place` among `rows`.
 #[inline(always)]
-fn place(row: u32, chunk: u32) -> u32 {
-    let (line, place) = (row / 2, row % 2 * CHUNKS + chunk);
-    line * 2 * WORDS + (place ^ (row / 4 % 8)) * CHUNK
+fn start([step, half]: [u32; 2], place: u32, rows: u32) -> u32 {
+    (step * rows + (place ^ (2 * step))) * STEP + (half ^ (place / 4 % 2)) * CHUNK
+}
+
+/// The row at a place.
+#[inline(always)]
+fn row_at(place: u32) -> u32 {
+    place / 32 * 32 + place % 8 * 4 + place / 8 % 4
 }
