@@ -5,18 +5,13 @@
 //! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
-use crate::vector::F4;
-
 /// A format of factors.
 pub trait Format {
     /// Factors in a word, along k.
     const PER_WORD: u32;
 
-    /// Rounds eight neighbours and writes them as the `chunk`th eight of `out`.
-    ///
-    /// # Safety
-    /// `out` starts on a 16-byte boundary and is valid for writes of these words.
-    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize);
+    /// Two words of neighbours along k, rounded: of the first two, or of all four.
+    fn words(elements: [f32; 4]) -> [u32; 2];
 
     /// The `part`th factor of a word, as f32.
     fn value(word: u32, part: u32) -> f32;
@@ -71,13 +66,8 @@ impl Format for Tf32 {
     const PER_WORD: u32 = 1;
 
     #[inline(always)]
-    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize) {
-        let words = |four: F4| F4(four.0.map(|x| f32::from_bits(round_tf32(x))));
-        // SAFETY: the caller's promise; words are moved as they are.
-        unsafe {
-            words(first).store(out.cast(), 8 * chunk);
-            words(second).store(out.cast(), 8 * chunk + 4);
-        }
+    fn words([a, b, _, _]: [f32; 4]) -> [u32; 2] {
+        [round_tf32(a), round_tf32(b)]
     }
 
     #[inline(always)]
@@ -92,12 +82,8 @@ impl Format for Bf16 {
     const PER_WORD: u32 = 2;
 
     #[inline(always)]
-    unsafe fn store(first: F4, second: F4, out: *mut u32, chunk: usize) {
-        let [a, b, c, d] = first.0;
-        let [e, f, g, h] = second.0;
-        let words = [round_bf16(a, b), round_bf16(c, d), round_bf16(e, f), round_bf16(g, h)];
-        // SAFETY: the caller's promise; words are moved as they are.
-        unsafe { F4(words.map(f32::from_bits)).store(out.cast(), 4 * chunk) };
+    fn words([a, b, c, d]: [f32; 4]) -> [u32; 2] {
+        [round_bf16(a, b), round_bf16(c, d)]
     }
 
     #[inline(always)]

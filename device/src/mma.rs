@@ -1,7 +1,7 @@
 //! Matrix instructions: a warp multiplies 32 rows by 32 columns over eight words of k.
 //!
 //! Lane `4 g + t` brings a [`Factor`] of each side: of rows `4 g` to `4 g + 3` of A, and of as many columns of B, the words
-//! `t` and `t + 4`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane writes lies
+//! `2 t` and `2 t + 1`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane writes lies
 //! side by side.
 //!
 //! Products are exact. Where there are no matrix instructions, on the emulator and in what rust-cuda compiles, they are added
@@ -17,8 +17,53 @@ use crate::unroll_on_gpu;
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
 use cuda_std::{GpuFloat, warp};
 
+/// Rows of A, or columns of B, that a warp multiplies at once.
+pub const ROWS: u32 = 32;
+/// Words along k that it multiplies.
+pub const STEP: u32 = 8;
+/// Words of a fragment: what the lanes bring for one side, quads of two rows and two words, the first two rows of all lanes
+/// before the others.
+pub const FRAGMENT: u32 = ROWS * STEP;
+/// Words of a quad.
+pub const QUAD: u32 = 4;
+
+/// Words of the fragments of `rows` of `k` elements, `step` elements to [`STEP`] words.
+#[inline(always)]
+pub const fn fragments([rows, k]: [usize; 2], step: usize) -> usize {
+    rows.div_ceil(ROWS as usize).saturating_mul(k.div_ceil(step)).saturating_mul(FRAGMENT as usize)
+}
+
 /// Four rows or columns, of each two words.
 pub type Factor = [[u32; 2]; 4];
+
+/// On which side of the product a factor stands, which decides how its quads lie: as the instruction's registers do.
+#[derive(Clone, Copy)]
+pub enum Side {
+    /// A: the first word of both rows, then the second.
+    Left,
+    /// B: both words of one row, then of the other.
+    Right,
+}
+
+impl Side {
+    /// The factor in two quads.
+    #[inline(always)]
+    pub fn factor(self, [[a, b, c, d], [e, f, g, h]]: [[u32; 4]; 2]) -> Factor {
+        match self {
+            Self::Left => [[a, c], [b, d], [e, g], [f, h]],
+            Self::Right => [[a, b], [c, d], [e, f], [g, h]],
+        }
+    }
+
+    /// A factor's quads.
+    #[inline(always)]
+    pub fn quads(self, [[a, b], [c, d], [e, f], [g, h]]: Factor) -> [[u32; 4]; 2] {
+        match self {
+            Self::Left => [[a, c, b, d], [e, g, f, h]],
+            Self::Right => [[a, b, c, d], [e, f, g, h]],
+        }
+    }
+}
 
 /// Four rows of eight columns.
 pub type Sums = [[f32; 8]; 4];
@@ -46,8 +91,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
     {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let product = |others: Others<'_, [Factor; 2]>| {
-            unroll_on_gpu!(half < 2 => {
-                for lane in 0..again(4) {
+            for lane in 0..again(4) {
+                unroll_on_gpu!(half < 2 => {
                     // SAFETY: the caller's promise.
                     let [rows, [c0, c1, c2, c3], [c4, c5, c6, c7]] = unsafe {
                         [
@@ -66,8 +111,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
                             }
                         }
                     });
-                }
-            });
+                });
+            }
         };
         // SAFETY: the caller's promise.
         unsafe { meet(&[a, b], product) };

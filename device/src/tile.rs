@@ -132,21 +132,6 @@ impl<T: Element> SharedTile<T> {
         }
     }
 
-    /// Where the value at `index` lies.
-    #[cfg(target_arch = "nvptx64")]
-    #[inline(always)]
-    pub(crate) fn pointer(self, index: u32) -> *const T {
-        let address: u64;
-        // SAFETY: a conversion between address spaces; it touches no memory.
-        unsafe {
-            core::arch::asm!(
-                "cvta.shared.u64 {0}, {1};",
-                out(reg64) address, in(reg64) u64::from(self.address + index * 4), options(pure, nomem, nostack)
-            );
-        }
-        address as *const T
-    }
-
     /// Before a read of `count` values from `index`.
     #[inline(always)]
     #[track_caller]

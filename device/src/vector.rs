@@ -276,6 +276,23 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     unsafe { *x.as_ptr().add(index) }
 }
 
+/// `x[index]` and `x[index + 1]`, in one access. `index` is even and `x` starts on an 8-byte boundary.
+///
+/// # Safety
+/// `index + 2 <= x.len()`. The CPU checks it, the GPU does not.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
+    #[derive(Clone, Copy)]
+    #[repr(C, align(8))]
+    struct Pair([f32; 2]);
+
+    reads(x.as_ptr(), index, 2);
+    check_range(index, 2, x.len());
+    // SAFETY: the caller's contract.
+    unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
+}
+
 /// `x[index..index + N]`, on the CPU: read and checked at once.
 ///
 /// # Safety

@@ -11,16 +11,18 @@ use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
 use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x128, matmul_bf16_128x256};
 use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x128, matmul_tf32_128x256};
+use kernels::mma::fragments;
+use kernels::precision::{round_to_bf16, round_to_tf32};
 use kernels::scalars;
 use std::cell::RefCell;
-use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops, ops::Precision};
+use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
 
 /// Runs a kernel and keeps its results.
 pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
-/// Launches a multiply of packed matrices and keeps what it leaves.
+/// Launches a multiply of packed matrices and keeps what it leaves; `$factors`: how they lie.
 macro_rules! launch_matmul {
-    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], [$lda:expr, $ldb:expr], $beta:expr, $flags:expr,
+    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], { $($factors:tt)* }, $beta:expr, $flags:expr,
         $a:ident, $b:ident, $bias:ident, $out:ident, $pre:ident) => {{
         let (c, written) = $out.in_place();
         $i.step.launch($kernel {
@@ -33,13 +35,10 @@ macro_rules! launch_matmul {
             m: $m as u32,
             n: $n as u32,
             k: $k as u32,
-            lda: $lda as u32,
-            ldb: $ldb as u32,
             ldc: $n as u32,
             chunk: $k as u32,
             batches: $batches as u32,
-            stride_a: $m * $k,
-            stride_b: $k * $n,
+            $($factors)*
             stride_c: $m * $n,
             stride_bias: $n,
             beta: $beta,
@@ -63,18 +62,60 @@ macro_rules! matmul {
         ] {
             let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
             let (mut out, mut pre) = (i.normals([batches, m, n])?, i.normals([batches, m, n])?);
-            let lda = if flags & TRANSPOSE_A == 0 { k } else { m };
-            let ldb = if flags & TRANSPOSE_B == 0 { n } else { k };
-            launch_matmul!(i, $kernel, batches, [m, n, k], [lda, ldb], beta, flags, a, b, bias, out, pre);
+            let lda = if flags & TRANSPOSE_A == 0 { k } else { m } as u32;
+            let ldb = if flags & TRANSPOSE_B == 0 { n } else { k } as u32;
+            launch_matmul!(i, $kernel, batches, [m, n, k], { lda, ldb, stride_a: m * k, stride_b: k * n, }, beta,
+                flags, a, b, bias, out, pre);
         }
         Ok(())
     }};
 }
 
+/// Both factors of a multiply, A `[m, k]` and B `[n, k]` or each transposed, as fragments; and their strides.
+macro_rules! round_factors {
+    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], $flags:expr, $a:ident, $b:ident) => {{
+        let step = if stringify!($kernel) == "round_to_bf16" { 16 } else { 8 };
+        let (stride_a, stride_b) = (fragments([$m, $k], step), fragments([$n, $k], step));
+        let (mut a_out, mut b_out) = ($i.step.empty([$batches, stride_a])?, $i.step.empty([$batches, stride_b])?);
+        $i.step.launch($kernel {
+            a: $a.slice(),
+            b: $b.slice(),
+            a_out: a_out.out(),
+            b_out: b_out.out(),
+            m: $m,
+            n: $n,
+            k: $k,
+            lda: if $flags & TRANSPOSE_A == 0 { $k } else { $m },
+            ldb: if $flags & TRANSPOSE_B == 0 { $n } else { $k },
+            batches_a: $batches,
+            batches_b: $batches,
+            stride_a: $m * $k,
+            stride_b: $n * $k,
+            flags: $flags,
+        })?;
+        ((a_out, stride_a), (b_out, stride_b))
+    }};
+}
+
+/// The case of a kernel that rounds: factors as they lie and transposed, with and without tails, special numbers among them.
+macro_rules! rounded {
+    ($inputs:ident, $kernel:ident) => {
+        $inputs.rows(|i, x| {
+            let [m, k] = x.shape().as_rows();
+            for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+                let ((a, _), (b, _)) = round_factors!(i, $kernel, 1, [m, m, k], flags, x, x);
+                i.keep(&a)?;
+                i.keep(&b)?;
+            }
+            Ok(())
+        })
+    };
+}
+
 /// The case of a tile of matrix instructions: [`matmul`], on whole numbers so small that every sum is exact. The order of
 /// sums, which is each GPU's own, then changes nothing.
 macro_rules! matmul_tensor {
-    ($inputs:ident, $kernel:ident, $pack:expr) => {{
+    ($inputs:ident, $kernel:ident, $round:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
         for (batches, [m, n, k], flags, beta) in [
             (1, [1, 8, 8], 0, 0.0),
@@ -83,11 +124,11 @@ macro_rules! matmul_tensor {
             (1, [12, 256, 192], GELU, 0.0),
             (1, [150, 272, 264], GELU | KEEP, 0.5),
         ] {
-            let (a, b) = (i.whole(batches * m * k), i.whole(batches * k * n));
-            let (a, b) = ($pack(i, &a)?, $pack(i, &b)?);
-            let [bias, old] = [n, m * n].map(|each| i.whole(batches * each));
-            let (bias, mut out, mut pre) = (i.upload(&bias)?, i.upload(&old)?, i.upload(&old)?);
-            launch_matmul!(i, $kernel, batches, [m, n, k], [k, k], beta, flags, a, b, bias, out, pre);
+            let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+            let ((a, stride_a), (b, stride_b)) = round_factors!(i, $round, batches, [m, n, k], TRANSPOSE_B, a, b);
+            let (bias, mut out) = (i.whole(batches * n)?, i.whole(batches * m * n)?);
+            let mut pre = i.step.upload(&i.step.read(&out)?, [batches * m * n])?;
+            launch_matmul!(i, $kernel, batches, [m, n, k], { stride_a, stride_b, }, beta, flags, a, b, bias, out, pre);
         }
         Ok(())
     }};
@@ -179,14 +220,14 @@ pub(crate) const CASES: [(&str, Case); 49] = [
         }
         Ok(())
     }),
-    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, Inputs::words)),
-    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, Inputs::words)),
-    ("matmul_tf32_128x128", |i| matmul_tensor!(i, matmul_tf32_128x128, Inputs::words)),
-    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, Inputs::words)),
-    ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, Inputs::pairs)),
-    ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, Inputs::pairs)),
-    ("matmul_bf16_128x128", |i| matmul_tensor!(i, matmul_bf16_128x128, Inputs::pairs)),
-    ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, Inputs::pairs)),
+    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, round_to_tf32)),
+    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, round_to_tf32)),
+    ("matmul_tf32_128x128", |i| matmul_tensor!(i, matmul_tf32_128x128, round_to_tf32)),
+    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, round_to_tf32)),
+    ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, round_to_bf16)),
+    ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, round_to_bf16)),
+    ("matmul_bf16_128x128", |i| matmul_tensor!(i, matmul_bf16_128x128, round_to_bf16)),
+    ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, round_to_bf16)),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
@@ -204,8 +245,8 @@ pub(crate) const CASES: [(&str, Case); 49] = [
             i.keep(&gain)
         })
     }),
-    ("round_to_tf32", |i| i.rounded(Precision::Tf32)),
-    ("round_to_bf16", |i| i.rounded(Precision::Bf16)),
+    ("round_to_tf32", |i| rounded!(i, round_to_tf32)),
+    ("round_to_bf16", |i| rounded!(i, round_to_bf16)),
     ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
     ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
     ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
@@ -254,25 +295,9 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// Whole numbers from -8 to 8.
-    fn whole(&self, length: usize) -> Vec<f32> {
-        self.random.borrow_mut().belows(length, 17).into_iter().map(|below| below as f32 - 8.0).collect()
-    }
-
-    fn upload(&self, values: &[f32]) -> Result<Tensor<'s>> {
-        self.step.upload(values, [values.len()])
-    }
-
-    /// Numbers that TF32 has.
-    fn words(&self, values: &[f32]) -> Result<Tensor<'s, u32>> {
-        let words: Vec<u32> = values.iter().map(|value| value.to_bits()).collect();
-        self.step.upload(&words, [words.len()])
-    }
-
-    /// Numbers that BF16 has, two to a word.
-    fn pairs(&self, values: &[f32]) -> Result<Tensor<'s, u32>> {
-        let pair = |pair: &[f32]| pair[0].to_bits() >> 16 | pair[1].to_bits();
-        let words: Vec<u32> = values.chunks_exact(2).map(pair).collect();
-        self.step.upload(&words, [words.len()])
+    fn whole(&self, length: usize) -> Result<Tensor<'s>> {
+        let below = self.random.borrow_mut().belows(length, 17);
+        self.step.upload(&below.into_iter().map(|below| below as f32 - 8.0).collect::<Vec<_>>(), [length])
     }
 
     /// A gain for the norm of `x`.
@@ -315,14 +340,6 @@ impl<'s> Inputs<'_, 's> {
             values[row * cols + row] = special;
         }
         op(self, &self.step.upload(&values, [rows, cols])?)
-    }
-
-    /// Rows rounded as they lie, and transposed.
-    fn rounded(&self, precision: Precision) -> Result<()> {
-        self.rows(|i, x| {
-            i.keep(&ops::round_to(i.step, x, precision)?)?;
-            i.keep(&ops::transpose_to(i.step, x, precision)?)
-        })
     }
 
     /// Attention on q, k and v, gains, and a gradient of the output.

@@ -38,7 +38,6 @@ pub(super) fn queue<'s>(
     let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
     step.workspace(|step| {
         let [a, b] = round_both(step, precision, [a.slice(), b.slice()], [left, right])?;
-        let (left, right) = (left.rounded(), right.rounded());
         in_chunks(step, form, &words, outputs, |outputs| {
             let Words { m, n, k, chunk, batches, .. } = words;
             let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
@@ -57,13 +56,11 @@ pub(super) fn queue<'s>(
                             m,
                             n,
                             k,
-                            lda: left.ld as u32,
-                            ldb: right.ld as u32,
                             ldc,
                             chunk,
                             batches,
-                            stride_a: left.stride,
-                            stride_b: right.stride,
+                            stride_a: left.stride(precision),
+                            stride_b: right.stride(precision),
                             stride_c,
                             stride_bias: form.stride_bias,
                             beta,

@@ -30,7 +30,7 @@ pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use loss::cross_entropy;
 pub use matmul::{Gemm, TILES, Tile, gemm_into, linear, linear_gelu, linear_residual, matmul};
 pub use norm::{rms_norm, rms_norm_backward};
-pub use precision::{Precision, round_to, transpose_to};
+pub use precision::Precision;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };

@@ -1,11 +1,12 @@
 //! How exactly matrices are multiplied, and the rounding that a precision asks for.
 
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
+use crate::launch::Target;
 use crate::step::Step;
 use crate::tensor::Tensor;
-use cuda_std::launch::{PointerMut, Slice};
+use cuda_std::launch::Slice;
 use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
+use kernels::mma::{STEP, fragments};
 use kernels::precision::{round_to_bf16, round_to_tf32};
 use std::fmt;
 use std::str::FromStr;
@@ -54,63 +55,17 @@ impl FromStr for Precision {
     }
 }
 
-/// `x` in words of TF32 or pairs of BF16, the first in the lower half; `x`: `[.., cols]`, result: `[rows, words]`, as many as
-/// `cols` rounded up to eight takes, zero beyond `cols`. Queued, does not wait; a NaN stays a NaN, but for the payload that TF32
-/// cuts off.
-///
-/// # Errors
-/// [`Error::Misuse`] for [`Precision::Ieee`]; [`Error::ArenaFull`].
+/// Both operands of a multiply, rounded: fragments ([`kernels::precision`]), those of each matrix one row.
 #[track_caller]
-pub fn round_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
-    let [rows, cols] = x.shape().as_rows();
-    round_one(step, x, precision, Matrices { rows, cols, ld: cols, batches: 1, stride: 0, transposed: false })
-}
-
-/// As [`round_to`], and transposes; result: `[cols, words]`, as many as the rows rounded up to eight take.
-///
-/// # Errors
-/// As for [`round_to`].
-#[track_caller]
-pub fn transpose_to<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, precision: Precision) -> Result<Tensor<'s, u32>> {
-    let [rows, cols] = x.shape().as_rows();
-    let stored = Matrices { rows: cols, cols: rows, ld: cols, batches: 1, stride: 0, transposed: true };
-    round_one(step, x, precision, stored)
-}
-
-#[track_caller]
-fn round_one<'s>(
+pub(super) fn round_both<'s>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    precision: Precision,
-    stored: Matrices,
-) -> Result<Tensor<'s, u32>> {
-    let mut out = step.empty(stored.rounded().words(precision))?;
-    launch(step, precision, [x.slice(), Slice::empty()], [stored, Matrices::NONE], [out.out(), PointerMut::empty()])?;
-    Ok(out)
-}
-
-/// Both operands of a multiply, rounded.
-#[track_caller]
-pub(super) fn round_both<'s, 'x>(
-    step: &Step<'s>,
-    precision: Precision,
-    operands: [Slice<'x, f32>; 2],
-    stored: [Matrices; 2],
-) -> Result<[Tensor<'s, u32>; 2]> {
-    let [left, right] = stored.map(|stored| stored.rounded().words(precision));
-    let (mut left, mut right) = (step.empty(left)?, step.empty(right)?);
-    launch(step, precision, operands, stored, [left.out(), right.out()])?;
-    Ok([left, right])
-}
-
-#[track_caller]
-fn launch(
-    step: &Step<'_>,
     precision: Precision,
     [a, b]: [Slice<'_, f32>; 2],
     [left, right]: [Matrices; 2],
-    [a_out, b_out]: [PointerMut<'_, u32>; 2],
-) -> Result<()> {
+) -> Result<[Tensor<'s, u32>; 2]> {
+    let words = |stored: Matrices| step.empty([stored.distinct(), stored.words(precision)]);
+    let (mut rounded_a, mut rounded_b) = (words(left)?, words(right)?);
+    let (a_out, b_out) = (rounded_a.out(), rounded_b.out());
     // Of a multiply, B is transposed by itself.
     let flags = if left.transposed { TRANSPOSE_A } else { 0 } | if right.transposed { 0 } else { TRANSPOSE_B };
     macro_rules! launch {
@@ -125,8 +80,8 @@ fn launch(
                 k: left.cols,
                 lda: left.ld,
                 ldb: right.ld,
-                batches_a: left.rounded().batches,
-                batches_b: right.rounded().batches,
+                batches_a: left.distinct(),
+                batches_b: right.distinct(),
                 stride_a: left.stride,
                 stride_b: right.stride,
                 flags,
@@ -134,10 +89,11 @@ fn launch(
         };
     }
     match precision {
-        Precision::Tf32 => launch!(round_to_tf32),
-        Precision::Bf16 => launch!(round_to_bf16),
-        Precision::Ieee => Err(Error::misuse("round_to", "tf32 or bf16", "ieee")),
+        Precision::Tf32 => launch!(round_to_tf32)?,
+        Precision::Bf16 => launch!(round_to_bf16)?,
+        Precision::Ieee => return Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
     }
+    Ok([rounded_a, rounded_b])
 }
 
 /// Matrices of `rows` x `cols`, and how they lie in memory: row by row, or (`transposed`) column by column.
@@ -152,19 +108,19 @@ pub(super) struct Matrices {
 }
 
 impl Matrices {
-    const NONE: Self = Self { rows: 0, cols: 0, ld: 0, batches: 0, stride: 0, transposed: false };
-
-    /// How they lie when they are rounded: row by row, packed, one for all batches where there was one.
-    pub(super) fn rounded(self) -> Self {
-        let ld = self.cols.next_multiple_of(8);
-        let batches = if self.stride == 0 { self.batches.min(1) } else { self.batches };
-        let stride = if self.stride == 0 { 0 } else { self.rows * ld };
-        Self { ld, batches, stride, transposed: false, ..self }
+    /// How many are stored: one for all batches where none lies beside another.
+    pub(super) fn distinct(self) -> usize {
+        if self.stride == 0 { self.batches.min(1) } else { self.batches }
     }
 
-    /// The shape of rounded ones.
-    fn words(self, precision: Precision) -> [usize; 2] {
+    /// Words from one batch's fragments to the next.
+    pub(super) fn stride(self, precision: Precision) -> usize {
+        if self.stride == 0 { 0 } else { self.words(precision) }
+    }
+
+    /// Words of the fragments of one.
+    fn words(self, precision: Precision) -> usize {
         let per_word = if precision == Precision::Bf16 { 2 } else { 1 };
-        [self.batches * self.rows, self.ld / per_word]
+        fragments([self.rows, self.cols], STEP as usize * per_word)
     }
 }

@@ -166,7 +166,8 @@ fn gemm(device: &Device, case: &Case, form: &Gemm) -> Vec<f32> {
 /// Takes at least the memory that a product has used for rounded operands and given back, so that the trial knows of it.
 fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Tensor<'s>> {
     let Gemm { m, n, k, batches, .. } = *form;
-    trial.empty([batches * (m + n) * k.next_multiple_of(8) + 2 * 64])
+    let rows = m.next_multiple_of(32) + n.next_multiple_of(32);
+    trial.empty([batches * rows * k.next_multiple_of(16)])
 }
 
 on_each_device! {

@@ -4,12 +4,12 @@
 //! adds several products at once: a result is within a stated bound of the exact one, and its bits may differ from the
 //! emulator's (see [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! Both operands lie along k and are rounded beforehand, by the kernels of [`precision`](super::precision): A is `[m, k]`, B
-//! `[n, k]`, in words of TF32 or pairs of BF16. A block copies stages of both to shared memory, several ahead of the one in use;
-//! warps read them as factors and multiply (NVIDIA's CUTLASS is built so).
+//! Both operands are rounded beforehand, by the kernels of [`precision`](super::precision), to fragments: A's rows are m, B's n.
+//! A block copies stages of both to shared memory, several ahead of the one in use; warps read them as factors and multiply
+//! (NVIDIA's CUTLASS is built so).
 //!
-//! Parameters are those of [`matmul`](super::matmul), without transposes; `lda`, `ldb`, `stride_a` and `stride_b` count elements
-//! and are multiples of eight; a row ends with zeros up to one.
+//! Parameters are those of [`matmul`](super::matmul), without transposes and leading dimensions of the operands; `stride_a` and
+//! `stride_b` count words. `chunk` is a multiple of a step's elements, where k has several.
 
 mod block;
 mod operand;
@@ -22,9 +22,10 @@ use super::matmul::split::Chunk;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::{GELU, KEEP};
 use crate::contract;
+use crate::format::{Bf16, Format, Tf32};
+use crate::mma::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
-use crate::format::Format;
-use crate::format::{Bf16, Tf32};
+use crate::mma::fragments;
 use block::{Problem, finish, sum};
 use cuda_std::prelude::*;
 use operand::Operand;
@@ -54,8 +55,6 @@ macro_rules! entries {
             m: u32,
             n: u32,
             k: u32,
-            lda: u32,
-            ldb: u32,
             ldc: u32,
             chunk: u32,
             batches: u32,
@@ -75,10 +74,10 @@ macro_rules! entries {
             let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
             let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
-            let k = end - first;
-            let a = Operand::new::<$format>(a, z * stride_a + first as usize, [m, k], lda);
-            let b = Operand::new::<$format>(b, z * stride_b + first as usize, [n, k], ldb);
-            let problem = Problem { a, b, epilogue, m, n, k };
+            let [all, first, end] = [k, first, end].map(|k| k.div_ceil(STEP * $format::PER_WORD));
+            let a = Operand::new(a, z * stride_a, m, [all, end]);
+            let b = Operand::new(b, z * stride_b, n, [all, end]);
+            let problem = Problem { a, b, epilogue, m, n, steps: [first, end] };
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe {
                 const ROWS: usize = $tile.blocks[0];
@@ -140,19 +139,19 @@ pub const TILES: &[Tile] = &[T64X64, T64X128, T128X128, T128X256];
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:ident) => {{
         let p = $p;
-        let [m, n, k, lda, ldb] = [p.m, p.n, p.k, p.lda, p.ldb].map(|x| x as usize);
-        let k = k.next_multiple_of(8);
-        let (batches, per_word) = (p.batches as usize, $format::PER_WORD as usize);
-        checks::holds("a", p.a.len().saturating_mul(per_word), batches, p.stride_a, [m, k], lda)?;
-        checks::holds("b", p.b.len().saturating_mul(per_word), batches, p.stride_b, [n, k], ldb)?;
+        let step = STEP * $format::PER_WORD;
+        for (name, len, rows, stride) in [("a", p.a.len(), p.m, p.stride_a), ("b", p.b.len(), p.n, p.stride_b)] {
+            let words = fragments([rows as usize, p.k as usize], step as usize);
+            checks::holds(name, len, p.batches as usize, stride, [1, words], words)?;
+        }
         let chunks = sum_chunks!(p);
         check_outputs!(p, chunks);
-        for (name, elements) in [("lda", lda), ("ldb", ldb), ("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
-            Violation::unless(elements.is_multiple_of(8), name, "a multiple of eight", elements)?;
+        for (name, words) in [("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
+            Violation::unless(words.is_multiple_of(4), name, "a multiple of four", words)?;
         }
-        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(8), "chunk", "a multiple of eight", p.chunk)?;
+        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(step), "chunk", "a multiple of 16", p.chunk)?;
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, batches)
+        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, p.batches as usize)
     }};
 }
 

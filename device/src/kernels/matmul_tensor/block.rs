@@ -2,12 +2,12 @@
 //!
 //! Invariant: the words of k are added in the same order in every tile.
 
-use super::operand::{Operand, read, starts};
-use super::tile::{STAGES, Tile, WORDS};
+use super::operand::{Operand, read, start};
+use super::tile::{STAGES, STEPS, Tile, WORDS};
 use crate::format::Format;
 use crate::matmul::epilogue::Epilogue;
 use crate::matmul::tile::place;
-use crate::mma::{Factor, Sums, multiply};
+use crate::mma::{Factor, Side, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
@@ -24,7 +24,8 @@ pub(super) struct Problem<'p> {
     pub(super) epilogue: Epilogue<'p>,
     pub(super) m: u32,
     pub(super) n: u32,
-    pub(super) k: u32,
+    /// The steps of k that this block adds.
+    pub(super) steps: [u32; 2],
 }
 
 /// A warp's factors of one step.
@@ -46,12 +47,12 @@ pub(super) unsafe fn sum<
     problem: Problem<'_>,
     tile: Tile,
 ) -> [[Sums; COLS]; ROWS] {
-    let Problem { a, b, k, .. } = problem;
+    let Problem { a, b, steps: [first_step, end], .. } = problem;
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
-    let (left, right) = (starts(own[0], rows), starts(own[1], cols));
+    let (left, right) = (start(own[0]), start(own[1]));
 
-    let stages = k.div_ceil(WORDS * F::PER_WORD);
+    let stages = (end - first_step).div_ceil(STEPS);
     // SAFETY: the parts follow each other in what the contract declares.
     let part = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
@@ -62,23 +63,24 @@ pub(super) unsafe fn sum<
         if is_needed(stage) {
             // SAFETY: the contract has accepted the operands.
             unsafe {
-                a.stage::<A_PASSES>(part(stage, 0, rows), threads, first[0], stage * WORDS);
-                b.stage::<B_PASSES>(part(stage, rows, cols), threads, first[1], stage * WORDS);
+                let step = first_step + stage * STEPS;
+                a.stage::<A_PASSES>(part(stage, 0, rows), threads, first[0], step);
+                b.stage::<B_PASSES>(part(stage, rows, cols), threads, first[1], step);
             }
         }
         commit_copies();
     };
-    let factors = |stage: u32, step: usize| -> Factors<ROWS, COLS> {
+    let factors = |stage: u32, step: u32| -> Factors<ROWS, COLS> {
         let (a, b) = (part(stage, 0, rows), part(stage, rows, cols));
         let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
         unroll_on_gpu!(row < 2 => {
             if row < ROWS {
-                factors.0[row] = read(a, left[step], row);
+                factors.0[row] = read(Side::Left, a, left, step, row as u32);
             }
         });
         unroll_on_gpu!(col < 2 => {
             if col < COLS {
-                factors.1[col] = read(b, right[step], col);
+                factors.1[col] = read(Side::Right, b, right, step, col as u32);
             }
         });
         factors

@@ -1,48 +1,41 @@
 //! Operands: how a block brings a stage of one to shared memory, and how a lane reads its factors from there.
 //!
-//! A stage holds an operand step by step, of each row eight words of k, 32 bytes. Of 32 rows those that are four apart follow
-//! each other; the second step has pairs of rows exchanged, and every other four rows have their halves exchanged: so what a
-//! warp copies or reads at once lies in all banks.
+//! An operand is stored as fragments ([`precision`](crate::precision)), so both are plain: a stage holds, of each 32 rows, the
+//! fragments of its steps as memory does, and a lane reads 16 bytes beside those of the next.
 //!
-//! Invariant: every place of a stage is written, with zero beyond k. Rows beyond the operand hold its last one again: what is
+//! Invariant: every place of a stage is written, with zero beyond k. Rows beyond the operand hold its last ones again: what is
 //! computed from them is never stored.
 
-use super::tile::WORDS;
-use crate::format::Format;
-use crate::mma::Factor;
+use super::tile::STEPS;
+use crate::mma::{FRAGMENT, Factor, QUAD, ROWS, Side};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::words;
 use cuda_std::{thread, warp};
 
-/// Words of a step.
-const STEP: u32 = 8;
-/// Words of a chunk, 16 bytes.
-const CHUNK: u32 = 4;
-/// Chunks of a row.
-const CHUNKS: u32 = WORDS / CHUNK;
+/// Words of 32 rows in a stage.
+const BLOCK: u32 = STEPS * FRAGMENT;
+/// Words of a copy, 16 bytes.
+const COPY: u32 = 4;
 
-/// One operand: `rows` of `k` words from word `start` on, `stride` from one to the next.
+/// One operand: its fragments from word `start` on, `steps` for each of `blocks` of 32 rows, of which those before `end` count.
 #[derive(Clone, Copy)]
 pub(super) struct Operand<'p> {
     words: &'p [f32],
     start: usize,
-    rows: u32,
-    k: u32,
-    stride: usize,
+    blocks: u32,
+    steps: u32,
+    end: u32,
 }
 
 impl<'p> Operand<'p> {
-    /// The operand in `values` whose first element is the `start`th, `ld` elements from one row to the next; the elements beyond
-    /// `k`, up to a multiple of eight, are zero.
+    /// The operand of `rows` in `values`, from word `start` on.
     #[inline(always)]
-    pub(super) fn new<F: Format>(values: &'p [u32], start: usize, [rows, k]: [u32; 2], ld: u32) -> Self {
-        let per_word = F::PER_WORD as usize;
-        let (start, stride) = (start / per_word, ld as usize / per_word);
-        Self { words: words(values), start, rows, k: k.div_ceil(F::PER_WORD), stride }
+    pub(super) fn new(values: &'p [u32], start: usize, rows: u32, [steps, end]: [u32; 2]) -> Self {
+        Self { words: words(values), start, blocks: rows.div_ceil(ROWS), steps, end }
     }
 
-    /// Starts this thread's copies of a stage: `PASSES` times `threads / 4` rows from `first_row`, and words from `first_word`.
+    /// Starts this thread's copies of a stage, `PASSES` times 16 bytes: of rows from `first_row` and steps from `first_step` on.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -52,50 +45,34 @@ impl<'p> Operand<'p> {
         part: SharedTile<f32>,
         threads: u32,
         first_row: u32,
-        first_word: u32,
+        first_step: u32,
     ) {
-        let (chunk, place) = (thread::thread_idx_x() % CHUNKS, thread::thread_idx_x() / CHUNKS);
-        let (step, half) = (chunk / 2, chunk % 2);
-        let (word, each) = (first_word + chunk * CHUNK, threads / CHUNKS);
-        let to = start([step, half], place, PASSES as u32 * each);
+        let (own, each) = (thread::thread_idx_x() * COPY, threads * COPY);
+        let there = first_step + own % BLOCK / FRAGMENT < self.end;
         unroll_on_gpu!(pass < 8 => {
             if pass < PASSES {
-                let row = first_row + row_at(place) + pass as u32 * each;
-                let row = if row < self.rows { row } else { self.rows - 1 };
-                let from = self.start + row as usize * self.stride + word as usize;
-                // SAFETY: a chunk of the row, on a 16-byte boundary, lies inside the operand as far as k does.
-                unsafe { part.copy4_or_zero(to + pass as u32 * each * STEP, self.words, from, word < self.k) };
+                let to = own + pass as u32 * each;
+                let block = first_row / ROWS + own / BLOCK + pass as u32 * (each / BLOCK);
+                let block = if block < self.blocks { block } else { self.blocks - 1 };
+                let row = self.start + block as usize * (self.steps as usize * FRAGMENT as usize);
+                let from = row + (own % BLOCK) as usize + first_step as usize * FRAGMENT as usize;
+                // SAFETY: 16 bytes of a fragment, which lies inside the operand as far as its steps do.
+                unsafe { part.copy4_or_zero(to, self.words, from, there) };
             }
         });
     }
 }
 
-/// Where this lane finds its first word of both halves of each step, in a part of `rows`.
+/// Where this lane's factors of the rows from `first_row` on start in a part.
 #[inline(always)]
-pub(super) fn starts(first_row: u32, rows: u32) -> [[u32; 2]; 2] {
-    let (row, word) = (first_row + warp::lane_id() / 4, warp::lane_id() % 4);
-    [0, 1].map(|step| [0, 1].map(|half| start([step, half], row, rows) + word))
+pub(super) fn start(first_row: u32) -> u32 {
+    first_row / ROWS * BLOCK + warp::lane_id() * QUAD
 }
 
-/// This lane's factors of a step, of the `block`th 32 rows.
+/// This lane's factors of a step, of the `block`th 32 rows from `start`.
 #[inline(always)]
 #[track_caller]
-pub(super) fn read(part: SharedTile<f32>, starts: [u32; 2], block: usize) -> Factor {
-    let mut factor = [[0; 2]; 4];
-    unroll_on_gpu!(row < 4 => {
-        factor[row] = starts.map(|start| part.get(start + (block * 32 + row * 8) as u32 * STEP).to_bits());
-    });
-    factor
-}
-
-/// The word at which half of a step's row starts, the row at `place` among `rows`.
-#[inline(always)]
-fn start([step, half]: [u32; 2], place: u32, rows: u32) -> u32 {
-    (step * rows + (place ^ (2 * step))) * STEP + (half ^ (place / 4 % 2)) * CHUNK
-}
-
-/// The row at a place.
-#[inline(always)]
-fn row_at(place: u32) -> u32 {
-    place / 32 * 32 + place % 8 * 4 + place / 8 % 4
+pub(super) fn read(side: Side, part: SharedTile<f32>, start: u32, step: u32, block: u32) -> Factor {
+    let quad = |half: u32| part.get4(start + block * BLOCK + step * FRAGMENT + half * FRAGMENT / 2).0.map(f32::to_bits);
+    side.factor([quad(0), quad(1)])
 }

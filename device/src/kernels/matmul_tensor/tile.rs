@@ -2,8 +2,12 @@
 //!
 //! Invariant: a stage is sixteen words deep whatever the format, so a tile's shared memory does not depend on it.
 
+use crate::mma::STEP;
+
+/// Steps of k of a stage.
+pub(super) const STEPS: u32 = 2;
 /// Words along k of a stage.
-pub(super) const WORDS: u32 = 16;
+pub(super) const WORDS: u32 = STEPS * STEP;
 /// Stages in shared memory: one in use, the others on their way.
 pub(super) const STAGES: u32 = 4;
 
@@ -39,7 +43,7 @@ impl Tile {
         32 * self.warps[0] * self.warps[1]
     }
 
-    /// Chunks of a stage that a thread copies: of A and of B.
+    /// Copies of 16 bytes that a thread makes of a stage: of A and of B.
     #[inline(always)]
     pub(super) const fn passes(self) -> [usize; 2] {
         let copied = self.threads() * 4 / WORDS;
