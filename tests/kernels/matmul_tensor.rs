@@ -327,10 +327,10 @@ on_each_device! {
 
     fn violations_name_the_argument(device: &Device) {
         let sound = Gemm { batches: 2, stride_a: 340, stride_b: 400, stride_c: 340, stride_bias: 20, ..Gemm::new(17, 20, 20) };
-        trial(device, |trial| {
-            let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
-            let (a, b, bias, mut out) = (ones(680)?, ones(800)?, ones(40)?, ones(680)?);
-            for precision in ROUNDED {
+        for precision in ROUNDED {
+            trial(device, |trial| {
+                let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
+                let (a, b, bias, mut out) = (ones(680)?, ones(800)?, ones(40)?, ones(680)?);
                 for (form, argument) in [
                     (Gemm { stride_a: 341, ..sound }, "a"),
                     (Gemm { ldb: 21, ..sound }, "b"),
@@ -351,9 +351,9 @@ on_each_device! {
                     assert_refused(refused, &["one of `ops::TENSOR_TILES`", "cycles: 0"]);
                     workspace(trial, &form)
                 })?;
-            }
-            Ok(())
-        });
+                Ok(())
+            });
+        }
     }
 }
 
