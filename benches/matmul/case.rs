@@ -1,4 +1,4 @@
-//! What is multiplied: the shapes of CrossAsset's training at batch 1 and 256, and large matrices.
+//! What is multiplied: the shapes of CrossAsset's training at batch 1, 256 and 4096, and large matrices.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -54,6 +54,7 @@ impl Case {
         [
             Self::training(1),
             Self::training(256),
+            Self::training(4096),
             [Form::NN, Form::NT, Form::TN, Form::TT].map(forms).concat(),
             vec![Self::new(Form::NN, [2049, 1023, 511])],
         ]

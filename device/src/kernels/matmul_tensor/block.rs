@@ -86,11 +86,11 @@ pub(super) unsafe fn sum<
         factors
     };
 
-    for stage in 0..STAGES - 1 {
+    for stage in 0..STAGES {
         fetch(stage);
     }
     let mut sums = [[[[0.0; 8]; 4]; COLS]; ROWS];
-    wait_copies::<{ STAGES - 2 }>();
+    wait_copies::<{ STAGES - 1 }>();
     thread::sync_threads();
     let mut now = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
     if is_needed(0) {
@@ -99,8 +99,6 @@ pub(super) unsafe fn sum<
     for stage in 0..stages {
         // The next factors are on their way while these are multiplied, also across the end of the stage.
         let next = factors(stage, 1);
-        // Into the slot that was read before the last barrier.
-        fetch(stage + STAGES - 1);
         // SAFETY: all lanes are here.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
         wait_copies::<{ STAGES - 2 }>();
@@ -108,6 +106,8 @@ pub(super) unsafe fn sum<
         if is_needed(stage + 1) {
             now = factors(stage + 1, 0);
         }
+        // Into the slot whose last factors were read before the barrier.
+        fetch(stage + STAGES);
         // SAFETY: all lanes are here.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, next) };
     }
