@@ -225,9 +225,15 @@ fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f3
 /// Adds the products of one k to a thread's sums.
 #[inline(always)]
 fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (left, right): Factors<TM, TN>) {
-    unroll!(i < TM => {
+    unroll!(pair < TM.div_ceil(2) => {
         for j in 0..TN {
-            sums[i][j] = GpuFloat::mul_add(left[i], right[j], sums[i][j]);
+            let j = if pair % 2 == 0 { j } else { TN - 1 - j };
+            for e in 0..2 {
+                let i = 2 * pair + (e + j) % 2;
+                if i < TM {
+                    sums[i][j] = GpuFloat::mul_add(left[i], right[j], sums[i][j]);
+                }
+            }
         }
     });
 }
