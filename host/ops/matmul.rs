@@ -283,14 +283,14 @@ fn multiply(
         return launch!(matmul_on_cpu);
     }
     let processors = device.processors as usize;
-    let tile = form.tile.unwrap_or_else(|| fastest([form.m, form.n], words.matrices(), processors));
+    let tile = form.tile.unwrap_or_else(|| fastest(words.extents(), words.matrices(), processors));
     kernels::matmul_tiles!(launch_tile! tile in)
 }
 
-/// The tile whose last block should end first, of so many matrices of `m` x `n`.
-fn fastest(outputs: [usize; 2], matrices: usize, processors: usize) -> Tile {
-    let costs = |tile: Tile| ([tile.rows(), tile.cols()], [tile.latency, tile.cycles]);
-    split::fastest(TILES, outputs, matrices, processors, costs)
+/// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(TILES, extents, matrices, processors, costs)
 }
 
 #[cfg(test)]
@@ -304,12 +304,13 @@ mod tests {
             (12, 256, 1024_usize, [16, 16], [16, 16]),
             (256, 1024, 3072, [64, 128], [64, 128]),
             (3072, 256, 1024, [32, 64], [64, 128]),
-            (3072, 1024, 256, [64, 128], [128, 256]),
+            (3072, 1024, 256, [64, 128], [64, 128]),
             (1024, 1024, 1024, [64, 128], [64, 128]),
             (8192, 8192, 8192, [128, 256], [128, 256]),
         ] {
             for (processors, want) in [(132, on_h200), (48, on_gb10)] {
-                let tile = fastest([m, n], usize::div_ceil(k, chunk(m, n, k)), processors);
+                let chunk = chunk(m, n, k);
+                let tile = fastest([m, n, chunk], k.div_ceil(chunk), processors);
                 assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
             }
         }

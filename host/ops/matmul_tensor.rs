@@ -42,7 +42,7 @@ pub(super) fn queue<'s>(
             let Words { m, n, k, chunk, batches, .. } = words;
             let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
             let processors = step.description().processors as usize;
-            let tile = form.tensor_tile.unwrap_or_else(|| fastest([form.m, form.n], words.matrices(), processors));
+            let tile = form.tensor_tile.unwrap_or_else(|| fastest(words.extents(), words.matrices(), processors));
             macro_rules! launch {
                 ($($kernel:ident: $tile:ident,)*) => {
                     match tile {
@@ -79,10 +79,10 @@ pub(super) fn queue<'s>(
     })
 }
 
-/// The tile whose last block should end first, of so many matrices of `m` x `n`.
-fn fastest(outputs: [usize; 2], matrices: usize, processors: usize) -> Tile {
-    let costs = |tile: Tile| ([tile.rows(), tile.cols()], [tile.latency, tile.cycles]);
-    split::fastest(TILES, outputs, matrices, processors, costs)
+/// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(TILES, extents, matrices, processors, costs)
 }
 
 #[cfg(test)]
@@ -92,15 +92,18 @@ mod tests {
     /// The shapes of CrossAsset and of large squares, on an H200.
     #[test]
     fn the_fastest_tile_suits_the_shape() {
-        for (m, n, want) in [
-            (256, 1024, T64X64),
-            (3072, 256, T64X64),
-            (3072, 1024, T64X128),
-            (1024, 1024, T64X64),
-            (2048, 2048, T128X128),
-            (8192, 8192, T128X256),
+        for (m, n, k, matrices, want) in [
+            (256, 1024, 384, 8, T128X128),
+            (3072, 256, 1024, 1, T64X128),
+            (3072, 1024, 256, 1, T64X128),
+            (1024, 1024, 1024, 1, T64X128),
+            (2048, 2048, 2048, 1, T128X128),
+            (49152, 1024, 256, 1, T64X128),
+            (49152, 256, 1024, 1, T128X128),
+            (256, 1024, 6144, 8, T128X128),
+            (8192, 8192, 8192, 1, T128X256),
         ] {
-            assert_eq!(fastest([m, n], 1, 132), want, "{m} x {n}");
+            assert_eq!(fastest([m, n, k], matrices, 132), want, "{m} x {n}, {matrices} times k {k}");
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
 use cuda_std::launch::{Pointer, PointerMut, Slice};
-use kernels::matmul::{chunk, sum_splits};
+use kernels::matmul::{Cost, chunk, sum_splits};
 
 /// The extents of a multiply as its kernels take them.
 #[derive(Clone, Copy)]
@@ -38,6 +38,11 @@ impl Words {
             chunk: word("k", chunk(form.m, form.n, form.k))?,
             batches: word("batches", form.batches)?,
         })
+    }
+
+    /// Rows, columns and products of a sum.
+    pub(super) fn extents(&self) -> [usize; 3] {
+        [self.m, self.n, self.chunk.min(self.k)].map(|extent| extent as usize)
     }
 
     /// Matrices of sums: one for each batch and each chunk of k.
@@ -131,19 +136,20 @@ pub(super) fn in_chunks(
     })
 }
 
-/// The tile of `tiles` whose last block should end first, of so many matrices of `m` x `n`. `costs` are a tile's rows and
-/// columns, and its cycles for one k: of a block alone on its multiprocessor, which hides no latency, and of each of several.
+/// The tile of `tiles` whose last block should end first, of so many matrices of `m` x `n`, each sums of k products. `costs` are
+/// a tile's rows and columns, and how long it takes.
 pub(super) fn fastest<T: Copy>(
     tiles: &[T],
-    [m, n]: [usize; 2],
+    [m, n, k]: [usize; 3],
     matrices: usize,
     processors: usize,
-    costs: impl Fn(T) -> ([u32; 2], [u32; 2]),
+    costs: impl Fn(T) -> ([u32; 2], Cost),
 ) -> T {
     let time = |tile: &&T| {
-        let ([rows, cols], [latency, cycles]) = costs(**tile);
+        let ([rows, cols], Cost { latency, cycles, ends }) = costs(**tile);
         let blocks = m.div_ceil(rows as usize).saturating_mul(n.div_ceil(cols as usize)).saturating_mul(matrices);
-        blocks.div_ceil(processors).saturating_mul(cycles as usize).max(latency as usize)
+        let block = |for_one_k: u32| k.saturating_mul(for_one_k as usize).saturating_add(ends as usize);
+        blocks.div_ceil(processors).saturating_mul(block(cycles)).max(block(latency))
     };
     *tiles.iter().min_by_key(time).expect("there are tiles")
 }

@@ -344,11 +344,11 @@ on_each_device! {
                         workspace(trial, &sound)
                     })?;
                 }
-                let unknown = Tile { cycles: 0, ..TILES[0] };
+                let unknown = Tile { warps: [1, 1], ..TILES[0] };
                 trial.with_scratch(|| {
                     let form = Gemm { tensor_tile: Some(unknown), ..sound.precision(precision) };
                     let refused = ops::gemm_into(trial, &form, &a, &b, None::<&Tensor<'_>>, &mut out);
-                    assert_refused(refused, &["one of `ops::TENSOR_TILES`", "cycles: 0"]);
+                    assert_refused(refused, &["one of `ops::TENSOR_TILES`", "warps: [1, 1]"]);
                     workspace(trial, &form)
                 })?;
                 Ok(())

@@ -15,6 +15,7 @@ mod block;
 mod operand;
 mod tile;
 
+use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
@@ -32,13 +33,13 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], latency: 36, cycles: 15 };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost { latency: 21, cycles: 13, ends: 750 } };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], latency: 49, cycles: 25 };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost { latency: 20, cycles: 21, ends: 1500 } };
 /// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], latency: 80, cycles: 44 };
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost { latency: 36, cycles: 34, ends: 5000 } };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], latency: 108, cycles: 82 };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost { latency: 66, cycles: 66, ends: 16000 } };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {

@@ -24,10 +24,19 @@ pub struct Tile {
     /// Groups of so many k in the body of the loop: an even number, so that no register is copied at its end; with large
     /// tiles few, so that the loop stays in the instruction cache.
     pub groups: usize,
-    /// Cycles that a block alone on its multiprocessor takes for one k, measured on an H200: how the host compares tiles.
+    /// How long it takes.
+    pub cost: Cost,
+}
+
+/// Cycles of a block, measured on an H200: how the host compares tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cost {
+    /// For one k, where the block is alone on its multiprocessor.
     pub latency: u32,
-    /// Cycles for one k of each block where several share a multiprocessor, measured there too.
+    /// For one k of each block where several share a multiprocessor.
     pub cycles: u32,
+    /// Before the first k and after the last.
+    pub ends: u32,
 }
 
 impl Tile {

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a stage is sixteen words deep whatever the format, so a tile's shared memory does not depend on it.
 
+use crate::matmul::Cost;
 use crate::mma::STEP;
 
 /// Steps of k of a stage.
@@ -18,10 +19,8 @@ pub struct Tile {
     pub warps: [u32; 2],
     /// Blocks of 32 x 32 outputs of a warp along both.
     pub blocks: [usize; 2],
-    /// Cycles that a block alone on its multiprocessor takes for one k in TF32, measured on an H200: how the host compares tiles.
-    pub latency: u32,
-    /// Cycles for one k of each block where several share a multiprocessor, measured there too.
-    pub cycles: u32,
+    /// How long it takes, in TF32.
+    pub cost: Cost,
 }
 
 impl Tile {
