@@ -1,8 +1,7 @@
 """The rules that every kernel's PTX must keep (section "numbers" of docs/architecture.md), for ci/ptx.
 
     ptx_rules.py self-test PTXAS                          every rule must fire on code that breaks it
-    ptx_rules.py check PTXAS KERNELS_DIR PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and the source;
-                                                          check --may-spill NAMES ..: but for the spills of these kernels
+    ptx_rules.py check PTXAS KERNELS_DIR PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and the source
 
 Invariant: what cannot be read is a failure. A kernel without a report, a report without a kernel, an attribute without
 a function: each ends the run with status 1.
@@ -211,8 +210,8 @@ def table(names, archs, by_arch):
         print(f"{name:{width}}  " + "  ".join(cells))
 
 
-def check(ptxas, folder, ptx_dir, archs, may_spill="(?!)"):
-    """Prints a table of all kernels and the faults; those whose names match `may_spill` may spill and have a stack."""
+def check(ptxas, folder, ptx_dir, archs):
+    """Prints a table of all kernels and the faults."""
     kernels, faults = source_kernels(folder)
     by_arch = {}
     for arch in archs:
@@ -220,9 +219,7 @@ def check(ptxas, folder, ptx_dir, archs, may_spill="(?!)"):
         ptx = path.read_text()
         log = assemble(ptxas, arch, path)
         by_arch[arch] = reports(log)
-        for rule, message in judge(ptx, log, kernels):
-            if rule not in ("spill", "stack") or not re.match(may_spill, message):
-                faults.append(f"{arch}: [{rule}] {message}")
+        faults += [f"{arch}: [{rule}] {message}" for rule, message in judge(ptx, log, kernels)]
     table(sorted(set().union(*by_arch.values())), archs, by_arch)
     print("shared: static bytes; spills: bytes stored and loaded. Dynamic shared memory is in each kernel's contract.")
     if faults:
@@ -382,8 +379,6 @@ def main():
     match sys.argv[1:]:
         case ["self-test", ptxas]:
             return self_test(ptxas)
-        case ["check", "--may-spill", names, ptxas, folder, ptx_dir, *archs] if archs:
-            return check(ptxas, folder, ptx_dir, archs, names)
         case ["check", ptxas, folder, ptx_dir, *archs] if archs:
             return check(ptxas, folder, ptx_dir, archs)
     raise SystemExit(__doc__)

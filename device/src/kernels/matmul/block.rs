@@ -222,12 +222,13 @@ fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f3
     factors
 }
 
-/// Adds the products of one k to a thread's sums.
+/// Adds the products of one k to a thread's sums, two rows at a time, back and forth: neighbours share a factor, which the GPU
+/// then reads once, and fewer reads of a bank of registers meet.
 #[inline(always)]
 fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (left, right): Factors<TM, TN>) {
     unroll!(pair < TM.div_ceil(2) => {
         for j in 0..TN {
-            let j = if pair % 2 == 0 { j } else { TN - 1 - j };
+            let j = if pair.is_multiple_of(2) { j } else { TN - 1 - j };
             for e in 0..2 {
                 let i = 2 * pair + (e + j) % 2;
                 if i < TM {
