@@ -33,13 +33,13 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost { latency: 21, cycles: 13, ends: 750 } };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost { latency: 30, cycles: 12, ends: 500 } };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost { latency: 20, cycles: 21, ends: 1500 } };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost { latency: 27, cycles: 21, ends: 1500 } };
 /// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost { latency: 36, cycles: 34, ends: 5000 } };
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost { latency: 41, cycles: 32, ends: 6750 } };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost { latency: 66, cycles: 66, ends: 16000 } };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost { latency: 62, cycles: 61, ends: 27500 } };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {

@@ -28,7 +28,7 @@ pub struct Tile {
     pub cost: Cost,
 }
 
-/// Cycles of a block, measured on an H200: how the host compares tiles.
+/// Cycles of a block, fitted to times on an H200: how the host compares tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
     /// For one k, where the block is alone on its multiprocessor.
