@@ -150,7 +150,7 @@ macro_rules! grid {
         for (name, words) in [("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
             Violation::unless(words.is_multiple_of(4), name, "a multiple of four", words)?;
         }
-        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(step), "chunk", "a multiple of 16", p.chunk)?;
+        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(step), "chunk", "whole steps of k", p.chunk)?;
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
         Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, p.batches as usize)
     }};

@@ -62,9 +62,9 @@ macro_rules! entries {
 }
 
 entries! {
-    /// Rounds A and B of products to TF32: of `[m, k]` (stored `[k, m]` with `TRANSPOSE_A`) to fragments in `a_out`, of `[k, n]`
-    /// (stored `[n, k]` with `TRANSPOSE_B`) to fragments in `b_out`, of each batch
-    /// `ceil(m / 32) * ceil(k / 8)` and `ceil(n / 32) * ceil(k / 8)`. Parameters are those of [`matmul`](super::matmul).
+    /// Rounds A and B of products to TF32. A: `[m, k]` (stored `[k, m]` with `TRANSPOSE_A`), `a_out`: `ceil(m / 32) ceil(k / 8)`
+    /// fragments a batch; B: `[k, n]` (stored `[n, k]` with `TRANSPOSE_B`), `b_out`: `ceil(n / 32) ceil(k / 8)`. Other parameters
+    /// are those of [`matmul`](super::matmul), for each operand its own number of batches.
     round_to_tf32: Tf32;
     /// The same to pairs of BF16, the first in the lower half; a fragment has 16 elements along k.
     round_to_bf16: Bf16;
@@ -83,7 +83,7 @@ struct Operand<'p> {
 }
 
 impl Operand<'_> {
-    /// Fragments along k, and of a batch.
+    /// Fragments along k.
     #[inline(always)]
     fn steps<F: Format>(&self) -> usize {
         self.k.div_ceil((STEP * F::PER_WORD) as usize)
