@@ -5,10 +5,14 @@
 //! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
+use crate::mma::STEP;
+
 /// A format of factors.
 pub trait Format {
     /// Factors in a word, along k.
     const PER_WORD: u32;
+    /// Factors along k that a warp multiplies at once.
+    const PER_STEP: u32 = STEP * Self::PER_WORD;
 
     /// Two words of neighbours along k, rounded: of the first two, or of all four.
     fn words(elements: [f32; 4]) -> [u32; 2];

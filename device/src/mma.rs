@@ -27,10 +27,11 @@ pub const FRAGMENT: u32 = ROWS * STEP;
 /// Words of a quad.
 pub const QUAD: u32 = 4;
 
-/// Words of the fragments of `rows` of `k` elements, `step` elements to [`STEP`] words.
+/// Words of the fragments of `rows` of `k` elements.
 #[inline(always)]
-pub const fn fragments([rows, k]: [usize; 2], step: usize) -> usize {
-    rows.div_ceil(ROWS as usize).saturating_mul(k.div_ceil(step)).saturating_mul(FRAGMENT as usize)
+pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
+    let steps = k.div_ceil(F::PER_STEP as usize);
+    rows.div_ceil(ROWS as usize).saturating_mul(steps).saturating_mul(FRAGMENT as usize)
 }
 
 /// Four rows or columns, of each two words.

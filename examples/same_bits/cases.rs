@@ -6,6 +6,7 @@
 
 use crate::support::{Random, SPECIAL, sample};
 use kernels::checksum::{CHUNK, checksum};
+use kernels::format::{Bf16, Tf32};
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
@@ -73,9 +74,8 @@ macro_rules! matmul {
 
 /// Both factors of a multiply, A `[m, k]` and B `[n, k]` or each transposed, as fragments; and their strides.
 macro_rules! round_factors {
-    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], $flags:expr, $a:ident, $b:ident) => {{
-        let step = if stringify!($kernel) == "round_to_bf16" { 16 } else { 8 };
-        let (stride_a, stride_b) = (fragments([$m, $k], step), fragments([$n, $k], step));
+    ($i:ident, $kernel:ident, $format:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], $flags:expr, $a:ident, $b:ident) => {{
+        let [stride_a, stride_b] = [[$m, $k], [$n, $k]].map(fragments::<$format>);
         let (mut a_out, mut b_out) = ($i.step.empty([$batches, stride_a])?, $i.step.empty([$batches, stride_b])?);
         $i.step.launch($kernel {
             a: $a.slice(),
@@ -99,11 +99,11 @@ macro_rules! round_factors {
 
 /// The case of a kernel that rounds: factors as they lie and transposed, with and without tails, special numbers among them.
 macro_rules! rounded {
-    ($inputs:ident, $kernel:ident) => {
+    ($inputs:ident, $kernel:ident, $format:ident) => {
         $inputs.rows(|i, x| {
             let [m, k] = x.shape().as_rows();
             for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
-                let ((a, _), (b, _)) = round_factors!(i, $kernel, 1, [m, m, k], flags, x, x);
+                let ((a, _), (b, _)) = round_factors!(i, $kernel, $format, 1, [m, m, k], flags, x, x);
                 i.keep(&a)?;
                 i.keep(&b)?;
             }
@@ -115,7 +115,7 @@ macro_rules! rounded {
 /// The case of a tile of matrix instructions: [`matmul`], on whole numbers so small that every sum is exact. The order of
 /// sums, which is each GPU's own, then changes nothing.
 macro_rules! matmul_tensor {
-    ($inputs:ident, $kernel:ident, $round:ident) => {{
+    ($inputs:ident, $kernel:ident, $round:ident, $format:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
         for (batches, [m, n, k], flags, beta) in [
             (1, [1, 8, 8], 0, 0.0),
@@ -125,7 +125,7 @@ macro_rules! matmul_tensor {
             (1, [150, 272, 264], GELU | KEEP, 0.5),
         ] {
             let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
-            let ((a, stride_a), (b, stride_b)) = round_factors!(i, $round, batches, [m, n, k], TRANSPOSE_B, a, b);
+            let ((a, stride_a), (b, stride_b)) = round_factors!(i, $round, $format, batches, [m, n, k], TRANSPOSE_B, a, b);
             let (bias, mut out) = (i.whole(batches * n)?, i.whole(batches * m * n)?);
             let mut pre = i.step.upload(&i.step.read(&out)?, [batches * m * n])?;
             launch_matmul!(i, $kernel, batches, [m, n, k], { stride_a, stride_b, }, beta, flags, a, b, bias, out, pre);
@@ -220,14 +220,14 @@ pub(crate) const CASES: [(&str, Case); 49] = [
         }
         Ok(())
     }),
-    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, round_to_tf32)),
-    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, round_to_tf32)),
-    ("matmul_tf32_128x128", |i| matmul_tensor!(i, matmul_tf32_128x128, round_to_tf32)),
-    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, round_to_tf32)),
-    ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, round_to_bf16)),
-    ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, round_to_bf16)),
-    ("matmul_bf16_128x128", |i| matmul_tensor!(i, matmul_bf16_128x128, round_to_bf16)),
-    ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, round_to_bf16)),
+    ("matmul_tf32_64x64", |i| matmul_tensor!(i, matmul_tf32_64x64, round_to_tf32, Tf32)),
+    ("matmul_tf32_64x128", |i| matmul_tensor!(i, matmul_tf32_64x128, round_to_tf32, Tf32)),
+    ("matmul_tf32_128x128", |i| matmul_tensor!(i, matmul_tf32_128x128, round_to_tf32, Tf32)),
+    ("matmul_tf32_128x256", |i| matmul_tensor!(i, matmul_tf32_128x256, round_to_tf32, Tf32)),
+    ("matmul_bf16_64x64", |i| matmul_tensor!(i, matmul_bf16_64x64, round_to_bf16, Bf16)),
+    ("matmul_bf16_64x128", |i| matmul_tensor!(i, matmul_bf16_64x128, round_to_bf16, Bf16)),
+    ("matmul_bf16_128x128", |i| matmul_tensor!(i, matmul_bf16_128x128, round_to_bf16, Bf16)),
+    ("matmul_bf16_128x256", |i| matmul_tensor!(i, matmul_bf16_128x256, round_to_bf16, Bf16)),
     ("rms_norm_forward", |i| {
         i.rows(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
@@ -245,8 +245,8 @@ pub(crate) const CASES: [(&str, Case); 49] = [
             i.keep(&gain)
         })
     }),
-    ("round_to_tf32", |i| rounded!(i, round_to_tf32)),
-    ("round_to_bf16", |i| rounded!(i, round_to_bf16)),
+    ("round_to_tf32", |i| rounded!(i, round_to_tf32, Tf32)),
+    ("round_to_bf16", |i| rounded!(i, round_to_bf16, Bf16)),
     ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
     ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
     ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),

@@ -5,8 +5,9 @@ use crate::launch::Target;
 use crate::step::Step;
 use crate::tensor::Tensor;
 use cuda_std::launch::Slice;
+use kernels::format::{Bf16, Tf32};
 use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
-use kernels::mma::{STEP, fragments};
+use kernels::mma::fragments;
 use kernels::precision::{round_to_bf16, round_to_tf32};
 use std::fmt;
 use std::str::FromStr;
@@ -120,7 +121,7 @@ impl Matrices {
 
     /// Words of the fragments of one.
     fn words(self, precision: Precision) -> usize {
-        let per_word = if precision == Precision::Bf16 { 2 } else { 1 };
-        fragments([self.rows, self.cols], STEP as usize * per_word)
+        let extents = [self.rows, self.cols];
+        if precision == Precision::Bf16 { fragments::<Bf16>(extents) } else { fragments::<Tf32>(extents) }
     }
 }

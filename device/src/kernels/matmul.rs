@@ -44,55 +44,20 @@ pub const GELU: u32 = 4;
 pub const KEEP: u32 = 8;
 
 /// 16 x 16, 64 threads.
-pub const T16X16: Tile = Tile {
-    warps: [2, 1],
-    each: [2, 2],
-    depth: 64,
-    stages: 4,
-    at_once: 8,
-    groups: 8,
-    cost: Cost { latency: 20, cycles: 8, ends: 0 },
-};
+pub const T16X16: Tile =
+    Tile { warps: [2, 1], each: [2, 2], depth: 64, stages: 4, at_once: 8, groups: 8, cost: Cost::new(20, 8, 0) };
 /// 32 x 32, 128 threads.
-pub const T32X32: Tile = Tile {
-    warps: [4, 1],
-    each: [2, 4],
-    depth: 32,
-    stages: 3,
-    at_once: 4,
-    groups: 8,
-    cost: Cost { latency: 41, cycles: 22, ends: 0 },
-};
+pub const T32X32: Tile =
+    Tile { warps: [4, 1], each: [2, 4], depth: 32, stages: 3, at_once: 4, groups: 8, cost: Cost::new(41, 22, 0) };
 /// 32 x 64, 128 threads.
-pub const T32X64: Tile = Tile {
-    warps: [2, 2],
-    each: [4, 4],
-    depth: 32,
-    stages: 3,
-    at_once: 2,
-    groups: 8,
-    cost: Cost { latency: 45, cycles: 30, ends: 0 },
-};
+pub const T32X64: Tile =
+    Tile { warps: [2, 2], each: [4, 4], depth: 32, stages: 3, at_once: 2, groups: 8, cost: Cost::new(45, 30, 0) };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile {
-    warps: [2, 2],
-    each: [8, 8],
-    depth: 16,
-    stages: 3,
-    at_once: 1,
-    groups: 8,
-    cost: Cost { latency: 119, cycles: 88, ends: 0 },
-};
+pub const T64X128: Tile =
+    Tile { warps: [2, 2], each: [8, 8], depth: 16, stages: 3, at_once: 1, groups: 8, cost: Cost::new(119, 88, 0) };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile {
-    warps: [2, 4],
-    each: [16, 8],
-    depth: 16,
-    stages: 3,
-    at_once: 1,
-    groups: 4,
-    cost: Cost { latency: 344, cycles: 326, ends: 0 },
-};
+pub const T128X256: Tile =
+    Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, cost: Cost::new(344, 326, 0) };
 
 /// The entry points: the same parameters, `$compute` for the problem that they name.
 macro_rules! entries {

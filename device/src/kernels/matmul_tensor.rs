@@ -24,7 +24,6 @@ use super::matmul::split::Chunk;
 use super::matmul::{GELU, KEEP};
 use crate::contract;
 use crate::format::{Bf16, Format, Tf32};
-use crate::mma::STEP;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::mma::fragments;
 use block::{Problem, finish, sum};
@@ -33,13 +32,13 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost { latency: 30, cycles: 12, ends: 500 } };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost::new(30, 12, 500) };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost { latency: 27, cycles: 21, ends: 1500 } };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost::new(27, 21, 1500) };
 /// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost { latency: 41, cycles: 32, ends: 6750 } };
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new(41, 32, 6750) };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost { latency: 62, cycles: 61, ends: 27500 } };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(62, 61, 27500) };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {
@@ -75,7 +74,7 @@ macro_rules! entries {
             let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
             let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
-            let [all, first, end] = [k, first, end].map(|k| k.div_ceil(STEP * $format::PER_WORD));
+            let [all, first, end] = [k, first, end].map(|k| k.div_ceil($format::PER_STEP));
             let a = Operand::new(a, z * stride_a, m, [all, end]);
             let b = Operand::new(b, z * stride_b, n, [all, end]);
             let problem = Problem { a, b, epilogue, m, n, steps: [first, end] };
@@ -140,9 +139,8 @@ pub const TILES: &[Tile] = &[T64X64, T64X128, T128X128, T128X256];
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:ident) => {{
         let p = $p;
-        let step = STEP * $format::PER_WORD;
         for (name, len, rows, stride) in [("a", p.a.len(), p.m, p.stride_a), ("b", p.b.len(), p.n, p.stride_b)] {
-            let words = fragments([rows as usize, p.k as usize], step as usize);
+            let words = fragments::<$format>([rows as usize, p.k as usize]);
             checks::holds(name, len, p.batches as usize, stride, [1, words], words)?;
         }
         let chunks = sum_chunks!(p);
@@ -150,7 +148,12 @@ macro_rules! grid {
         for (name, words) in [("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
             Violation::unless(words.is_multiple_of(4), name, "a multiple of four", words)?;
         }
-        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(step), "chunk", "whole steps of k", p.chunk)?;
+        Violation::unless(
+            chunks == 1 || p.chunk.is_multiple_of($format::PER_STEP),
+            "chunk",
+            "whole steps of k",
+            p.chunk,
+        )?;
         let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
         Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, p.batches as usize)
     }};

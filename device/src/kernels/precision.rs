@@ -86,7 +86,7 @@ impl Operand<'_> {
     /// Fragments along k.
     #[inline(always)]
     fn steps<F: Format>(&self) -> usize {
-        self.k.div_ceil((STEP * F::PER_WORD) as usize)
+        self.k.div_ceil(F::PER_STEP as usize)
     }
 
     /// Fragments of a batch.
@@ -168,9 +168,9 @@ impl Operand<'_> {
 
 /// What the contracts check of one operand; the fragments that it has.
 #[cfg(not(target_arch = "nvptx64"))]
-fn check(
+fn check<F: Format>(
     [argument, output]: [&'static str; 2],
-    [len, out_len, step]: [usize; 3],
+    [len, out_len]: [usize; 2],
     [rows, k]: [usize; 2],
     [batches, stride, ld]: [usize; 3],
     transpose: bool,
@@ -178,7 +178,7 @@ fn check(
     use cuda_std::launch::Violation;
 
     super::matmul::checks::holds(argument, len, batches, stride, if transpose { [k, rows] } else { [rows, k] }, ld)?;
-    let words = batches.saturating_mul(fragments([rows, k], step));
+    let words = batches.saturating_mul(fragments::<F>([rows, k]));
     Violation::unless(words <= u32::MAX as usize * FRAGMENT as usize, argument, "below 2^32 fragments", len)?;
     Violation::unless_length(output, words, out_len)?;
     Ok(words / FRAGMENT as usize)
@@ -188,10 +188,10 @@ fn check(
 macro_rules! grid {
     ($p:ident, $format:ident) => {{
         let (transpose_a, transpose_b) = ($p.flags & TRANSPOSE_A != 0, $p.flags & TRANSPOSE_B == 0);
-        let step = (STEP * $format::PER_WORD) as usize;
-        let lengths = [[$p.a.len(), $p.a_out.len(), step], [$p.b.len(), $p.b_out.len(), step]];
-        let left = check(["a", "a_out"], lengths[0], [$p.m, $p.k], [$p.batches_a, $p.stride_a, $p.lda], transpose_a)?;
-        let right = check(["b", "b_out"], lengths[1], [$p.n, $p.k], [$p.batches_b, $p.stride_b, $p.ldb], transpose_b)?;
+        let [a, b] = [[$p.a.len(), $p.a_out.len()], [$p.b.len(), $p.b_out.len()]];
+        let [lie_a, lie_b] = [[$p.batches_a, $p.stride_a, $p.lda], [$p.batches_b, $p.stride_b, $p.ldb]];
+        let left = check::<$format>(["a", "a_out"], a, [$p.m, $p.k], lie_a, transpose_a)?;
+        let right = check::<$format>(["b", "b_out"], b, [$p.n, $p.k], lie_b, transpose_b)?;
         Grid::new((left + right).div_ceil(WARPS), 1, 1)
     }};
 }

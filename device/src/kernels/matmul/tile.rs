@@ -39,6 +39,12 @@ pub struct Cost {
     pub ends: u32,
 }
 
+impl Cost {
+    pub(crate) const fn new(latency: u32, cycles: u32, ends: u32) -> Self {
+        Self { latency, cycles, ends }
+    }
+}
+
 impl Tile {
     /// Rows of the tile.
     #[inline(always)]
