@@ -1,8 +1,8 @@
 //! Matrix instructions: a warp multiplies 32 rows by 32 columns over eight words of k.
 //!
-//! Lane `4 g + t` brings a [`Factor`] of each side: of rows `4 g` to `4 g + 3` of A, and of as many columns of B, the words
-//! `2 t` and `2 t + 1`; it gets the [`Sums`] of rows `4 g` to `4 g + 3` and columns `8 t` to `8 t + 7`. So what a lane writes lies
-//! side by side.
+//! Lane `4 g + t` brings a [`Factor`] of each side: of four rows of A and four columns of B, from [`Side::first`] on, the words `2 t`
+//! and `2 t + 1`; it gets the [`Sums`] of rows `4 g` to `4 g + 3`, and of columns `4 t` to `4 t + 3` and as many 16 further on. So
+//! what four lanes write at once lies side by side.
 //!
 //! Products are exact. Where there are no matrix instructions, on the emulator and in what rust-cuda compiles, they are added
 //! to the f32 sum one by one, k ascending, each sum rounded to nearest. A GPU's instruction aligns its products, at most 16,
@@ -38,7 +38,7 @@ pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
 pub type Factor = [[u32; 2]; 4];
 
 /// On which side of the product a factor stands, which decides how its quads lie: as the instruction's registers do.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// A: the first word of both rows, then the second.
     Left,
@@ -47,6 +47,15 @@ pub enum Side {
 }
 
 impl Side {
+    /// The first row of A, or column of B, of lane `4 g + t`.
+    #[inline(always)]
+    pub fn first(self, g: u32) -> u32 {
+        match self {
+            Self::Left => 4 * g,
+            Self::Right => 16 * (g % 2) + 4 * (g / 2),
+        }
+    }
+
     /// The factor in two quads.
     #[inline(always)]
     pub fn factor(self, [[a, b, c, d], [e, f, g, h]]: [[u32; 4]; 2]) -> Factor {
@@ -66,7 +75,7 @@ impl Side {
     }
 }
 
-/// Four rows of eight columns.
+/// Four rows of twice four columns.
 pub type Sums = [[f32; 8]; 4];
 
 /// Adds the products of the warp's factors to `sums`.
@@ -78,7 +87,7 @@ pub type Sums = [[f32; 8]; 4];
 pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
     #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
     unroll_on_gpu!(pair < 2 => {
-        // The instruction's rows g and g + 8 are two neighbours here, its columns 2 t and 2 t + 1 two that are four apart.
+        // The instruction's rows g and g + 8 are two neighbours here, its columns 2 t and 2 t + 1 two that are 16 apart.
         let [upper, lower] = [2 * pair, 2 * pair + 1];
         unroll_on_gpu!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];

@@ -5,6 +5,7 @@
 //! its case is tested in `tests/kernels/same_bits.rs`.
 
 use crate::support::{Random, SPECIAL, sample};
+use cuda_std::launch::{PointerMut, Slice};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::{Bf16, Tf32};
 use kernels::guard::{guard_check, guard_write};
@@ -12,8 +13,8 @@ use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
 use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x128, matmul_bf16_128x256};
 use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x128, matmul_tf32_128x256};
-use kernels::mma::fragments;
-use kernels::precision::{round_to_bf16, round_to_tf32};
+use kernels::mma::{Side, fragments};
+use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
 use kernels::scalars;
 use std::cell::RefCell;
 use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
@@ -77,22 +78,11 @@ macro_rules! round_factors {
     ($i:ident, $kernel:ident, $format:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], $flags:expr, $a:ident, $b:ident) => {{
         let [stride_a, stride_b] = [[$m, $k], [$n, $k]].map(fragments::<$format>);
         let (mut a_out, mut b_out) = ($i.step.empty([$batches, stride_a])?, $i.step.empty([$batches, stride_b])?);
-        $i.step.launch($kernel {
-            a: $a.slice(),
-            b: $b.slice(),
-            a_out: a_out.out(),
-            b_out: b_out.out(),
-            m: $m,
-            n: $n,
-            k: $k,
-            lda: if $flags & TRANSPOSE_A == 0 { $k } else { $m },
-            ldb: if $flags & TRANSPOSE_B == 0 { $n } else { $k },
-            batches_a: $batches,
-            batches_b: $batches,
-            stride_a: $m * $k,
-            stride_b: $n * $k,
-            flags: $flags,
-        })?;
+        $i.step.launch($kernel::of([
+            factors($a.slice(), Side::Left, a_out.out(), $batches, [$m, $k], $flags & TRANSPOSE_A != 0),
+            factors($b.slice(), Side::Right, b_out.out(), $batches, [$n, $k], $flags & TRANSPOSE_B == 0),
+            Rounding::default(),
+        ]))?;
         ((a_out, stride_a), (b_out, stride_b))
     }};
 }
@@ -271,6 +261,24 @@ pub(crate) const CASES: [(&str, Case); 49] = [
         })
     }),
 ];
+
+/// Factors to be rounded, `batches` of `[rows, k]` or transposed.
+fn factors<'a>(
+    values: Slice<'a, f32>,
+    side: Side,
+    out: PointerMut<'a, u32>,
+    batches: usize,
+    [rows, k]: [usize; 2],
+    transposed: bool,
+) -> Rounding<'a> {
+    let wanted = Some((side, out));
+    let packed = Rounding { values: Some(values), batches, stride: rows * k, ..Rounding::default() };
+    if transposed {
+        Rounding { rows: k, cols: rows, ld: rows, across: wanted, ..packed }
+    } else {
+        Rounding { rows, cols: k, ld: k, along: wanted, ..packed }
+    }
+}
 
 fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);

@@ -5,7 +5,7 @@
 
 use super::{Backward, Tape, Var};
 use crate::error::{Error, Result};
-use crate::ops::{self, Gemm};
+use crate::ops::{self, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::tensor::{Saved, Tensor};
 
@@ -129,7 +129,8 @@ impl<'s> Tape<'_, 's> {
             let step = back.step();
             let (mut dw, accumulate) = back.stack_gradient(&w)?;
             let form = if accumulate { form.accumulate() } else { form };
-            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
+            let dx = None::<Gradient<'_, Saved<'s>, Tensor<'s>>>;
+            ops::gradients_into(step, &dy, Gradient { form, of: &x, into: &mut dw }, dx)?;
             let dy = dy.reshape([batch, tokens * n])?;
             let (mut db, accumulate) = back.stack_gradient(&b)?;
             ops::sum_rows_into(step, &dy, &mut db, accumulate)
@@ -146,22 +147,23 @@ fn linear_backward<'s>(
 ) -> Result<()> {
     let (step, weights) = (back.step(), back.weights(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    let form = Gemm::new(rows, k, n).transpose_b();
+    let mut dx = match (back.wants(x), back.take(x)) {
+        (false, _) => None,
+        (true, Some(sum)) => Some((form.accumulate(), sum)),
+        (true, None) => Some((form, step.empty(x.shape())?)),
+    };
     let form = Gemm::new(k, n, rows).transpose_a();
     let (mut dw, accumulate) = back.gradient(w)?;
     let form = if accumulate { form.accumulate() } else { form };
-    ops::gemm_into(step, &form, &x.value, dy, None::<&Saved<'s>>, &mut dw)?;
+    let for_dx = dx.as_mut().map(|(form, dx)| Gradient { form: *form, of: &weights, into: dx });
+    ops::gradients_into(step, dy, Gradient { form, of: &x.value, into: &mut dw }, for_dx)?;
     if let Some(b) = b {
         let (mut db, accumulate) = back.gradient(b)?;
         ops::sum_rows_into(step, dy, &mut db, accumulate)?;
     }
-    if !back.wants(x) {
-        return Ok(());
+    match dx {
+        Some((_, dx)) => back.add(x, dx),
+        None => Ok(()),
     }
-    let form = Gemm::new(rows, k, n).transpose_b();
-    let (form, mut dx) = match back.take(x) {
-        Some(sum) => (form.accumulate(), sum),
-        None => (form, step.empty(x.shape())?),
-    };
-    ops::gemm_into(step, &form, dy, &weights, None::<&Saved<'s>>, &mut dx)?;
-    back.add(x, dx)
 }

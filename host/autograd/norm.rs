@@ -4,7 +4,7 @@
 
 use super::{Backward, Tape, Var};
 use crate::error::{Error, Result};
-use crate::ops::{self, Gemm};
+use crate::ops::{self, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::tensor::{Saved, Tensor};
 
@@ -50,8 +50,8 @@ impl<'s> Tape<'_, 's> {
             // dw_i += z^T dy_i
             let (mut dw, accumulate) = back.stack_gradient(&w)?;
             let form = Gemm { batches: members, stride_b: rows * n, stride_c: distance, ..Gemm::new(k, n, rows) };
-            let form = if accumulate { form.accumulate() } else { form };
-            ops::gemm_into(step, &form.transpose_a(), &z, &dy, None::<&Saved<'s>>, &mut dw)?;
+            let form = if accumulate { form.accumulate() } else { form }.transpose_a();
+            let dw = Gradient { form, of: &z, into: &mut dw };
             // The norm's gradient is the sum of dy_i w_i^T, which its backward pass adds up.
             let mut dz = step.empty([members, batch, tokens, k])?;
             let form = Gemm {
@@ -61,7 +61,7 @@ impl<'s> Tape<'_, 's> {
                 stride_c: rows * k,
                 ..Gemm::new(rows, k, n).transpose_b()
             };
-            ops::gemm_into(step, &form, &dy, &weights, None::<&Saved<'s>>, &mut dz)?;
+            ops::gradients_into(step, &dy, dw, Some(Gradient { form, of: &weights, into: &mut dz }))?;
             rms_norm_backward(back, &x, gain, &inverse_rms, &dz)
         }))
     }

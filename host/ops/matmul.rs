@@ -192,6 +192,34 @@ pub fn gemm_into<'s>(
     queue(step, form, a, b, bias, None::<&Tensor<'s>>, out, Epilogue::Store)
 }
 
+/// A multiply that gives the gradient of one factor, from that of the product and `of` the other factor.
+pub(crate) struct Gradient<'g, S, T> {
+    pub(crate) form: Gemm,
+    pub(crate) of: &'g S,
+    pub(crate) into: &'g mut T,
+}
+
+/// The gradients of `y = x w`, for any strides: `dw = x^T dy` and where it is wanted `dx = dy w^T`. Below f32 what both need is
+/// rounded once.
+///
+/// # Errors
+/// As for [`gemm_into`].
+#[track_caller]
+pub(crate) fn gradients_into<'s>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, f32>,
+    dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
+) -> Result<()> {
+    let precision = dw.form.precision_in(step);
+    if precision != Precision::Ieee {
+        return matmul_tensor::queue_gradients(step, precision, dy, dw, dx);
+    }
+    gemm_into(step, &dw.form, dw.of, dy, None::<&Tensor<'s>>, dw.into)?;
+    let Some(dx) = dx else { return Ok(()) };
+    gemm_into(step, &dx.form, dy, dx.of, None::<&Tensor<'s>>, dx.into)
+}
+
 /// The shape of `x w` and its form.
 fn forward<'s>(op: &'static str, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<(crate::Shape, Gemm)> {
     let ([rows, inner], w_shape) = (x.shape().as_rows(), w.shape());

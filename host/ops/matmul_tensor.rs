@@ -1,23 +1,53 @@
 //! Matrix multiply by matrix instructions: what [`gemm_into`](super::gemm_into) does in a precision below f32.
 
-use super::matmul::{Epilogue, Gemm};
-use super::precision::{Matrices, Precision, round_both};
+use super::matmul::{Epilogue, Gemm, Gradient};
+use super::precision::{Fragments, Matrices, Operand, Precision, round};
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::error::{Error, Result};
 use crate::launch::{Source, Target};
 use crate::step::Step;
+use crate::tensor::Tensor;
+use cuda_std::launch::Slice;
 use kernels::matmul_tensor::*;
+use kernels::mma::Side;
 
-/// Rows and columns of an output below which a matrix instruction would mostly work on padding.
+/// Rows, columns and k below which a matrix instruction would mostly work on padding.
 const LEAST: usize = 16;
 
 impl Gemm {
-    /// The precision in which the multiply is done: its own, or the step's, where it is large enough.
+    /// The precision in which the multiply is done: its own, or the step's, where it is large enough or names a tile. The same
+    /// for a product and its gradients, which have the same extents in another order.
     pub(super) fn precision_in(&self, step: &Step<'_>) -> Precision {
-        if self.m.min(self.n) < LEAST { Precision::Ieee } else { self.precision.unwrap_or_else(|| step.precision()) }
+        let is_small = self.m.min(self.n).min(self.k) < LEAST && self.tensor_tile.is_none();
+        if is_small { Precision::Ieee } else { self.precision.unwrap_or_else(|| step.precision()) }
+    }
+
+    /// A as it is stored.
+    fn left(&self) -> Matrices {
+        let [rows, cols] = if self.transpose_a { [self.k, self.m] } else { [self.m, self.k] };
+        Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a }
+    }
+
+    /// B as it is stored.
+    fn right(&self) -> Matrices {
+        let [rows, cols] = if self.transpose_b { [self.n, self.k] } else { [self.k, self.n] };
+        Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b }
+    }
+
+    /// A to be rounded: k lies along its rows, or transposed across them.
+    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+        let (along, across) = if self.transpose_a { (None, Some(Side::Left)) } else { (Some(Side::Left), None) };
+        Operand { values: Some(values), matrices: self.left(), along, across }
+    }
+
+    /// B to be rounded: it is transposed by itself.
+    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+        let (along, across) = if self.transpose_b { (Some(Side::Right), None) } else { (None, Some(Side::Right)) };
+        Operand { values: Some(values), matrices: self.right(), along, across }
     }
 }
 
+/// Queues one multiply.
 #[track_caller]
 pub(super) fn queue<'s>(
     step: &Step<'s>,
@@ -30,52 +60,99 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
-    let Gemm { m, n, k, batches, transpose_a, transpose_b, .. } = *form;
-    // Both operands are wanted with k along their rows.
-    let left = Matrices { rows: m, cols: k, ld: form.lda, batches, stride: form.stride_a, transposed: transpose_a };
-    let right = Matrices { rows: n, cols: k, ld: form.ldb, batches, stride: form.stride_b, transposed: !transpose_b };
     let words = Words::new(form)?;
     let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
     step.workspace(|step| {
-        let [a, b] = round_both(step, precision, [a.slice(), b.slice()], [left, right])?;
-        in_chunks(step, form, &words, outputs, |outputs| {
-            let Words { m, n, k, chunk, batches, .. } = words;
-            let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
-            let processors = step.description().processors as usize;
-            let tile = form.tensor_tile.unwrap_or_else(|| fastest(words.extents(), words.matrices(), processors));
-            macro_rules! launch {
-                ($($kernel:ident: $tile:ident,)*) => {
-                    match tile {
-                        $($tile => step.launch($kernel {
-                            a: a.slice(),
-                            b: b.slice(),
-                            bias,
-                            c,
-                            out,
-                            pre,
-                            m,
-                            n,
-                            k,
-                            ldc,
-                            chunk,
-                            batches,
-                            stride_a: left.stride(precision),
-                            stride_b: right.stride(precision),
-                            stride_c,
-                            stride_bias: form.stride_bias,
-                            beta,
-                            flags,
-                        }),)*
-                        tile => Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}"))),
-                    }
-                };
-            }
-            if precision == Precision::Tf32 {
-                kernels::matmul_tensor_tiles!(launch!(tf32))
-            } else {
-                kernels::matmul_tensor_tiles!(launch!(bf16))
-            }
-        })
+        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Operand::default()];
+        let [left, right, _] = round(step, precision, operands)?;
+        multiply(step, precision, form, &words, [&left, &right], outputs)
+    })
+}
+
+/// Queues the multiplies of a backward pass, `dw = x^T dy` and where it is wanted `dx = dy w^T`; dy is rounded once.
+#[track_caller]
+pub(super) fn queue_gradients<'s>(
+    step: &Step<'s>,
+    precision: Precision,
+    dy: &impl Source<'s, f32>,
+    Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    for_dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
+) -> Result<()> {
+    let none = None::<&Tensor<'s>>;
+    let words = Words::new(&for_dw)?;
+    let to_dw = Outputs::new(&for_dw, &words, none, none, dw, Epilogue::Store);
+    let of_x = for_dw.round_left(x.slice());
+    let mut of_dy = for_dw.round_right(dy.slice());
+    let Some(Gradient { form: for_dx, of: w, into: dx }) = for_dx else {
+        return step.workspace(|step| {
+            let [x, dy, _] = round(step, precision, [of_x, of_dy, Operand::default()])?;
+            multiply(step, precision, &for_dw, &words, [&x, &dy], to_dw)
+        });
+    };
+    of_dy.along = for_dx.round_left(dy.slice()).along;
+    let of_w = for_dx.round_right(w.slice());
+    let words_of_dx = Words::new(&for_dx)?;
+    let to_dx = Outputs::new(&for_dx, &words_of_dx, none, none, dx, Epilogue::Store);
+    step.workspace(|step| {
+        let [x, dy, w] = round(step, precision, [of_x, of_dy, of_w])?;
+        multiply(step, precision, &for_dw, &words, [&x, &dy], to_dw)?;
+        multiply(step, precision, &for_dx, &words_of_dx, [&dy, &w], to_dx)
+    })
+}
+
+/// Queues the products of rounded operands: of all of k, or of each chunk.
+#[track_caller]
+fn multiply(
+    step: &Step<'_>,
+    precision: Precision,
+    form: &Gemm,
+    words: &Words,
+    [left, right]: [&Fragments<'_>; 2],
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    let a = if form.transpose_a { &left.across } else { &left.along };
+    let b = if form.transpose_b { &right.along } else { &right.across };
+    // From one matrix's fragments to the next; none where there is one for all batches.
+    let stride =
+        |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
+    let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
+    in_chunks(step, form, words, outputs, |outputs| {
+        let Words { m, n, k, chunk, batches, .. } = *words;
+        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
+        let processors = step.description().processors as usize;
+        let tile = form.tensor_tile.unwrap_or_else(|| fastest(words.extents(), words.matrices(), processors));
+        macro_rules! launch {
+            ($($kernel:ident: $tile:ident,)*) => {
+                match tile {
+                    $($tile => step.launch($kernel {
+                        a: a.slice(),
+                        b: b.slice(),
+                        bias,
+                        c,
+                        out,
+                        pre,
+                        m,
+                        n,
+                        k,
+                        ldc,
+                        chunk,
+                        batches,
+                        stride_a,
+                        stride_b,
+                        stride_c,
+                        stride_bias: form.stride_bias,
+                        beta,
+                        flags,
+                    }),)*
+                    tile => Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}"))),
+                }
+            };
+        }
+        if precision == Precision::Tf32 {
+            kernels::matmul_tensor_tiles!(launch!(tf32))
+        } else {
+            kernels::matmul_tensor_tiles!(launch!(bf16))
+        }
     })
 }
 

@@ -29,6 +29,7 @@ pub use fill::{copy, copy_into, fill, fill_into};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use loss::cross_entropy;
 pub use matmul::{Gemm, TILES, Tile, gemm_into, linear, linear_gelu, linear_residual, matmul};
+pub(crate) use matmul::{Gradient, gradients_into};
 pub use norm::{rms_norm, rms_norm_backward};
 pub use precision::Precision;
 pub use reduce::{

@@ -6,9 +6,8 @@ use crate::step::Step;
 use crate::tensor::Tensor;
 use cuda_std::launch::Slice;
 use kernels::format::{Bf16, Tf32};
-use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
-use kernels::mma::fragments;
-use kernels::precision::{round_to_bf16, round_to_tf32};
+use kernels::mma::{Side, fragments};
+use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
 use std::fmt;
 use std::str::FromStr;
 
@@ -17,10 +16,11 @@ use std::str::FromStr;
 /// [`Precision::Ieee`] has the same bits on every device. The others use the GPU's matrix instructions: many times as fast, the
 /// same bits in every run and for every tile on one device, but not on another. With `u` = 2^-11 for TF32 and 2^-8 for BF16, an
 /// output of k products is within `(2 u + u^2 + k 2^-22) sum |a b|` of the exact one, where nothing overflows
-/// or is subnormal. Operands are rounded by a launch of their own, into memory that ends with the multiply.
+/// or is subnormal. Operands are rounded by a launch of their own, into memory that ends with the multiply, or with both
+/// multiplies of a backward pass.
 ///
-/// Multiplies of fewer than 16 rows or columns are done in [`Precision::Ieee`] whatever is asked for: a matrix instruction would
-/// work on padding.
+/// Multiplies of fewer than 16 rows, columns or k are done in [`Precision::Ieee`] whatever is asked for, unless they name a
+/// [`tensor_tile`](super::Gemm::tensor_tile): a matrix instruction would work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// Factors as they are: one chain of fused multiply-adds.
@@ -56,72 +56,72 @@ impl FromStr for Precision {
     }
 }
 
-/// Both operands of a multiply, rounded: fragments ([`kernels::precision`]), those of each matrix one row.
-#[track_caller]
-pub(super) fn round_both<'s>(
-    step: &Step<'s>,
-    precision: Precision,
-    [a, b]: [Slice<'_, f32>; 2],
-    [left, right]: [Matrices; 2],
-) -> Result<[Tensor<'s, u32>; 2]> {
-    let words = |stored: Matrices| step.empty([stored.distinct(), stored.words(precision)]);
-    let (mut rounded_a, mut rounded_b) = (words(left)?, words(right)?);
-    let (a_out, b_out) = (rounded_a.out(), rounded_b.out());
-    // Of a multiply, B is transposed by itself.
-    let flags = if left.transposed { TRANSPOSE_A } else { 0 } | if right.transposed { 0 } else { TRANSPOSE_B };
-    macro_rules! launch {
-        ($kernel:ident) => {
-            step.launch($kernel {
-                a,
-                b,
-                a_out,
-                b_out,
-                m: left.rows,
-                n: right.rows,
-                k: left.cols,
-                lda: left.ld,
-                ldb: right.ld,
-                batches_a: left.distinct(),
-                batches_b: right.distinct(),
-                stride_a: left.stride,
-                stride_b: right.stride,
-                flags,
-            })
-        };
-    }
-    match precision {
-        Precision::Tf32 => launch!(round_to_tf32)?,
-        Precision::Bf16 => launch!(round_to_bf16)?,
-        Precision::Ieee => return Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
-    }
-    Ok([rounded_a, rounded_b])
-}
-
-/// Matrices of `rows` x `cols`, and how they lie in memory: row by row, or (`transposed`) column by column.
-#[derive(Clone, Copy, Debug)]
+/// Matrices as they are stored, row by row: `batches` of them, `stride` elements apart.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Matrices {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) ld: usize,
     pub(super) batches: usize,
     pub(super) stride: usize,
-    pub(super) transposed: bool,
 }
 
 impl Matrices {
     /// How many are stored: one for all batches where none lies beside another.
-    pub(super) fn distinct(self) -> usize {
+    fn distinct(self) -> usize {
         if self.stride == 0 { self.batches.min(1) } else { self.batches }
     }
+}
 
-    /// Words from one batch's fragments to the next.
-    pub(super) fn stride(self, precision: Precision) -> usize {
-        if self.stride == 0 { 0 } else { self.words(precision) }
-    }
+/// What is to be rounded, and the sides of the multiplies in which it stands: with k along its rows, and across them.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Operand<'a> {
+    pub(super) values: Option<Slice<'a, f32>>,
+    pub(super) matrices: Matrices,
+    pub(super) along: Option<Side>,
+    pub(super) across: Option<Side>,
+}
 
-    /// Words of the fragments of one.
-    fn words(self, precision: Precision) -> usize {
-        let extents = [self.rows, self.cols];
-        if precision == Precision::Bf16 { fragments::<Bf16>(extents) } else { fragments::<Tf32>(extents) }
+impl Operand<'_> {
+    /// Room for the fragments that are wanted; one row for each matrix.
+    fn room<'s>(&self, step: &Step<'s>, precision: Precision) -> Result<Fragments<'s>> {
+        let Matrices { rows, cols, .. } = self.matrices;
+        let room = |side: Option<Side>, extents| {
+            let words =
+                if precision == Precision::Bf16 { fragments::<Bf16>(extents) } else { fragments::<Tf32>(extents) };
+            step.empty([side.map_or(0, |_| self.matrices.distinct()), words])
+        };
+        Ok(Fragments { along: room(self.along, [rows, cols])?, across: room(self.across, [cols, rows])? })
     }
+}
+
+/// An operand's fragments ([`kernels::precision`]), as it lies and transposed; empty where they are not wanted.
+pub(super) struct Fragments<'s> {
+    pub(super) along: Tensor<'s, u32>,
+    pub(super) across: Tensor<'s, u32>,
+}
+
+/// Rounds operands of multiplies, in one launch.
+#[track_caller]
+pub(super) fn round<'s>(
+    step: &Step<'s>,
+    precision: Precision,
+    operands: [Operand<'_>; 3],
+) -> Result<[Fragments<'s>; 3]> {
+    let [a, b, c] = &operands;
+    let mut rounded = [a.room(step, precision)?, b.room(step, precision)?, c.room(step, precision)?];
+    let mut outputs = rounded.iter_mut();
+    let roundings = operands.map(|Operand { values, matrices, along, across }| {
+        let out = outputs.next().expect("as many as operands");
+        let Matrices { rows, cols, ld, stride, .. } = matrices;
+        let along = along.map(|side| (side, out.along.out()));
+        let across = across.map(|side| (side, out.across.out()));
+        Rounding { values, rows, cols, ld, batches: matrices.distinct(), stride, along, across }
+    });
+    match precision {
+        Precision::Tf32 => step.launch(round_to_tf32::of(roundings))?,
+        Precision::Bf16 => step.launch(round_to_bf16::of(roundings))?,
+        Precision::Ieee => return Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
+    }
+    Ok(rounded)
 }

@@ -214,10 +214,10 @@ on_each_device! {
         let m = values.len();
         for precision in ROUNDED {
             let want: Vec<f32> = values.iter().flat_map(|&value| [round(precision, value); 16]).collect();
-            let form = Gemm::new(m, 16, 1).precision(precision);
+            let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(m, 16, 1).precision(precision) };
             let case = Case { form, a: values.clone(), b: vec![1.0; 16], bias: vec![], old: vec![0.0; m * 16] };
             assert_same(format_args!("{precision}, on the left"), &gemm(device, &case, &form), &without_zero_signs(&want));
-            let form = Gemm::new(16, m, 1).precision(precision);
+            let form = Gemm { tensor_tile: Some(TENSOR_TILES[0]), ..Gemm::new(16, m, 1).precision(precision) };
             let case = Case { form, a: vec![1.0; 16], b: values.clone(), bias: vec![], old: vec![0.0; m * 16] };
             let want: Vec<f32> = (0..16).flat_map(|_| values.iter().map(|&value| round(precision, value))).collect();
             assert_same(format_args!("{precision}, on the right"), &gemm(device, &case, &form), &without_zero_signs(&want));

@@ -2,28 +2,22 @@
 
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{Trial, assert_refused, trial};
-use cuda_std::launch::{PointerMut, Slice};
-use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
-use kernels::precision::{round_to_bf16, round_to_tf32};
+use kernels::mma::Side;
+use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
 use stepscope::ops::Precision;
 use stepscope::{Result, Source, Target};
 
 const PRECISIONS: [Precision; 2] = [Precision::Tf32, Precision::Bf16];
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Side {
-    A,
-    B,
-}
-
-/// `batches` of `rows` of `k` elements, row by row or transposed, without space between.
+/// `batches` of `rows` x `cols` elements without space between, and the sides for which their fragments are wanted: as they lie, and
+/// transposed.
 #[derive(Clone, Copy, Debug)]
 struct Form {
-    side: Side,
     rows: usize,
-    k: usize,
+    cols: usize,
     batches: usize,
-    transposed: bool,
+    along: Option<Side>,
+    across: Option<Side>,
 }
 
 /// `x` by the integers: up where what is dropped is more than half, or half and (TF32) always or (BF16) after an odd bit.
@@ -38,100 +32,115 @@ fn per_word(precision: Precision) -> usize {
     if precision == Precision::Tf32 { 1 } else { 2 }
 }
 
+/// Words of the fragments of so many rows of k elements.
+fn words(precision: Precision, [rows, k]: [usize; 2]) -> usize {
+    rows.div_ceil(32) * k.div_ceil(8 * per_word(precision)) * 256
+}
+
 impl Form {
-    fn words(self, precision: Precision) -> usize {
-        self.batches * self.rows.div_ceil(32) * self.k.div_ceil(8 * per_word(precision)) * 256
+    /// Words of its fragments: as it lies, and transposed.
+    fn words(self, precision: Precision) -> [usize; 2] {
+        let Self { rows, cols, batches, along, across } = self;
+        [(along, [rows, cols]), (across, [cols, rows])]
+            .map(|(side, extents)| side.map_or(0, |_| batches * words(precision, extents)))
     }
 
-    /// The kernel on `x`, with `words` for its output.
-    fn round(self, trial: &Trial<'_, '_>, precision: Precision, x: &[f32], words: usize) -> Result<Vec<u32>> {
-        let Self { side, rows, k, batches, transposed } = self;
-        let (x, mut out) = (trial.upload(x, [x.len()])?, trial.empty::<u32>([words])?);
-        let (ld, stride) = (if transposed { rows } else { k }, rows * k);
-        let (nothing, nowhere) = (Slice::empty(), PointerMut::empty());
-        macro_rules! round {
-            ($kernel:ident) => {
-                match side {
-                    Side::A => trial.launch($kernel {
-                        a: x.slice(),
-                        b: nothing,
-                        a_out: out.out(),
-                        b_out: nowhere,
-                        m: rows,
-                        n: 0,
-                        k,
-                        lda: ld,
-                        ldb: 0,
-                        batches_a: batches,
-                        batches_b: 0,
-                        stride_a: stride,
-                        stride_b: 0,
-                        flags: if transposed { TRANSPOSE_A } else { 0 },
-                    })?,
-                    Side::B => trial.launch($kernel {
-                        a: nothing,
-                        b: x.slice(),
-                        a_out: nowhere,
-                        b_out: out.out(),
-                        m: 0,
-                        n: rows,
-                        k,
-                        lda: 0,
-                        ldb: ld,
-                        batches_a: 0,
-                        batches_b: batches,
-                        stride_a: 0,
-                        stride_b: stride,
-                        flags: if transposed { 0 } else { TRANSPOSE_B },
-                    })?,
-                }
-            };
-        }
-        if precision == Precision::Tf32 {
-            round!(round_to_tf32);
-        } else {
-            round!(round_to_bf16);
-        }
-        trial.output(&out)
-    }
-
-    /// What the kernel must make of `x`, element by element.
-    fn expected(self, precision: Precision, x: &[f32]) -> Vec<u32> {
-        let Self { side, rows, k, batches, transposed } = self;
-        let (per_word, mut words) = (per_word(precision), vec![0; self.words(precision)]);
-        let steps = k.div_ceil(8 * per_word);
-        for batch in 0..batches {
-            for row in 0..rows {
-                for p in 0..k {
-                    let (word, part) = (p / per_word, p % per_word);
-                    let fragment = (batch * rows.div_ceil(32) + row / 32) * steps + word / 8;
-                    let lane = 4 * (row % 32 / 4) + word % 8 / 2;
-                    let [upper, later] = [row % 2, word % 2];
-                    let in_quad = if side == Side::A { 2 * later + upper } else { 2 * upper + later };
-                    let at = fragment * 256 + row % 4 / 2 * 128 + lane * 4 + in_quad;
-                    let own = if transposed { p * rows + row } else { row * k + p };
-                    let bits = rounded(precision, x[batch * rows * k + own]);
-                    words[at] |= if precision == Precision::Tf32 { bits } else { bits >> (16 - 16 * part) };
-                }
+    /// What the kernel must make of `x`, element by element: as it lies, and transposed.
+    fn expected(self, precision: Precision, x: &[f32]) -> [Vec<u32>; 2] {
+        let Self { rows, cols, batches, along, across } = self;
+        let (per_word, mut made) = (per_word(precision), self.words(precision).map(|words| vec![0; words]));
+        for (at, bits) in x.iter().map(|&x| rounded(precision, x)).enumerate() {
+            let (batch, [row, col]) = (at / (rows * cols), [at / cols % rows, at % cols]);
+            assert!(batch < batches);
+            let [as_it_lies, transposed] = &mut made;
+            for (made, side, [row, p], extents) in
+                [(as_it_lies, along, [row, col], [rows, cols]), (transposed, across, [col, row], [cols, rows])]
+            {
+                let Some(side) = side else { continue };
+                let (word, part) = (p / per_word, p % per_word);
+                // Of B, neighbouring groups of four lanes have columns that are 16 apart.
+                let group = if side == Side::Left { row % 32 / 4 } else { row % 16 / 4 * 2 + row % 32 / 16 };
+                let fragment = row / 32 * extents[1].div_ceil(8 * per_word) + word / 8;
+                let [upper, later] = [row % 2, word % 2];
+                let in_quad = if side == Side::Left { 2 * later + upper } else { 2 * upper + later };
+                let at = fragment * 256 + row % 4 / 2 * 128 + (4 * group + word % 8 / 2) * 4 + in_quad;
+                made[batch * words(precision, extents) + at] |=
+                    if precision == Precision::Tf32 { bits } else { bits >> (16 - 16 * part) };
             }
         }
-        words
+        made
     }
 }
 
+/// The kernel on three operands, with `words` for each one's fragments.
+fn round(
+    trial: &Trial<'_, '_>,
+    precision: Precision,
+    operands: [(Form, &[f32]); 3],
+    words: [[usize; 2]; 3],
+) -> Result<[[Vec<u32>; 2]; 3]> {
+    let [(_, a), (_, b), (_, c)] = operands;
+    let values = [trial.upload(a, [a.len()])?, trial.upload(b, [b.len()])?, trial.upload(c, [c.len()])?];
+    let mut made = Vec::new();
+    for [along, across] in words {
+        made.push([trial.empty::<u32>([along])?, trial.empty::<u32>([across])?]);
+    }
+    let mut outputs = made.iter_mut().zip(&values);
+    let launch = operands.map(|(Form { rows, cols, batches, along, across }, _)| {
+        let ([as_it_lies, transposed], values) = outputs.next().expect("three");
+        Rounding {
+            values: Some(values.slice()),
+            rows,
+            cols,
+            ld: cols,
+            batches,
+            stride: rows * cols,
+            along: along.map(|side| (side, as_it_lies.out())),
+            across: across.map(|side| (side, transposed.out())),
+        }
+    });
+    if precision == Precision::Tf32 {
+        trial.launch(round_to_tf32::of(launch))?;
+    } else {
+        trial.launch(round_to_bf16::of(launch))?;
+    }
+    let mut read = Vec::new();
+    for [along, across] in &made {
+        read.push([trial.output(along)?, trial.output(across)?]);
+    }
+    Ok(read.try_into().expect("three"))
+}
+
+const NOTHING: (Form, &[f32]) = (Form { rows: 0, cols: 0, batches: 0, along: None, across: None }, &[]);
+
 on_each_device! {
     fn elements_are_rounded_into_fragments(device: &Device) {
-        for [rows, k] in [[1, 1], [3, 8], [5, 7], [2, 193], [33, 64], [0, 5], [4, 0], [300, 12], [65, 129], [130, 33], [31, 16]] {
-            for (side, transposed) in [(Side::A, false), (Side::A, true), (Side::B, false), (Side::B, true)] {
-                let form = Form { side, rows, k, batches: 1 + rows % 2, transposed };
-                let mut x = Random::new(k as u64).normals(form.batches * rows * k);
-                x.iter_mut().zip(SPECIAL.into_iter().filter(|special| !special.is_nan())).for_each(|(x, special)| *x = special);
-                for precision in PRECISIONS {
-                    let got = trial(device, |trial| form.round(trial, precision, &x, form.words(precision)));
-                    let want = form.expected(precision, &x);
-                    let different = got.iter().zip(&want).position(|(got, want)| got != want);
-                    assert_eq!(different, None, "{precision}, {form:?}: first at this word");
-                    assert_eq!(got.len(), want.len());
+        let sides = [None, Some(Side::Left), Some(Side::Right)];
+        let extents = [[1, 1], [3, 8], [5, 7], [2, 193], [33, 64], [0, 5], [4, 0], [300, 12], [65, 129], [130, 33], [31, 16]];
+        let mut turn = 0;
+        let mut form = || {
+            let [rows, cols] = extents[turn % extents.len()];
+            let (along, across) = (sides[turn % 3], sides[turn / 3 % 3]);
+            turn += 1;
+            let form = Form { rows, cols, batches: 1 + turn % 2, along, across };
+            let mut x = Random::new(turn as u64).normals(form.batches * rows * cols);
+            x.iter_mut().zip(SPECIAL.into_iter().filter(|special| !special.is_nan())).for_each(|(x, special)| *x = special);
+            (form, x)
+        };
+        // As many as there are extents times sides, three in a launch.
+        for _ in 0..33 {
+            let operands = [form(), form(), form()];
+            let operands = operands.each_ref().map(|(form, x)| (*form, &**x));
+            for precision in PRECISIONS {
+                let words = operands.map(|(form, _)| form.words(precision));
+                let got = trial(device, |trial| round(trial, precision, operands, words));
+                for ((form, x), got) in operands.into_iter().zip(&got) {
+                    let want = form.expected(precision, x);
+                    for (got, want) in got.iter().zip(&want) {
+                        let different = got.iter().zip(want).position(|(got, want)| got != want);
+                        assert_eq!(different, None, "{precision}, {form:?}: first at this word");
+                        assert_eq!(got.len(), want.len());
+                    }
                 }
             }
         }
@@ -139,18 +148,27 @@ on_each_device! {
 
     fn a_nan_stays_one_in_bf16(device: &Device) {
         let nans = [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0xffc0_0000, 0x7fc0_0000, 0x7f80_ffff, 0xff80_0001, 0x7fa0_0000];
-        let form = Form { side: Side::B, rows: 1, k: 8, batches: 1, transposed: false };
-        let got = trial(device, |trial| form.round(trial, Precision::Bf16, &nans.map(f32::from_bits), 256));
+        let form = Form { rows: 1, cols: 8, batches: 1, along: Some(Side::Right), across: None };
+        let nans = nans.map(f32::from_bits);
+        let operands = [(form, &nans[..]), NOTHING, NOTHING];
+        let [[got, _], ..] =
+            trial(device, |trial| round(trial, Precision::Bf16, operands, operands.map(|(form, _)| form.words(Precision::Bf16))));
         let found = got.iter().flat_map(|word| [word << 16, word & 0xffff_0000]).filter(|&bits| f32::from_bits(bits).is_nan());
         assert_eq!(found.count(), nans.len());
     }
 
     fn too_little_room_is_refused(device: &Device) {
-        let form = Form { side: Side::A, rows: 33, k: 9, batches: 1, transposed: false };
+        let form = Form { rows: 33, cols: 9, batches: 1, along: Some(Side::Left), across: Some(Side::Left) };
+        let x = [0.0; 33 * 9];
         trial(device, |trial| {
             for precision in PRECISIONS {
-                let refused = trial.with_scratch(|| Ok(form.round(trial, precision, &[0.0; 33 * 9], 256)))?;
-                assert_refused(refused, &["a_out", "256"]);
+                for (place, name) in [(0, "b_along"), (1, "b_across")] {
+                    let mut words = form.words(precision);
+                    words[place] -= 256;
+                    let operands = [NOTHING, (form, &x[..]), NOTHING];
+                    let refused = trial.with_scratch(|| Ok(round(trial, precision, operands, [[0; 2], words, [0; 2]])))?;
+                    assert_refused(refused, &[name, &words[place].to_string()]);
+                }
             }
             Ok(())
         });

@@ -73,7 +73,7 @@ macro_rules! entries {
             let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
             let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
             let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
-            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
+            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
             let [all, first, end] = [k, first, end].map(|k| k.div_ceil($format::PER_STEP));
             let a = Operand::new(a, z * stride_a, m, [all, end]);
             let b = Operand::new(b, z * stride_b, n, [all, end]);

@@ -1,12 +1,13 @@
-//! Rounding of the operands of a multiply to TF32 or BF16, as they lie or transposed, into fragments.
+//! Rounding of the operands of multiplies to TF32 or BF16, as they lie or transposed, into fragments.
 //!
-//! A warp makes a [`fragment`](crate::mma): 32 rows of eight words of k. Lane `4 g + t` rounds of rows `4 g` to `4 g + 3` the words
-//! `2 t` and `2 t + 1`, and writes them where lane `4 g + t` of a multiply reads them, 16 bytes at a time. Fragments follow each
+//! A warp makes a [`fragment`](crate::mma): 32 rows of eight words of k. Lane `4 g + t` rounds, of four rows from [`Side::first`] on, the
+//! words `2 t` and `2 t + 1`, and writes them where lane `4 g + t` of a multiply reads them, 16 bytes at a time. Fragments follow each
 //! other along k, then along the rows, then by batches.
+//!
+//! What is wanted both as it lies and transposed is read from memory once: neighbouring warps make all fragments of 32 x 32 elements.
 //!
 //! Invariant: an element is rounded as [`Format`] says, whatever stands beside it; beyond the rows and k there is zero.
 
-use super::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use crate::block::divide;
 use crate::contract;
 use crate::format::{Bf16, Format, Tf32};
@@ -16,12 +17,35 @@ use crate::mma::{FRAGMENT, QUAD, ROWS, STEP, Side};
 use crate::unroll_on_gpu;
 use crate::vector::{F4, Part, load_pair};
 use crate::warp::LANES;
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::launch::{PointerMut, Slice};
 use cuda_std::prelude::*;
 use cuda_std::warp;
 
 const BLOCK: u32 = 256;
 /// Fragments of a block, one for each warp.
 const WARPS: usize = (BLOCK / LANES) as usize;
+/// Rows and columns of a square of elements.
+const SQUARE: usize = ROWS as usize;
+
+/// A form of fragments: k runs along the operand's rows.
+const ALONG: usize = 0;
+/// The other: k runs across them.
+const ACROSS: usize = 1;
+/// What `sides` says of an operand's fragments of a form, in two bits: for A, for B, or (0) that they are not wanted.
+const LEFT: u32 = 1;
+#[cfg(not(target_arch = "nvptx64"))]
+const RIGHT: u32 = 2;
+
+/// The bits of one operand, and those of one of its forms.
+#[inline(always)]
+const fn bits(sides: u32, operand: u32) -> u32 {
+    sides >> (4 * operand) & 15
+}
+#[inline(always)]
+const fn side(bits: u32, form: usize) -> u32 {
+    bits >> (2 * form) & 3
+}
 
 /// The entry points: the same parameters, another format.
 macro_rules! entries {
@@ -30,31 +54,87 @@ macro_rules! entries {
         #[kernel]
         pub unsafe fn $name(
             a: &[f32],
+            a_along: *mut u32,
+            a_across: *mut u32,
+            a_rows: usize,
+            a_cols: usize,
+            a_ld: usize,
+            a_batches: usize,
+            a_stride: usize,
             b: &[f32],
-            a_out: *mut u32,
-            b_out: *mut u32,
-            m: usize,
-            n: usize,
-            k: usize,
-            lda: usize,
-            ldb: usize,
-            batches_a: usize,
-            batches_b: usize,
-            stride_a: usize,
-            stride_b: usize,
-            flags: u32,
+            b_along: *mut u32,
+            b_across: *mut u32,
+            b_rows: usize,
+            b_cols: usize,
+            b_ld: usize,
+            b_batches: usize,
+            b_stride: usize,
+            c: &[f32],
+            c_along: *mut u32,
+            c_across: *mut u32,
+            c_rows: usize,
+            c_cols: usize,
+            c_ld: usize,
+            c_batches: usize,
+            c_stride: usize,
+            sides: u32,
         ) {
-            let (transpose_a, transpose_b) = (flags & TRANSPOSE_A != 0, flags & TRANSPOSE_B == 0);
-            let left = Operand { x: a, out: a_out, side: Side::Left, rows: m, k, ld: lda, stride: stride_a };
-            let right = Operand { x: b, out: b_out, side: Side::Right, rows: n, k, ld: ldb, stride: stride_b };
-            let fragment = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
-            let before = batches_a * left.fragments::<$format>();
+            let operand = |x, out, extents, ld, batches, stride, sides| Operand { x, out, extents, ld, batches, stride, sides };
+            let operands = [
+                operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0)),
+                operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1)),
+                operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2)),
+            ];
+            let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
+            let [a, b, c] = operands;
+            let before_b = a.turns::<$format>();
+            let before_c = before_b + b.turns::<$format>();
+            let (operand, turn) = if turn < before_b {
+                (a, turn)
+            } else if turn < before_c {
+                (b, turn - before_b)
+            } else if turn < before_c + c.turns::<$format>() {
+                (c, turn - before_c)
+            } else {
+                return;
+            };
             // SAFETY: by the contract.
-            unsafe {
-                if fragment < before {
-                    left.round::<$format>(fragment, transpose_a);
-                } else if fragment - before < batches_b * right.fragments::<$format>() {
-                    right.round::<$format>(fragment - before, transpose_b);
+            unsafe { operand.round::<$format>(turn) };
+        }
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        impl<'a> $name<'a> {
+            /// The launch that rounds these.
+            pub fn of([mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
+                let ([a_along, a_across], of_a) = a.wanted();
+                let ([b_along, b_across], of_b) = b.wanted();
+                let ([c_along, c_across], of_c) = c.wanted();
+                Self {
+                    a: a.values.unwrap_or_else(Slice::empty),
+                    a_along,
+                    a_across,
+                    a_rows: a.rows,
+                    a_cols: a.cols,
+                    a_ld: a.ld,
+                    a_batches: a.batches,
+                    a_stride: a.stride,
+                    b: b.values.unwrap_or_else(Slice::empty),
+                    b_along,
+                    b_across,
+                    b_rows: b.rows,
+                    b_cols: b.cols,
+                    b_ld: b.ld,
+                    b_batches: b.batches,
+                    b_stride: b.stride,
+                    c: c.values.unwrap_or_else(Slice::empty),
+                    c_along,
+                    c_across,
+                    c_rows: c.rows,
+                    c_cols: c.cols,
+                    c_ld: c.ld,
+                    c_batches: c.batches,
+                    c_stride: c.stride,
+                    sides: of_a | of_b << 4 | of_c << 8,
                 }
             }
         }
@@ -62,61 +142,121 @@ macro_rules! entries {
 }
 
 entries! {
-    /// Rounds A and B of products to TF32. A: `[m, k]` (stored `[k, m]` with `TRANSPOSE_A`), `a_out`: `ceil(m / 32) ceil(k / 8)`
-    /// fragments a batch; B: `[k, n]` (stored `[n, k]` with `TRANSPOSE_B`), `b_out`: `ceil(n / 32) ceil(k / 8)`. Other parameters
-    /// are those of [`matmul`](super::matmul), for each operand its own number of batches.
+    /// Rounds up to three operands of multiplies to TF32; for each `rows` x `cols` elements, `ld` from row to row, in batches that are
+    /// `stride` apart. `along`: fragments whose k runs along the rows, `ceil(rows / 32) ceil(cols / 8)` a batch; `across`: those of
+    /// the transposed, `ceil(cols / 32) ceil(rows / 8)`. `sides`: which of them are wanted, and for which
+    /// side of a product.
     round_to_tf32: Tf32;
     /// The same to pairs of BF16, the first in the lower half; a fragment has 16 elements along k.
     round_to_bf16: Bf16;
 }
 
-/// One operand: batches of `rows` of `k` elements, `stride` elements apart.
+/// What is to be rounded, for a launch: `batches` of `rows` x `cols` elements, `ld` from row to row, `stride` from batch to batch;
+/// and where the fragments go that are wanted, with the side of the product in which they stand.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Default)]
+#[allow(missing_docs, reason = "named as the kernels' parameters")]
+pub struct Rounding<'a> {
+    pub values: Option<Slice<'a, f32>>,
+    pub rows: usize,
+    pub cols: usize,
+    pub ld: usize,
+    pub batches: usize,
+    pub stride: usize,
+    pub along: Option<(Side, PointerMut<'a, u32>)>,
+    pub across: Option<(Side, PointerMut<'a, u32>)>,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl<'a> Rounding<'a> {
+    /// Where the fragments go, and the bits of `sides`.
+    fn wanted(&mut self) -> ([PointerMut<'a, u32>; 2], u32) {
+        let mut sides = 0;
+        let outs = [(ALONG, self.along.take()), (ACROSS, self.across.take())].map(|(form, wanted)| match wanted {
+            None => PointerMut::empty(),
+            Some((side, out)) => {
+                sides |= if side == Side::Left { LEFT } else { RIGHT } << (2 * form);
+                out
+            }
+        });
+        (outs, sides)
+    }
+}
+
+/// One operand: batches of rows and columns.
 #[derive(Clone, Copy)]
 struct Operand<'p> {
     x: &'p [f32],
-    out: *mut u32,
-    side: Side,
-    rows: usize,
-    k: usize,
+    out: [*mut u32; 2],
+    extents: [usize; 2],
     ld: usize,
+    batches: usize,
     stride: usize,
+    /// Its bits of `sides`.
+    sides: u32,
+}
+
+/// Warps that make a square's fragments of one form.
+#[inline(always)]
+const fn steps_of_square<F: Format>() -> usize {
+    SQUARE / F::PER_STEP as usize
 }
 
 impl Operand<'_> {
-    /// Fragments along k.
+    /// Whether the fragments of a form are wanted.
     #[inline(always)]
-    fn steps<F: Format>(&self) -> usize {
-        self.k.div_ceil(F::PER_STEP as usize)
+    fn wants(&self, form: usize) -> bool {
+        side(self.sides, form) != 0
     }
 
-    /// Fragments of a batch.
+    /// Warps that the operand needs.
     #[inline(always)]
-    fn fragments<F: Format>(&self) -> usize {
-        self.rows.div_ceil(ROWS as usize) * self.steps::<F>()
+    fn turns<F: Format>(&self) -> usize {
+        let forms = usize::from(self.wants(ALONG)) + usize::from(self.wants(ACROSS));
+        let [down, along] = self.extents.map(|extent| extent.div_ceil(SQUARE));
+        self.batches * down * along * forms * steps_of_square::<F>()
     }
 
-    /// Makes the `fragment`th, there are fewer than 2^32.
+    /// Makes the fragment of the `turn`th warp, of fewer than 2^32, where there is one: a square at the edge has fewer.
     ///
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
-    unsafe fn round<F: Format>(&self, fragment: usize, transpose: bool) {
-        let (g, t) = ((warp::lane_id() / 4) as usize, (warp::lane_id() % 4) as usize);
-        // SAFETY: without rows or k there are no fragments.
-        let (step, (block, batch)) = unsafe {
-            let (above, step) = divide(fragment, self.steps::<F>());
-            let (batch, block) = divide(above, self.rows.div_ceil(ROWS as usize));
-            (step, (block, batch))
+    unsafe fn round<F: Format>(&self, turn: usize) {
+        let squares = self.extents.map(|extent| extent.div_ceil(SQUARE));
+        // Those that make one form of a square, then those that make the other.
+        let (own, others) = (turn % steps_of_square::<F>(), turn / steps_of_square::<F>());
+        let both = self.wants(ALONG) && self.wants(ACROSS);
+        let is_along = if both { others.is_multiple_of(2) } else { self.wants(ALONG) };
+        // SAFETY: what has turns has squares.
+        let (down, along, batch) = unsafe {
+            let (above, along) = divide(if both { others / 2 } else { others }, squares[1]);
+            let (batch, down) = divide(above, squares[0]);
+            (down, along, batch)
         };
-        let (row, p) = (block * ROWS as usize + 4 * g, (step * STEP as usize + 2 * t) * F::PER_WORD as usize);
+        let [height, width] = self.extents;
+        let (form, out, [rows, k], [block, before]) = if is_along {
+            (ALONG, self.out[ALONG], [height, width], [down, along])
+        } else {
+            (ACROSS, self.out[ACROSS], [width, height], [along, down])
+        };
+        let step = before * steps_of_square::<F>() + own;
+        let steps = k.div_ceil(F::PER_STEP as usize);
+        if step >= steps {
+            return;
+        }
+        let side = if side(self.sides, form) == LEFT { Side::Left } else { Side::Right };
+        let (g, t) = (warp::lane_id() / 4, (warp::lane_id() % 4) as usize);
+        let (row, p) = (block * SQUARE + side.first(g) as usize, (step * STEP as usize + 2 * t) * F::PER_WORD as usize);
         // SAFETY: the caller's promise.
-        let rows = unsafe { if transpose { self.across::<F>(batch, row, p) } else { self.along::<F>(batch, row, p) } };
-        let [first, second] = self.side.quads(rows.map(F::words));
-        let at = fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize;
+        let found = unsafe { if is_along { self.along::<F>(batch, row, p) } else { self.across::<F>(batch, row, p) } };
+        let [first, second] = side.quads(found.map(F::words));
+        let fragment = (batch * rows.div_ceil(SQUARE) + block) * steps + step;
+        let (out, at) = (out.cast(), fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize);
         // SAFETY: `out` has room for the fragment, as the contract has checked; words are moved as they are.
         unsafe {
-            F4(first.map(f32::from_bits)).store(self.out.cast(), at);
-            F4(second.map(f32::from_bits)).store(self.out.cast(), at + FRAGMENT as usize / 2);
+            F4(first.map(f32::from_bits)).store(out, at);
+            F4(second.map(f32::from_bits)).store(out, at + FRAGMENT as usize / 2);
         }
     }
 
@@ -126,10 +266,11 @@ impl Operand<'_> {
     /// As above.
     #[inline(always)]
     unsafe fn along<F: Format>(&self, batch: usize, row: usize, p: usize) -> [[f32; 4]; 4] {
+        let [end, k] = self.extents;
         let mut rows = [[0.0; 4]; 4];
         unroll_on_gpu!(i < 4 => {
-            if row + i < self.rows && p < self.k {
-                let (from, left) = (batch * self.stride + (row + i) * self.ld + p, self.k - p);
+            if row + i < end && p < k {
+                let (from, left) = (batch * self.stride + (row + i) * self.ld + p, k - p);
                 // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
                 unsafe {
                     if F::PER_WORD == 1 && left > 1 && from.is_multiple_of(2) {
@@ -152,10 +293,11 @@ impl Operand<'_> {
     /// As above.
     #[inline(always)]
     unsafe fn across<F: Format>(&self, batch: usize, row: usize, p: usize) -> [[f32; 4]; 4] {
+        let [k, end] = self.extents;
         let mut rows = [[0.0; 4]; 4];
         unroll_on_gpu!(i < 4 => {
-            if i < 2 * F::PER_WORD as usize && p + i < self.k && row < self.rows {
-                let (from, left) = (batch * self.stride + (p + i) * self.ld + row, self.rows - row);
+            if i < 2 * F::PER_WORD as usize && p + i < k && row < end {
+                let (from, left) = (batch * self.stride + (p + i) * self.ld + row, end - row);
                 let whole = left >= F4::LEN && from.is_multiple_of(F4::LEN);
                 // SAFETY: as above.
                 let four = unsafe { F4::load_part(self.x, from, if whole { Part::Whole } else { Part::first(left) }, 0.0) };
@@ -166,33 +308,58 @@ impl Operand<'_> {
     }
 }
 
-/// What the contracts check of one operand; the fragments that it has.
+/// What the contracts check of one operand; the warps that it needs.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check<F: Format>(
-    [argument, output]: [&'static str; 2],
-    [len, out_len]: [usize; 2],
-    [rows, k]: [usize; 2],
-    [batches, stride, ld]: [usize; 3],
-    transpose: bool,
+    [argument, along, across]: [&'static str; 3],
+    [len, along_len, across_len]: [usize; 3],
+    [rows, cols, ld]: [usize; 3],
+    [batches, stride]: [usize; 2],
+    sides: u32,
 ) -> Result<usize, cuda_std::launch::Violation> {
     use cuda_std::launch::Violation;
 
-    super::matmul::checks::holds(argument, len, batches, stride, if transpose { [k, rows] } else { [rows, k] }, ld)?;
-    let words = batches.saturating_mul(fragments::<F>([rows, k]));
-    Violation::unless(words <= u32::MAX as usize * FRAGMENT as usize, argument, "below 2^32 fragments", len)?;
-    Violation::unless_length(output, words, out_len)?;
-    Ok(words / FRAGMENT as usize)
+    super::matmul::checks::holds(argument, len, batches, stride, [rows, cols], ld)?;
+    let squares = batches.saturating_mul(rows.div_ceil(SQUARE)).saturating_mul(cols.div_ceil(SQUARE));
+    Violation::unless(squares < 1 << 28, argument, "below 2^28 squares of 32 x 32", len)?;
+    let mut turns = 0;
+    for (form, name, len, extents) in
+        [(ALONG, along, along_len, [rows, cols]), (ACROSS, across, across_len, [cols, rows])]
+    {
+        if side(sides, form) != 0 {
+            Violation::unless_length(name, batches * fragments::<F>(extents), len)?;
+            turns += squares * steps_of_square::<F>();
+        }
+    }
+    Ok(turns)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident) => {{
-        let (transpose_a, transpose_b) = ($p.flags & TRANSPOSE_A != 0, $p.flags & TRANSPOSE_B == 0);
-        let [a, b] = [[$p.a.len(), $p.a_out.len()], [$p.b.len(), $p.b_out.len()]];
-        let [lie_a, lie_b] = [[$p.batches_a, $p.stride_a, $p.lda], [$p.batches_b, $p.stride_b, $p.ldb]];
-        let left = check::<$format>(["a", "a_out"], a, [$p.m, $p.k], lie_a, transpose_a)?;
-        let right = check::<$format>(["b", "b_out"], b, [$p.n, $p.k], lie_b, transpose_b)?;
-        Grid::new((left + right).div_ceil(WARPS), 1, 1)
+        let p = $p;
+        let a = check::<$format>(
+            ["a", "a_along", "a_across"],
+            [p.a.len(), p.a_along.len(), p.a_across.len()],
+            [p.a_rows, p.a_cols, p.a_ld],
+            [p.a_batches, p.a_stride],
+            bits(p.sides, 0),
+        )?;
+        let b = check::<$format>(
+            ["b", "b_along", "b_across"],
+            [p.b.len(), p.b_along.len(), p.b_across.len()],
+            [p.b_rows, p.b_cols, p.b_ld],
+            [p.b_batches, p.b_stride],
+            bits(p.sides, 1),
+        )?;
+        let c = check::<$format>(
+            ["c", "c_along", "c_across"],
+            [p.c.len(), p.c_along.len(), p.c_across.len()],
+            [p.c_rows, p.c_cols, p.c_ld],
+            [p.c_batches, p.c_stride],
+            bits(p.sides, 2),
+        )?;
+        Grid::new((a + b + c).div_ceil(WARPS), 1, 1)
     }};
 }
 

@@ -64,18 +64,20 @@ pub(super) unsafe fn compute<
         multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, own, [from, until], &mut sums);
         // Four rows at a time, the next take their place: what follows the sums is long, and this keeps it once.
         for from in (0..TM).step_by(4) {
-            unroll!(i < if TM < 4 { TM } else { 4 } => {
-                let i_out = first[0] + own[0] + spread(from, TM, rows) + i as u32;
-                unroll!(group < TN.div_ceil(4) => {
-                    let j_out = first[1] + own[1] + spread(4 * group, TN, cols);
-                    if i_out < m && j_out < n {
-                        let width = if TN < 4 { TN } else { 4 };
-                        let [w, x, y, z] = [0, 1, 2, 3].map(|j| if j < width { sums[i][group * 4 + j] } else { 0.0 });
-                        // SAFETY: row and columns lie inside the output.
-                        unsafe { problem.epilogue.finish(i_out, j_out, width, F4([w, x, y, z])) };
-                    }
-                });
-            });
+            let i = first[0] + own[0] + spread(from, TM, rows);
+            let j = |group: usize| first[1] + own[1] + spread(4 * group, TN, cols);
+            let width = if TN < 4 { TN } else { 4 };
+            let element = |i: usize, j: usize| if i < TM && j < TN { sums[i][j] } else { 0.0 };
+            let vector = |i: usize, group: usize| F4([0, 1, 2, 3].map(|j| element(i, 4 * group + j)));
+            // SAFETY: the contract has accepted the problem.
+            unsafe {
+                let epilogue = problem.epilogue;
+                match (TM, TN) {
+                    (2, _) => epilogue.finish(i, [j(0)], width as u32, [0, 1].map(|i| [vector(i, 0)])),
+                    (_, 4) => epilogue.finish(i, [j(0)], width as u32, [0, 1, 2, 3].map(|i| [vector(i, 0)])),
+                    _ => epilogue.finish(i, [j(0), j(1)], 4, [0, 1, 2, 3].map(|i| [vector(i, 0), vector(i, 1)])),
+                }
+            }
             unroll!(i < TM.saturating_sub(4) => { sums[i] = sums[i + 4]; });
         }
         if !problem.goes_on(until) {

@@ -81,7 +81,7 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
                             continue;
                         }
                         for (j, four) in (j..n).step_by(F4::LEN).zip(run.as_chunks().0) {
-                            problem.epilogue.finish(i, j, F4::LEN, F4(*four));
+                            problem.epilogue.finish(i, [j], F4::LEN as u32, [[F4(*four)]]);
                         }
                     }
                 }

@@ -3,10 +3,12 @@
 //! Invariant: in this order, each rounded once, whichever kernel has summed.
 
 use super::{GELU, KEEP};
+use crate::block::again;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector::{load_run, load_run_raw, store_run};
-use crate::{map4, math};
+use crate::{map4, math, unroll_on_gpu};
+#[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
 
 /// Where sums go, and what is done with them before; the parameters are those of the [module](super).
@@ -18,6 +20,7 @@ pub(crate) struct Epilogue<'p> {
     pub(crate) out: *mut f32,
     pub(crate) pre: *mut f32,
     pub(crate) start: usize,
+    pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) ldc: u32,
     pub(crate) beta: f32,
@@ -25,34 +28,88 @@ pub(crate) struct Epilogue<'p> {
 }
 
 impl Epilogue<'_> {
-    /// Finishes the sums of up to `width` neighbours at (`i`, `j`).
+    /// Finishes the sums of `ROWS` rows from `i` on, in groups of up to `width` neighbours, each from its own column on; those
+    /// that lie outside the output are dropped.
     ///
     /// # Safety
-    /// Row `i` and column `j` lie inside the output, and the contract has accepted the arguments.
+    /// The contract has accepted the arguments.
     #[inline(always)]
-    pub(crate) unsafe fn finish(&self, i: u32, j: u32, width: usize, mut sum: F4) {
-        let Self { bias, bias_start, c, out, pre, start, n, ldc, beta, flags } = *self;
-        let left = (n - j) as usize;
-        let count = if width < left { width } else { left };
-        let at = start + i as usize * ldc as usize + j as usize;
-        let own = part(at, count);
-        // SAFETY: row `i` and these columns lie in `out`, `c`, `pre` and `bias`, which the contract checked.
+    pub(crate) unsafe fn finish<const ROWS: usize, const GROUPS: usize>(
+        &self,
+        i: u32,
+        columns: [u32; GROUPS],
+        width: u32,
+        mut sums: [[F4; GROUPS]; ROWS],
+    ) {
+        let Self { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags } = *self;
+        let first = start + i as usize * ldc as usize;
+        let place = |row: usize, group: usize| first + row * ldc as usize + columns[group] as usize;
+        let even = |start: usize| start.is_multiple_of(F4::LEN) && width == F4::LEN as u32;
+        let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
+        let whole =
+            even(start) && ldc.is_multiple_of(F4::LEN as u32) && i + ROWS as u32 <= m && inside(GROUPS - 1) == F4::LEN;
+        // Either all vectors lie in the output, or each is looked at: so reads follow each other, and writes.
+        macro_rules! for_each {
+            (|$row:ident, $group:ident, $at:ident, $part:ident| $body:expr) => {
+                if whole {
+                    unroll_on_gpu!($row < ROWS => {
+                        unroll_on_gpu!($group < GROUPS => {
+                            let ($at, $part) = (place($row, $group), Part::Whole);
+                            $body
+                        });
+                    });
+                } else {
+                    unroll_on_gpu!($row < ROWS => {
+                        unroll_on_gpu!($group < GROUPS => {
+                            if i + ($row as u32) < m {
+                                let $at = place($row, $group);
+                                let $part = part($at, inside($group));
+                                $body
+                            }
+                        });
+                    });
+                }
+            };
+        }
+        // SAFETY: what is inside lies in `out`, `c`, `pre` and `bias`, which the contract checked.
         unsafe {
             if !bias.is_empty() {
-                let at = bias_start + j as usize;
-                let bias = F4::load_part(bias, at, part(at, count), 0.0);
-                sum = sum.zip(bias, |sum, bias| sum + bias);
+                unroll_on_gpu!(group < GROUPS => {
+                    let at = bias_start + columns[group] as usize;
+                    let own = F4::load_part(bias, at, part(at, inside(group)), 0.0);
+                    unroll_on_gpu!(row < ROWS => { sums[row][group] = sums[row][group] + own; });
+                });
             }
             if beta != 0.0 {
-                sum = sum.zip(F4::load_part_raw(c, at, own, 0.0), |sum, c| GpuFloat::mul_add(beta, c, sum));
+                // All reads first: the compiler moves none before a write.
+                let mut old = [[F4::splat(0.0); GROUPS]; ROWS];
+                for_each!(|row, group, at, own| {
+                    old[row][group] = F4::load_part_raw(c, at, own, 0.0);
+                });
+                unroll_on_gpu!(row < ROWS => {
+                    unroll_on_gpu!(group < GROUPS => {
+                        sums[row][group] = sums[row][group].fma(F4::splat(beta), old[row][group]);
+                    });
+                });
             }
             if flags & KEEP != 0 {
-                sum.store_part(pre, at, own);
+                for_each!(|row, group, at, own| {
+                    sums[row][group].store_part(pre, at, own);
+                });
             }
             if flags & GELU != 0 {
-                sum = map4!(sum, math::gelu);
+                // One row, and the others move up: it is long, and so it stands here once.
+                for _ in 0..again(ROWS as u32) {
+                    let mut done = sums[0];
+                    unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
+                    unroll_on_gpu!(row < ROWS => {
+                        sums[row] = if row + 1 < ROWS { sums[row + 1] } else { done };
+                    });
+                }
             }
-            sum.store_part(out, at, own);
+            for_each!(|row, group, at, own| {
+                sums[row][group].store_part(out, at, own);
+            });
         }
     }
 

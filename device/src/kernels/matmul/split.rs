@@ -105,9 +105,10 @@ pub unsafe fn sum_splits(
         }
     };
     let (start, bias_start) = (batch * stride_c, batch * stride_bias);
-    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, n, ldc, beta, flags };
+    let rows = m as u32;
+    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: rows, n, ldc, beta, flags };
     // SAFETY: row and columns lie inside the output.
-    unsafe { epilogue.finish(row as u32, column as u32, F4::LEN, sum) };
+    unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
 }
 
 /// The sum of so many partials, in order; several are loaded before they are added.

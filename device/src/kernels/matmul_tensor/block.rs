@@ -124,27 +124,20 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     tile: Tile,
     mut sums: [[Sums; COLS]; ROWS],
 ) {
-    let Problem { epilogue, m, n, .. } = problem;
+    let epilogue = problem.epilogue;
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
     // One block of 32 x 32 at a time, the next take its place: what follows the sums is long, and this keeps it once.
     for block in 0..(ROWS * COLS) as u32 {
         let (row, col) = (block / COLS as u32, block % COLS as u32);
         let i = first[0] + own[0] + 32 * row + 4 * g;
-        let j = first[1] + own[1] + 32 * col + 8 * t;
-        unroll_on_gpu!(line < 4 => {
+        let j = first[1] + own[1] + 32 * col + 4 * t;
+        let halves = [0, 1, 2, 3].map(|line| {
             let [w, x, y, z, p, q, r, s] = sums[0][0][line];
-            let i = i + line as u32;
-            // SAFETY: row and column lie inside the output.
-            unsafe {
-                if i < m && j < n {
-                    epilogue.finish(i, j, F4::LEN, F4([w, x, y, z]));
-                }
-                if i < m && j + 4 < n {
-                    epilogue.finish(i, j + 4, F4::LEN, F4([p, q, r, s]));
-                }
-            }
+            [F4([w, x, y, z]), F4([p, q, r, s])]
         });
+        // SAFETY: the contract has accepted the problem.
+        unsafe { epilogue.finish(i, [j, j + 16], F4::LEN as u32, halves) };
         unroll_on_gpu!(next < 4 => {
             if next > 0 && next < ROWS * COLS {
                 sums[(next - 1) / COLS][(next - 1) % COLS] = sums[next / COLS][next % COLS];
