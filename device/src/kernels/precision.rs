@@ -1,10 +1,11 @@
 //! Rounding of the operands of multiplies to TF32 or BF16, as they lie or transposed, into fragments.
 //!
-//! A warp makes a [`fragment`](crate::mma): 32 rows of eight words of k. Lane `4 g + t` rounds, of four rows from [`Side::first`] on, the
+//! A [`fragment`](crate::mma) has 32 rows of eight words of k. Lane `4 g + t` of a warp rounds, of four rows from [`Side::first`] on, the
 //! words `2 t` and `2 t + 1`, and writes them where lane `4 g + t` of a multiply reads them, 16 bytes at a time. Fragments follow each
 //! other along k, then along the rows, then by batches.
 //!
-//! What is wanted both as it lies and transposed is read from memory once: neighbouring warps make all fragments of 32 x 32 elements.
+//! A warp makes the fragments of 32 x 32 elements. Where they are wanted both as they lie and transposed, two neighbours do, so that
+//! memory is read once.
 //!
 //! Invariant: an element is rounded as [`Format`] says, whatever stands beside it; beyond the rows and k there is zero.
 
@@ -23,7 +24,6 @@ use cuda_std::prelude::*;
 use cuda_std::warp;
 
 const BLOCK: u32 = 256;
-/// Fragments of a block, one for each warp.
 const WARPS: usize = (BLOCK / LANES) as usize;
 /// Rows and columns of a square of elements.
 const SQUARE: usize = ROWS as usize;
@@ -87,13 +87,13 @@ macro_rules! entries {
             ];
             let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
             let [a, b, c] = operands;
-            let before_b = a.turns::<$format>();
-            let before_c = before_b + b.turns::<$format>();
+            let before_b = a.turns();
+            let before_c = before_b + b.turns();
             let (operand, turn) = if turn < before_b {
                 (a, turn)
             } else if turn < before_c {
                 (b, turn - before_b)
-            } else if turn < before_c + c.turns::<$format>() {
+            } else if turn < before_c + c.turns() {
                 (c, turn - before_c)
             } else {
                 return;
@@ -196,11 +196,14 @@ struct Operand<'p> {
     sides: u32,
 }
 
-/// Warps that make a square's fragments of one form.
+/// Steps of k of a square.
 #[inline(always)]
 const fn steps_of_square<F: Format>() -> usize {
     SQUARE / F::PER_STEP as usize
 }
+
+/// What a lane reads of a square: in each step, of four rows, the elements of two words.
+type Found = [[[f32; 4]; 4]; 4];
 
 impl Operand<'_> {
     /// Whether the fragments of a form are wanted.
@@ -211,26 +214,24 @@ impl Operand<'_> {
 
     /// Warps that the operand needs.
     #[inline(always)]
-    fn turns<F: Format>(&self) -> usize {
+    fn turns(&self) -> usize {
         let forms = usize::from(self.wants(ALONG)) + usize::from(self.wants(ACROSS));
         let [down, along] = self.extents.map(|extent| extent.div_ceil(SQUARE));
-        self.batches * down * along * forms * steps_of_square::<F>()
+        self.batches * down * along * forms
     }
 
-    /// Makes the fragment of the `turn`th warp, of fewer than 2^32, where there is one: a square at the edge has fewer.
+    /// Makes what the `turn`th warp makes, of fewer than 2^32: a square's fragments of one form.
     ///
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
     unsafe fn round<F: Format>(&self, turn: usize) {
         let squares = self.extents.map(|extent| extent.div_ceil(SQUARE));
-        // Those that make one form of a square, then those that make the other.
-        let (own, others) = (turn % steps_of_square::<F>(), turn / steps_of_square::<F>());
         let both = self.wants(ALONG) && self.wants(ACROSS);
-        let is_along = if both { others.is_multiple_of(2) } else { self.wants(ALONG) };
+        let is_along = if both { turn.is_multiple_of(2) } else { self.wants(ALONG) };
         // SAFETY: what has turns has squares.
         let (down, along, batch) = unsafe {
-            let (above, along) = divide(if both { others / 2 } else { others }, squares[1]);
+            let (above, along) = divide(if both { turn / 2 } else { turn }, squares[1]);
             let (batch, down) = divide(above, squares[0]);
             (down, along, batch)
         };
@@ -240,51 +241,73 @@ impl Operand<'_> {
         } else {
             (ACROSS, self.out[ACROSS], [width, height], [along, down])
         };
-        let step = before * steps_of_square::<F>() + own;
-        let steps = k.div_ceil(F::PER_STEP as usize);
-        if step >= steps {
-            return;
-        }
         let side = if side(self.sides, form) == LEFT { Side::Left } else { Side::Right };
         let (g, t) = (warp::lane_id() / 4, (warp::lane_id() % 4) as usize);
-        let (row, p) = (block * SQUARE + side.first(g) as usize, (step * STEP as usize + 2 * t) * F::PER_WORD as usize);
+        let row = block * SQUARE + side.first(g) as usize;
+        let first = before * steps_of_square::<F>();
+        let p = (first * STEP as usize + 2 * t) * F::PER_WORD as usize;
+        let is_whole = (down + 1) * SQUARE <= height
+            && (along + 1) * SQUARE <= width
+            && self.ld.is_multiple_of(F4::LEN)
+            && self.stride.is_multiple_of(F4::LEN);
+        // All reads first: the compiler moves none before a write.
         // SAFETY: the caller's promise.
-        let found = unsafe { if is_along { self.along::<F>(batch, row, p) } else { self.across::<F>(batch, row, p) } };
-        let [first, second] = side.quads(found.map(F::words));
-        let fragment = (batch * rows.div_ceil(SQUARE) + block) * steps + step;
-        let (out, at) = (out.cast(), fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize);
-        // SAFETY: `out` has room for the fragment, as the contract has checked; words are moved as they are.
-        unsafe {
-            F4(first.map(f32::from_bits)).store(out, at);
-            F4(second.map(f32::from_bits)).store(out, at + FRAGMENT as usize / 2);
-        }
+        let found = unsafe {
+            match (is_along, is_whole) {
+                (true, true) => self.along::<F, true>(batch, row, p),
+                (true, false) => self.along::<F, false>(batch, row, p),
+                (false, true) => self.across::<F, true>(batch, row, p),
+                (false, false) => self.across::<F, false>(batch, row, p),
+            }
+        };
+        let steps = k.div_ceil(F::PER_STEP as usize);
+        let fragment = (batch * rows.div_ceil(SQUARE) + block) * steps + first;
+        let at = fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize;
+        unroll_on_gpu!(step < 4 => {
+            // At the edge a square has fewer.
+            if step < steps_of_square::<F>() && first + step < steps {
+                let [upper, lower] = side.quads(found[step].map(F::words));
+                let at = at + step * FRAGMENT as usize;
+                // SAFETY: `out` has room for the fragment, as the contract has checked; words are moved as they are.
+                unsafe {
+                    F4(upper.map(f32::from_bits)).store(out.cast(), at);
+                    F4(lower.map(f32::from_bits)).store(out.cast(), at + FRAGMENT as usize / 2);
+                }
+            }
+        });
     }
 
-    /// The elements of two words from `p` on, of four rows from `row` on, where a row's lie side by side.
+    /// The elements of two words from `p` on in each step of a square, of four rows from `row` on, where a row's lie side by
+    /// side. `WHOLE`: the square lies inside, and its vectors on their boundaries.
     ///
     /// # Safety
     /// As above.
     #[inline(always)]
-    unsafe fn along<F: Format>(&self, batch: usize, row: usize, p: usize) -> [[f32; 4]; 4] {
+    unsafe fn along<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> Found {
         let [end, k] = self.extents;
-        let mut rows = [[0.0; 4]; 4];
-        unroll_on_gpu!(i < 4 => {
-            if row + i < end && p < k {
-                let (from, left) = (batch * self.stride + (row + i) * self.ld + p, k - p);
-                // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
-                unsafe {
-                    if F::PER_WORD == 1 && left > 1 && from.is_multiple_of(2) {
-                        let [first, second] = load_pair(self.x, from);
-                        rows[i] = [first, second, 0.0, 0.0];
-                    } else {
-                        let wanted = if left < 2 * F::PER_WORD as usize { left } else { 2 * F::PER_WORD as usize };
-                        let whole = wanted == F4::LEN && from.is_multiple_of(F4::LEN);
-                        rows[i] = F4::load_part(self.x, from, if whole { Part::Whole } else { Part::First(wanted) }, 0.0).0;
+        let mut found = [[[0.0; 4]; 4]; 4];
+        unroll_on_gpu!(step < 4 => {
+            unroll_on_gpu!(i < 4 => {
+                let p = p + step * F::PER_STEP as usize;
+                if step < steps_of_square::<F>() && (WHOLE || (row + i < end && p < k)) {
+                    let from = batch * self.stride + (row + i) * self.ld + p;
+                    let wanted = 2 * F::PER_WORD as usize;
+                    let count = if WHOLE || k - p >= wanted { wanted } else { k - p };
+                    // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
+                    unsafe {
+                        if count == 2 && (WHOLE || from.is_multiple_of(2)) {
+                            let [first, second] = load_pair(self.x, from);
+                            found[step][i] = [first, second, 0.0, 0.0];
+                        } else {
+                            let whole = count == F4::LEN && (WHOLE || from.is_multiple_of(F4::LEN));
+                            let part = if whole { Part::Whole } else { Part::First(count) };
+                            found[step][i] = F4::load_part(self.x, from, part, 0.0).0;
+                        }
                     }
                 }
-            }
+            });
         });
-        rows
+        found
     }
 
     /// The same where rows lie side by side.
@@ -292,19 +315,24 @@ impl Operand<'_> {
     /// # Safety
     /// As above.
     #[inline(always)]
-    unsafe fn across<F: Format>(&self, batch: usize, row: usize, p: usize) -> [[f32; 4]; 4] {
+    unsafe fn across<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> Found {
         let [k, end] = self.extents;
-        let mut rows = [[0.0; 4]; 4];
-        unroll_on_gpu!(i < 4 => {
-            if i < 2 * F::PER_WORD as usize && p + i < k && row < end {
-                let (from, left) = (batch * self.stride + (p + i) * self.ld + row, end - row);
-                let whole = left >= F4::LEN && from.is_multiple_of(F4::LEN);
-                // SAFETY: as above.
-                let four = unsafe { F4::load_part(self.x, from, if whole { Part::Whole } else { Part::first(left) }, 0.0) };
-                unroll_on_gpu!(of < 4 => { rows[of][i] = four.0[of]; });
-            }
+        let mut found = [[[0.0; 4]; 4]; 4];
+        unroll_on_gpu!(step < 4 => {
+            unroll_on_gpu!(i < 4 => {
+                let p = p + step * F::PER_STEP as usize + i;
+                let exists = step < steps_of_square::<F>() && i < 2 * F::PER_WORD as usize;
+                if exists && (WHOLE || (p < k && row < end)) {
+                    let from = batch * self.stride + p * self.ld + row;
+                    let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
+                    let part = if whole { Part::Whole } else { Part::first(end - row) };
+                    // SAFETY: as above.
+                    let four = unsafe { F4::load_part(self.x, from, part, 0.0) };
+                    unroll_on_gpu!(of < 4 => { found[step][of][i] = four.0[of]; });
+                }
+            });
         });
-        rows
+        found
     }
 }
 
@@ -328,7 +356,7 @@ fn check<F: Format>(
     {
         if side(sides, form) != 0 {
             Violation::unless_length(name, batches * fragments::<F>(extents), len)?;
-            turns += squares * steps_of_square::<F>();
+            turns += squares;
         }
     }
     Ok(turns)

@@ -9,6 +9,7 @@ use super::epilogue::Epilogue;
 use super::{KEEP, checks, checks::check_outputs};
 use crate::block::divide;
 use crate::contract;
+use crate::unroll_on_gpu;
 use crate::vector::{F4, Part};
 use cuda_std::prelude::*;
 
@@ -116,10 +117,11 @@ pub unsafe fn sum_splits(
 fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
     // The number to which each can be added without a change.
     let (mut sum, mut next, end) = (F4::splat(-0.0), 0, splits as usize);
-    while next + 4 <= end {
-        let [a, b, c, d] = [partial(next), partial(next + 1), partial(next + 2), partial(next + 3)];
-        sum = sum + a + b + c + d;
-        next += 4;
+    while next + 8 <= end {
+        let mut some = [sum; 8];
+        unroll_on_gpu!(i < 8 => { some[i] = partial(next + i); });
+        unroll_on_gpu!(i < 8 => { sum = sum + some[i]; });
+        next += 8;
     }
     while next < end {
         sum = sum + partial(next);
