@@ -10,8 +10,27 @@ const HEAD: usize = 64;
 const SCALE: f32 = 0.125;
 const EPSILON: f32 = 1e-6;
 
-/// Batch, tokens, heads.
-const SHAPES: [[usize; 3]; 7] = [[0, 12, 4], [1, 1, 1], [2, 12, 4], [3, 16, 2], [1, 7, 3], [5, 2, 1], [64, 12, 4]];
+/// Batch, tokens, heads: every count of tokens.
+const SHAPES: [[usize; 3]; 18] = [
+    [0, 12, 4],
+    [1, 1, 1],
+    [2, 12, 4],
+    [3, 16, 2],
+    [1, 7, 3],
+    [5, 2, 1],
+    [1, 3, 1],
+    [1, 4, 1],
+    [1, 5, 2],
+    [1, 6, 1],
+    [1, 8, 1],
+    [1, 9, 3],
+    [1, 10, 1],
+    [1, 11, 1],
+    [1, 13, 1],
+    [1, 14, 1],
+    [1, 15, 1],
+    [64, 12, 4],
+];
 
 /// Queries, keys and values one after another, the gains of queries and keys, and the gradient of the output.
 struct Inputs {
