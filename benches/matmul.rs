@@ -152,6 +152,9 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
         let formed = |tile: &ops::TensorTile| Gemm { tensor_tile: Some(*tile), ..state.gemm };
         TENSOR_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
     };
+    // A smaller one is multiplied in f32, unless it names a tile.
+    let is_rounded = precision != Precision::Ieee && case.m.min(case.n).min(case.k) >= 16;
+    let tiles = tiles && (is_rounded || precision == Precision::Ieee);
     for ([rows, cols, threads], gemm) in formed {
         if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
             state.gemm = gemm;

@@ -32,13 +32,13 @@ use operand::Operand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
-pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost::new(30, 12, 500) };
+pub const T64X64: Tile = Tile { warps: [2, 2], blocks: [1, 1], cost: Cost::new(31, 11, 1250) };
 /// 64 x 128, 128 threads.
-pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost::new(27, 21, 1500) };
+pub const T64X128: Tile = Tile { warps: [2, 2], blocks: [1, 2], cost: Cost::new(24, 24, 1500) };
 /// 128 x 128, 128 threads.
-pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new(41, 32, 6750) };
+pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new(40, 36, 4500) };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(62, 61, 27500) };
+pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(61, 52, 30000) };
 
 /// The entry points: the same parameters, another format and tile.
 macro_rules! entries {

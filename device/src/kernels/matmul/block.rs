@@ -62,23 +62,22 @@ pub(super) unsafe fn compute<
         let [from, until] = problem.k.chain();
         let mut sums = [[0.0f32; TN]; TM];
         multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, own, [from, until], &mut sums);
-        // Four rows at a time, the next take their place: what follows the sums is long, and this keeps it once.
-        for from in (0..TM).step_by(4) {
+        // Two rows at a time, the next take their place: what follows the sums is long, and this keeps it once.
+        for from in (0..TM).step_by(2) {
             let i = first[0] + own[0] + spread(from, TM, rows);
             let j = |group: usize| first[1] + own[1] + spread(4 * group, TN, cols);
-            let width = if TN < 4 { TN } else { 4 };
-            let element = |i: usize, j: usize| if i < TM && j < TN { sums[i][j] } else { 0.0 };
+            let element = |i: usize, j: usize| if j < TN { sums[i][j] } else { 0.0 };
             let vector = |i: usize, group: usize| F4([0, 1, 2, 3].map(|j| element(i, 4 * group + j)));
             // SAFETY: the contract has accepted the problem.
             unsafe {
                 let epilogue = problem.epilogue;
-                match (TM, TN) {
-                    (2, _) => epilogue.finish(i, [j(0)], width as u32, [0, 1].map(|i| [vector(i, 0)])),
-                    (_, 4) => epilogue.finish(i, [j(0)], width as u32, [0, 1, 2, 3].map(|i| [vector(i, 0)])),
-                    _ => epilogue.finish(i, [j(0), j(1)], 4, [0, 1, 2, 3].map(|i| [vector(i, 0), vector(i, 1)])),
+                if TN > F4::LEN {
+                    epilogue.finish(i, [j(0), j(1)], 4, [0, 1].map(|i| [vector(i, 0), vector(i, 1)]));
+                } else {
+                    epilogue.finish(i, [j(0)], TN as u32, [0, 1].map(|i| [vector(i, 0)]));
                 }
             }
-            unroll!(i < TM.saturating_sub(4) => { sums[i] = sums[i + 4]; });
+            unroll!(i < TM - 2 => { sums[i] = sums[i + 2]; });
         }
         if !problem.goes_on(until) {
             return;
