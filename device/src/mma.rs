@@ -11,7 +11,7 @@
 //! sum of k products is within k 2^-22 of the sum of their sizes.
 
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-use crate::block::again;
+use crate::block::{again, stay_rolled};
 use crate::format::Format;
 use crate::unroll_on_gpu;
 #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
@@ -102,6 +102,7 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let product = |others: Others<'_, [Factor; 2]>| {
             for lane in 0..again(4) {
+                stay_rolled();
                 unroll_on_gpu!(half < 2 => {
                     // SAFETY: the caller's promise.
                     let [rows, [c0, c1, c2, c3], [c4, c5, c6, c7]] = unsafe {

@@ -48,9 +48,30 @@ recorded! {
         device_fence();
         system_fence();
     }
-    warp {
-        lane_id() -> u32;
-        activemask() -> u32;
+}
+
+/// The warp's lanes.
+pub mod warp {
+    /// This lane's number.
+    #[inline(always)]
+    pub fn lane_id() -> u32 {
+        ours::warp::lane_id()
+    }
+
+    /// The lanes that are here.
+    #[inline(always)]
+    pub fn activemask() -> u32 {
+        ours::warp::activemask()
+    }
+
+    /// Waits for the lanes in `mask`.
+    ///
+    /// # Safety
+    /// Every lane in `mask` makes this call, and the caller is among them.
+    #[inline(always)]
+    pub unsafe fn sync_warp(mask: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { ours::warp::sync_warp(mask) }
     }
 }
 
