@@ -153,8 +153,7 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
         TENSOR_TILES.iter().map(|tile| (shape(tile), formed(tile))).collect()
     };
     // A smaller one is multiplied in f32, unless it names a tile.
-    let is_rounded = precision != Precision::Ieee && case.m.min(case.n).min(case.k) >= 16;
-    let tiles = tiles && (is_rounded || precision == Precision::Ieee);
+    let tiles = tiles && (precision == Precision::Ieee || case.m.min(case.n).min(case.k) >= Precision::LEAST);
     for ([rows, cols, threads], gemm) in formed {
         if tiles && blocks(case, rows, cols) <= MOST_BLOCKS {
             state.gemm = gemm;

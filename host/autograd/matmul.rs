@@ -129,8 +129,7 @@ impl<'s> Tape<'_, 's> {
             let step = back.step();
             let (mut dw, accumulate) = back.stack_gradient(&w)?;
             let form = if accumulate { form.accumulate() } else { form };
-            let dx = None::<Gradient<'_, Saved<'s>, Tensor<'s>>>;
-            ops::gradients_into(step, &dy, Gradient { form, of: &x, into: &mut dw }, dx)?;
+            ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
             let dy = dy.reshape([batch, tokens * n])?;
             let (mut db, accumulate) = back.stack_gradient(&b)?;
             ops::sum_rows_into(step, &dy, &mut db, accumulate)

@@ -211,13 +211,16 @@ pub(crate) fn gradients_into<'s>(
     dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
     dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
 ) -> Result<()> {
+    let none = None::<&Tensor<'s>>;
+    let Some(dx) = dx else {
+        return gemm_into(step, &dw.form, dw.of, dy, none, dw.into);
+    };
     let precision = dw.form.precision_in(step);
     if precision != Precision::Ieee {
         return matmul_tensor::queue_gradients(step, precision, dy, dw, dx);
     }
-    gemm_into(step, &dw.form, dw.of, dy, None::<&Tensor<'s>>, dw.into)?;
-    let Some(dx) = dx else { return Ok(()) };
-    gemm_into(step, &dx.form, dy, dx.of, None::<&Tensor<'s>>, dx.into)
+    gemm_into(step, &dw.form, dw.of, dy, none, dw.into)?;
+    gemm_into(step, &dx.form, dy, dx.of, none, dx.into)
 }
 
 /// The shape of `x w` and its form.

@@ -11,39 +11,32 @@ use cuda_std::launch::Slice;
 use kernels::matmul_tensor::*;
 use kernels::mma::Side;
 
-/// Rows, columns and k below which a matrix instruction would mostly work on padding.
-const LEAST: usize = 16;
-
 impl Gemm {
     /// The precision in which the multiply is done: its own, or the step's, where it is large enough or names a tile. The same
     /// for a product and its gradients, which have the same extents in another order.
     pub(super) fn precision_in(&self, step: &Step<'_>) -> Precision {
-        let is_small = self.m.min(self.n).min(self.k) < LEAST && self.tensor_tile.is_none();
+        let is_small = self.m.min(self.n).min(self.k) < Precision::LEAST && self.tensor_tile.is_none();
         if is_small { Precision::Ieee } else { self.precision.unwrap_or_else(|| step.precision()) }
-    }
-
-    /// A as it is stored.
-    fn left(&self) -> Matrices {
-        let [rows, cols] = if self.transpose_a { [self.k, self.m] } else { [self.m, self.k] };
-        Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a }
-    }
-
-    /// B as it is stored.
-    fn right(&self) -> Matrices {
-        let [rows, cols] = if self.transpose_b { [self.n, self.k] } else { [self.k, self.n] };
-        Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b }
     }
 
     /// A to be rounded: k lies along its rows, or transposed across them.
     fn round_left<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
-        let (along, across) = if self.transpose_a { (None, Some(Side::Left)) } else { (Some(Side::Left), None) };
-        Operand { values: Some(values), matrices: self.left(), along, across }
+        let ([rows, cols], along, across) = match self.transpose_a {
+            false => ([self.m, self.k], Some(Side::Left), None),
+            true => ([self.k, self.m], None, Some(Side::Left)),
+        };
+        let matrices = Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a };
+        Operand { values: Some(values), matrices, along, across }
     }
 
     /// B to be rounded: it is transposed by itself.
     fn round_right<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
-        let (along, across) = if self.transpose_b { (Some(Side::Right), None) } else { (None, Some(Side::Right)) };
-        Operand { values: Some(values), matrices: self.right(), along, across }
+        let ([rows, cols], along, across) = match self.transpose_b {
+            false => ([self.k, self.n], None, Some(Side::Right)),
+            true => ([self.n, self.k], Some(Side::Right), None),
+        };
+        let matrices = Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b };
+        Operand { values: Some(values), matrices, along, across }
     }
 }
 
@@ -69,34 +62,25 @@ pub(super) fn queue<'s>(
     })
 }
 
-/// Queues the multiplies of a backward pass, `dw = x^T dy` and where it is wanted `dx = dy w^T`; dy is rounded once.
+/// Queues the multiplies of a backward pass, `dw = x^T dy` and `dx = dy w^T`; dy is rounded once.
 #[track_caller]
 pub(super) fn queue_gradients<'s>(
     step: &Step<'s>,
     precision: Precision,
     dy: &impl Source<'s, f32>,
     Gradient { form: for_dw, of: x, into: dw }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-    for_dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
+    Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
-    let words = Words::new(&for_dw)?;
-    let to_dw = Outputs::new(&for_dw, &words, none, none, dw, Epilogue::Store);
-    let of_x = for_dw.round_left(x.slice());
-    let mut of_dy = for_dw.round_right(dy.slice());
-    let Some(Gradient { form: for_dx, of: w, into: dx }) = for_dx else {
-        return step.workspace(|step| {
-            let [x, dy, _] = round(step, precision, [of_x, of_dy, Operand::default()])?;
-            multiply(step, precision, &for_dw, &words, [&x, &dy], to_dw)
-        });
-    };
-    of_dy.along = for_dx.round_left(dy.slice()).along;
-    let of_w = for_dx.round_right(w.slice());
-    let words_of_dx = Words::new(&for_dx)?;
-    let to_dx = Outputs::new(&for_dx, &words_of_dx, none, none, dx, Epilogue::Store);
+    let words = [Words::new(&for_dw)?, Words::new(&for_dx)?];
+    let to_dw = Outputs::new(&for_dw, &words[0], none, none, dw, Epilogue::Store);
+    let to_dx = Outputs::new(&for_dx, &words[1], none, none, dx, Epilogue::Store);
+    let of_dy = Operand { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
     step.workspace(|step| {
-        let [x, dy, w] = round(step, precision, [of_x, of_dy, of_w])?;
-        multiply(step, precision, &for_dw, &words, [&x, &dy], to_dw)?;
-        multiply(step, precision, &for_dx, &words_of_dx, [&dy, &w], to_dx)
+        let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];
+        let [x, dy, w] = round(step, precision, operands)?;
+        multiply(step, precision, &for_dw, &words[0], [&x, &dy], to_dw)?;
+        multiply(step, precision, &for_dx, &words[1], [&dy, &w], to_dx)
     })
 }
 

@@ -19,7 +19,7 @@ use std::str::FromStr;
 /// or is subnormal. Operands are rounded by a launch of their own, into memory that ends with the multiply, or with both
 /// multiplies of a backward pass.
 ///
-/// Multiplies of fewer than 16 rows, columns or k are done in [`Precision::Ieee`] whatever is asked for, unless they name a
+/// Multiplies of fewer than [`Precision::LEAST`] rows, columns or k are done in [`Precision::Ieee`] whatever is asked for, unless they name a
 /// [`tensor_tile`](super::Gemm::tensor_tile): a matrix instruction would work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
@@ -35,6 +35,8 @@ pub enum Precision {
 impl Precision {
     /// Every precision, the most exact first.
     pub const ALL: [Self; 3] = [Self::Ieee, Self::Tf32, Self::Bf16];
+    /// The fewest rows, columns and k of a multiply that is done in another than [`Precision::Ieee`] without naming a tile.
+    pub const LEAST: usize = 16;
 }
 
 impl fmt::Display for Precision {

@@ -80,13 +80,10 @@ macro_rules! entries {
             sides: u32,
         ) {
             let operand = |x, out, extents, ld, batches, stride, sides| Operand { x, out, extents, ld, batches, stride, sides };
-            let operands = [
-                operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0)),
-                operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1)),
-                operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2)),
-            ];
+            let a = operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
+            let b = operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
+            let c = operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
             let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
-            let [a, b, c] = operands;
             let before_b = a.turns();
             let before_c = before_b + b.turns();
             let (operand, turn) = if turn < before_b {

@@ -106,8 +106,7 @@ pub unsafe fn sum_splits(
         }
     };
     let (start, bias_start) = (batch * stride_c, batch * stride_bias);
-    let rows = m as u32;
-    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: rows, n, ldc, beta, flags };
+    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, beta, flags };
     // SAFETY: row and columns lie inside the output.
     unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
 }
