@@ -3,10 +3,22 @@
 //! Invariant: what is indexed by such a constant stays in registers, however large the body is; the compiler's own unrolling
 //! gives up on large ones.
 
-/// Repeats a block for each index below a constant count, at most 16.
+/// Repeats a block for each index below a constant count: a literal 2, 4 or 8, or a constant of at most 8, or of
+/// `at most 16` where that is said.
+///
+/// Copies beyond a count that is no literal are compiled too, before they are dropped, and one [`unroll!`] in another
+/// multiplies them: limits twice as large make a triple loop take eight times as long to compile.
 #[macro_export]
 macro_rules! unroll {
+    ($index:ident < 2 => $body:block) => { $crate::unroll!(@ $index, 2, $body, 0 1) };
+    ($index:ident < 4 => $body:block) => { $crate::unroll!(@ $index, 4, $body, 0 1 2 3) };
+    ($index:ident < 8 => $body:block) => { $crate::unroll!(@ $index, 8, $body, 0 1 2 3 4 5 6 7) };
     ($index:ident < $count:expr => $body:block) => {
+        const { assert!($count <= 8, "more copies than unroll! makes: say `at most 16`") };
+        $crate::unroll!(@ $index, $count, $body, 0 1 2 3 4 5 6 7)
+    };
+    ($index:ident < $count:expr, at most 16 => $body:block) => {
+        const { assert!($count <= 16, "more copies than unroll! makes") };
         $crate::unroll!(@ $index, $count, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
     };
     (@ $index:ident, $count:expr, $body:block, $($at:literal)*) => {
@@ -15,22 +27,23 @@ macro_rules! unroll {
             $body
         })*
     };
+    (@ rolled $index:ident < $count:expr $(, at most 16)? => $body:block) => {{
+        let mut next = 0_usize;
+        while next < $count {
+            let $index = next;
+            $body
+            next += 1;
+        }
+    }};
 }
 
 /// [`unroll!`] on the GPU; a loop on a CPU, which gains nothing and compiles copies for long.
 #[macro_export]
 macro_rules! unroll_on_gpu {
-    ($index:ident < $count:expr => $body:block) => {{
+    ($($turns:tt)*) => {{
         #[cfg(target_arch = "nvptx64")]
-        $crate::unroll!($index < $count => $body);
+        $crate::unroll!($($turns)*);
         #[cfg(not(target_arch = "nvptx64"))]
-        {
-            let mut next = 0_usize;
-            while next < $count {
-                let $index = next;
-                $body
-                next += 1;
-            }
-        }
+        $crate::unroll!(@ rolled $($turns)*);
     }};
 }

@@ -5,7 +5,7 @@
 use super::block::Block;
 use super::current;
 use super::fault::Cause;
-use super::stack::ColouredStack;
+use super::stack::{ColouredStack, STACK_BYTES};
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::any::Any;
 
@@ -17,7 +17,8 @@ pub(super) struct Carrier {
 
 impl Carrier {
     pub(super) fn new(index: usize) -> Self {
-        let stack = ColouredStack::new(index).expect("no memory for a coroutine stack of 64 KiB");
+        let stack = ColouredStack::new(index)
+            .unwrap_or_else(|error| panic!("no memory for a coroutine stack of {STACK_BYTES} bytes: {error}"));
         let mut carrier = Self {
             coroutine: Coroutine::with_stack(stack, |yielder: &Yielder<(), ()>, ()| {
                 loop {

@@ -5,8 +5,9 @@
 
 use corosensei::stack::{DefaultStack, Stack, StackPointer};
 
-/// Bytes a coroutine may use. A kernel's frames are small: no recursion, no large arrays.
-const STACK_BYTES: usize = 64 * 1024;
+/// Bytes a coroutine may use. A kernel's frames are small, no recursion and no large arrays, but compiled without optimisation
+/// they take more than 64 KiB. Pages that no frame reaches cost no memory.
+pub(super) const STACK_BYTES: usize = 256 * 1024;
 /// The colours: distances from the top, in steps that keep frames of neighbours on different cache lines.
 const COLOURS: usize = 32;
 const COLOUR_BYTES: usize = 576;

@@ -25,7 +25,7 @@ pub(super) const GAINS_LEN: u32 = 2 * HEAD as u32;
 /// Runs the block for each token, ascending, its number a constant: of 4 `groups` only the last three may be missing.
 macro_rules! for_each_token {
     ($groups:expr, $tokens:expr, |$token:ident| $body:block) => {
-        $crate::unroll_on_gpu!($token < 4 * $groups => {
+        $crate::unroll_on_gpu!($token < 4 * $groups, at most 16 => {
             if $token < 4 * $groups - 3 || ($token as u32) < $tokens $body
         })
     };

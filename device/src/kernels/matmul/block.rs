@@ -77,7 +77,10 @@ pub(super) unsafe fn compute<
                     epilogue.finish(i, [j(0)], TN as u32, [0, 1].map(|i| [vector(i, 0)]));
                 }
             }
-            unroll!(i < TM - 2 => { sums[i] = sums[i + 2]; });
+            unroll!(pair < TM / 2 - 1 => {
+                sums[2 * pair] = sums[2 * pair + 2];
+                sums[2 * pair + 1] = sums[2 * pair + 3];
+            });
         }
         if !problem.goes_on(until) {
             return;
