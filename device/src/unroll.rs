@@ -6,7 +6,7 @@
 /// Repeats a block for each index below a constant count: a literal 2, 4 or 8, or a constant of at most 8, or of
 /// `at most 16` where that is said.
 ///
-/// Copies beyond a count that is no literal are compiled too, before they are dropped, and one [`unroll!`] in another
+/// Copies beyond a count that is no literal are compiled too, before they are dropped, and one in another
 /// multiplies them: limits twice as large make a triple loop take eight times as long to compile.
 #[macro_export]
 macro_rules! unroll {
@@ -37,7 +37,7 @@ macro_rules! unroll {
     }};
 }
 
-/// [`unroll!`] on the GPU; a loop on a CPU, which gains nothing and compiles copies for long.
+/// `unroll!` on the GPU; a loop on a CPU, which gains nothing and compiles copies for long.
 #[macro_export]
 macro_rules! unroll_on_gpu {
     ($($turns:tt)*) => {{

@@ -97,7 +97,7 @@ macro_rules! entries {
             let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
             let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
             let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
-            let $problem = Problem { a, b, epilogue, m, n, k: Chunk::new(k, chunk, own) };
+            let $problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, own) };
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe { $compute }
         }

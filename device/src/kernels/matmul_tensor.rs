@@ -77,7 +77,7 @@ macro_rules! entries {
             let [all, first, end] = [k, first, end].map(|k| k.div_ceil($format::PER_STEP));
             let a = Operand::new(a, z * stride_a, m, [all, end]);
             let b = Operand::new(b, z * stride_b, n, [all, end]);
-            let problem = Problem { a, b, epilogue, m, n, steps: [first, end] };
+            let problem = Problem { a, b, epilogue, steps: [first, end] };
             // SAFETY: each batch lies inside its arguments by the contract.
             unsafe {
                 const ROWS: usize = $tile.blocks[0];

@@ -21,8 +21,6 @@ pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p>,
-    pub(super) m: u32,
-    pub(super) n: u32,
     pub(super) k: Chunk,
 }
 
@@ -53,7 +51,7 @@ pub(super) unsafe fn compute<
     mut problem: Problem<'_>,
     tile: Tile,
 ) {
-    let Problem { m, n, .. } = problem;
+    let Epilogue { m, n, .. } = problem.epilogue;
     let (rows, cols) = (tile.rows(), tile.cols());
     let [row, col] = place([m.div_ceil(rows), n.div_ceil(cols)], GROUP);
     let first = [row * rows, col * cols];

@@ -5,6 +5,7 @@
 //! of high-performance matrix multiplication", 2008). Invariant: the same chains as in every other tile.
 
 use super::block::{GROUP, Problem};
+use super::epilogue::Epilogue;
 use super::operand::Operand;
 use super::tile::place;
 use crate::tile::SharedTile;
@@ -41,7 +42,7 @@ type Sums = [[f32; PANEL as usize]; PANEL as usize];
 /// The contract has accepted the problem.
 #[inline(always)]
 pub(super) unsafe fn compute(mut problem: Problem<'_>) {
-    let Problem { m, n, .. } = problem;
+    let Epilogue { m, n, .. } = problem.epilogue;
     let [row, col] = place([m.div_ceil(ROWS), n.div_ceil(COLS)], GROUP);
     let first = [row * ROWS, col * COLS];
     let own = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];

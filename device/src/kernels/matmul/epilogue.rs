@@ -44,10 +44,9 @@ impl Epilogue<'_> {
         let Self { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags } = *self;
         let first = start + i as usize * ldc as usize;
         let place = |row: usize, group: usize| first + row * ldc as usize + columns[group] as usize;
-        let even = |start: usize| start.is_multiple_of(F4::LEN) && width == F4::LEN as u32;
         let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
         let whole =
-            even(start) && ldc.is_multiple_of(F4::LEN as u32) && i + ROWS as u32 <= m && inside(GROUPS - 1) == F4::LEN;
+            i + ROWS as u32 <= m && (first | ldc as usize).is_multiple_of(F4::LEN) && inside(GROUPS - 1) == F4::LEN;
         // Either all vectors lie in the output, or each is looked at: so reads follow each other, and writes.
         macro_rules! for_each {
             (|$row:ident, $group:ident, $at:ident, $part:ident| $body:expr) => {

@@ -22,8 +22,6 @@ pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p>,
-    pub(super) m: u32,
-    pub(super) n: u32,
     /// The steps of k that this block adds.
     pub(super) steps: [u32; 2],
 }
@@ -73,16 +71,8 @@ pub(super) unsafe fn sum<
     let factors = |stage: u32, step: u32| -> Factors<ROWS, COLS> {
         let (a, b) = (part(stage, 0, rows), part(stage, rows, cols));
         let mut factors = ([[[0; 2]; 4]; ROWS], [[[0; 2]; 4]; COLS]);
-        unroll_on_gpu!(row < 2 => {
-            if row < ROWS {
-                factors.0[row] = read(Side::Left, a, left, step, row as u32);
-            }
-        });
-        unroll_on_gpu!(col < 2 => {
-            if col < COLS {
-                factors.1[col] = read(Side::Right, b, right, step, col as u32);
-            }
-        });
+        unroll_on_gpu!(row < ROWS => { factors.0[row] = read(Side::Left, a, left, step, row as u32); });
+        unroll_on_gpu!(col < COLS => { factors.1[col] = read(Side::Right, b, right, step, col as u32); });
         factors
     };
 
@@ -138,10 +128,8 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
         });
         // SAFETY: the contract has accepted the problem.
         unsafe { epilogue.finish(i, [j, j + 16], F4::LEN as u32, halves) };
-        unroll_on_gpu!(next < 4 => {
-            if next > 0 && next < ROWS * COLS {
-                sums[(next - 1) / COLS][(next - 1) % COLS] = sums[next / COLS][next % COLS];
-            }
+        unroll_on_gpu!(at < ROWS * COLS - 1 => {
+            sums[at / COLS][at % COLS] = sums[(at + 1) / COLS][(at + 1) % COLS];
         });
     }
 }
@@ -149,7 +137,8 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
 /// Row and column of the block's first output.
 #[inline(always)]
 fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
-    let [row, col] = place([problem.m.div_ceil(tile.rows()), problem.n.div_ceil(tile.cols())], GROUP);
+    let Epilogue { m, n, .. } = problem.epilogue;
+    let [row, col] = place([m.div_ceil(tile.rows()), n.div_ceil(tile.cols())], GROUP);
     [row * tile.rows(), col * tile.cols()]
 }
 
@@ -169,12 +158,10 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
-    unroll_on_gpu!(row < 2 => {
-        unroll_on_gpu!(col < 2 => {
-            if row < ROWS && col < COLS {
-                // SAFETY: the caller's promise.
-                unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
-            }
+    unroll_on_gpu!(row < ROWS => {
+        unroll_on_gpu!(col < COLS => {
+            // SAFETY: the caller's promise.
+            unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
         });
     });
 }
