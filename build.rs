@@ -23,9 +23,10 @@ mod ptx {
         fmt::Write as _,
         fs,
         path::{Path, PathBuf},
+        thread,
     };
 
-    use cuda_builder::{CudaBuilder, NvvmArch};
+    use cuda_builder::{CudaBuilder, CudaBuilderError, NvvmArch};
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
@@ -36,21 +37,23 @@ mod ptx {
         println!("cargo::rerun-if-env-changed={PTX_DIR}");
         let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: cargo runs this")?);
         let made_elsewhere = env::var_os(PTX_DIR).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let made = |arch: NvvmArch| match &made_elsewhere {
+            Some(folder) => copied(folder, arch, &out),
+            None => compiled(arch, &out).map_err(|error| error.to_string()),
+        };
+
+        let archs = archs(&env::var(ARCHS).unwrap_or_default())?;
+        // At once: one compilation keeps a single core busy.
+        let ptx: Vec<Result<PathBuf, String>> = thread::scope(|scope| {
+            let threads: Vec<_> = archs.iter().map(|&arch| scope.spawn(move || made(arch))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("a compilation panicked")).collect()
+        });
 
         let mut table =
             String::from("/// The kernels: compute capability (121 is 12.1) and PTX, one entry for each.\n");
         table += "pub(crate) static PTX: &[(u32, &str)] = &[\n";
-        for arch in archs(&env::var(ARCHS).unwrap_or_default())? {
-            let ptx = match &made_elsewhere {
-                Some(folder) => copied(folder, arch, &out)?,
-                None => CudaBuilder::new("device")
-                    .arch(arch)
-                    .fma_contraction(false)
-                    .target_dir(shared_target(&out).join(arch.sm()))
-                    .copy_to(out.join(format!("{arch}.ptx")))
-                    .build()?,
-            };
-            writeln!(table, "    ({}, include_str!({:?})),", arch.capability(), ptx.display().to_string())?;
+        for (arch, ptx) in archs.iter().zip(ptx) {
+            writeln!(table, "    ({}, include_str!({:?})),", arch.capability(), ptx?.display().to_string())?;
         }
         table += "];\n";
         fs::write(out.join("ptx.rs"), table)?;
@@ -69,15 +72,24 @@ mod ptx {
         Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90] } else { archs })
     }
 
-    fn copied(folder: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, Box<dyn Error>> {
+    fn compiled(arch: NvvmArch, out: &Path) -> Result<PathBuf, CudaBuilderError> {
+        CudaBuilder::new("device")
+            .arch(arch)
+            .fma_contraction(false)
+            .target_dir(shared_target(out).join(arch.sm()))
+            .copy_to(out.join(format!("{arch}.ptx")))
+            .build()
+    }
+
+    fn copied(folder: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {
         let from = folder.join(format!("{arch}.ptx"));
         let to = out.join(format!("{arch}.ptx"));
         println!("cargo::rerun-if-changed={}", from.display());
         let ptx = fs::read_to_string(&from).map_err(|error| format!("{PTX_DIR}: {}: {error}", from.display()))?;
         if !ptx.lines().any(|line| line.trim_end() == format!(".target {arch}")) {
-            return Err(format!("{PTX_DIR}: {} does not say `.target {arch}`", from.display()).into());
+            return Err(format!("{PTX_DIR}: {} does not say `.target {arch}`", from.display()));
         }
-        fs::write(&to, ptx)?;
+        fs::write(&to, ptx).map_err(|error| format!("{}: {error}", to.display()))?;
         Ok(to)
     }
 
