@@ -26,7 +26,7 @@ mod ptx {
         thread,
     };
 
-    use cuda_builder::{CudaBuilder, CudaBuilderError, NvvmArch};
+    use cuda_builder::{CudaBuilder, NvvmArch};
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
@@ -39,7 +39,7 @@ mod ptx {
         let made_elsewhere = env::var_os(PTX_DIR).filter(|path| !path.is_empty()).map(PathBuf::from);
         let made = |arch: NvvmArch| match &made_elsewhere {
             Some(folder) => copied(folder, arch, &out),
-            None => compiled(arch, &out).map_err(|error| error.to_string()),
+            None => compiled(arch, &out),
         };
 
         let archs = archs(&env::var(ARCHS).unwrap_or_default())?;
@@ -72,13 +72,14 @@ mod ptx {
         Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90] } else { archs })
     }
 
-    fn compiled(arch: NvvmArch, out: &Path) -> Result<PathBuf, CudaBuilderError> {
+    fn compiled(arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {
         CudaBuilder::new("device")
             .arch(arch)
             .fma_contraction(false)
             .target_dir(shared_target(out).join(arch.sm()))
             .copy_to(out.join(format!("{arch}.ptx")))
             .build()
+            .map_err(|error| error.to_string())
     }
 
     fn copied(folder: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {

@@ -3,16 +3,14 @@
 //! Invariant: what is indexed by such a constant stays in registers, however large the body is; the compiler's own unrolling
 //! gives up on large ones.
 
-/// Repeats a block for each index below a constant count: a literal 2, 4 or 8, or a constant of at most 8, or of
-/// `at most 16` where that is said.
+/// Repeats a block for each index below a constant count of at most 8, or of `at most 16` where that is said.
 ///
-/// Copies beyond a count that is no literal are compiled too, before they are dropped, and one in another
-/// multiplies them: limits twice as large make a triple loop take eight times as long to compile.
+/// Copies beyond the count are compiled too, before they are dropped, and one loop in another multiplies them: limits
+/// twice as large make a triple loop take eight times as long to compile. So a written 2 or 4 makes no others.
 #[macro_export]
 macro_rules! unroll {
     ($index:ident < 2 => $body:block) => { $crate::unroll!(@ $index, 2, $body, 0 1) };
     ($index:ident < 4 => $body:block) => { $crate::unroll!(@ $index, 4, $body, 0 1 2 3) };
-    ($index:ident < 8 => $body:block) => { $crate::unroll!(@ $index, 8, $body, 0 1 2 3 4 5 6 7) };
     ($index:ident < $count:expr => $body:block) => {
         const { assert!($count <= 8, "more copies than unroll! makes: say `at most 16`") };
         $crate::unroll!(@ $index, $count, $body, 0 1 2 3 4 5 6 7)
