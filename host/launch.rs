@@ -279,18 +279,27 @@ impl<'s> Step<'s> {
     /// # Errors
     /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
-        launch_on(self.device(), &kernel)
+        let launched = launch_within(self.device(), &kernel, self.region().time_left());
+        launched.map_err(|error| self.region().with_report(error))
     }
 }
 
 /// Queues a kernel on a device; [`Step::launch`] for what is not a step's.
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
+    launch_within(device, kernel, device.deadline())
+}
+
+fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
-    if !words.on_device(device.identity()) {
+    if !words.all_on(|of_argument| device.reaches(of_argument)) {
         let expected = format!("memory of this device, {}", device.description().name);
-        return Err(refused(cuda_std::launch::Violation::new("arguments", expected, "another device's")));
+        return Err(refused(cuda_std::launch::Violation::new(
+            "arguments",
+            expected,
+            "another device's, or a rehearsal's",
+        )));
     }
     if !words.aligned_to(K::ALIGN) {
         let expected = format!("addresses that are multiples of {} bytes", K::ALIGN);
@@ -302,7 +311,7 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     let _span = tracing::trace_span!("launch", kernel = K::NAME, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
-    unsafe { device.launch(&K::ENTRY, grid, &words) }
+    unsafe { device.launch(K::ENTRY, grid, words, deadline) }
 }
 
 impl<T: Element> Buffer<T> {

@@ -1,22 +1,24 @@
 //! An open device: the driver behind deadlines.
 //!
-//! Invariant: a call that can block runs on the worker lane and is waited for until its deadline; a wait for the device
-//! polls. After a missed deadline, or a failure that spoils the driver's context, the device is lost: every later call
-//! fails at once with that cause, and memory leaks rather than blocks. While a thread records a step, it reaches the device
-//! through that step alone.
+//! Invariant: every call of the driver is made on the worker lane, one after the other, and waited for until its deadline; a
+//! wait for the device polls. After a missed deadline, or a failure that spoils the driver's context, the device is lost: every
+//! later call fails at once with that cause, nothing of it is destroyed, and memory leaks rather than blocks. While a thread
+//! records a step, it reaches the device through that step alone. A rehearsal is a device of its own: it may take its parents'
+//! memory, nothing else may take its, and it ends with the closure that it was made for.
 
 use super::faults::{FaultPlan, Faulty};
 use super::lane::{Lane, TimedOut};
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
+use super::retired::{self, Retired};
 use super::staging::{RingSize, Staging};
 use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Kernels, Pool, emulated};
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Waits shorter than this look again at once, and let other threads run in between: a step of training lasts milliseconds, and
@@ -106,23 +108,27 @@ impl DeviceBuilder {
         }
         let description = driver.description().clone();
         tracing::info!(kind = %description.kind, name = description.name, memory_bytes = description.memory_bytes, "device opened");
-        // Tells memory of one device from another's.
-        static DEVICES: AtomicU64 = AtomicU64::new(0);
-        let identity = DEVICES.fetch_add(1, Ordering::Relaxed);
         let shared = Shared {
             driver,
             description,
             lane: Arc::new(lane),
             deadline: self.deadline,
-            identity,
-            lost: OnceLock::new(),
+            identity: new_identity(),
+            lost: Arc::default(),
             pins: PinTable::default(),
+            retired: Mutex::default(),
             staging: Mutex::new(Staging::new(self.ring)),
             checks,
-            rehearsal: None,
+            rehearsing: None,
         };
         Ok(Device { shared: Arc::new(shared) })
     }
+}
+
+/// What tells memory of one device from another's.
+fn new_identity() -> u64 {
+    static DEVICES: AtomicU64 = AtomicU64::new(0);
+    DEVICES.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Whether the environment asks for checked mode.
@@ -165,12 +171,23 @@ struct Shared {
     lane: Arc<Lane>,
     deadline: Duration,
     identity: u64,
-    lost: OnceLock<String>,
+    /// Why the device was lost. Calls that still stand on the lane look at it too.
+    lost: Arc<OnceLock<String>>,
     pins: PinTable,
+    /// What its owner has let go, and could not be ended so far.
+    retired: Mutex<Vec<Retired>>,
     staging: Mutex<Staging>,
     checks: Checks,
-    /// The driver again, where it is one that rehearses.
-    rehearsal: Option<Arc<Rehearsal>>,
+    rehearsing: Option<Rehearsing>,
+}
+
+/// What makes a device a rehearsal.
+#[derive(Debug)]
+struct Rehearsing {
+    /// The devices whose memory it may take: that which it stands for first.
+    parents: Vec<u64>,
+    /// Whether the closure that it was made for has ended.
+    over: AtomicBool,
 }
 
 /// Whether the program wants checked mode, and what the environment has to say.
@@ -181,16 +198,23 @@ struct Checks {
 }
 
 thread_local! {
-    /// The device of which this thread records a step.
-    static RECORDING: Cell<Option<u64>> = const { Cell::new(None) };
+    /// The devices of which this thread records a step, the innermost last.
+    static RECORDED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Ends this thread's recording.
+/// The time in which this thread records a step of a device.
 struct Recording;
+
+impl Recording {
+    fn of(identity: u64) -> Self {
+        RECORDED.with_borrow_mut(|recorded| recorded.push(identity));
+        Self
+    }
+}
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        RECORDING.set(None);
+        RECORDED.with_borrow_mut(|recorded| recorded.pop());
     }
 }
 
@@ -249,17 +273,27 @@ impl Device {
         self.wait("synchronize", deadline, |driver| driver.poll())
     }
 
-    /// Waits until `done` says so.
+    /// Waits until the device has come to where `reached` says so.
     pub(super) fn wait(
         &self,
         name: &'static str,
         deadline: Duration,
-        mut done: impl FnMut(&dyn Driver) -> Result<bool>,
+        reached: impl FnOnce(&dyn Driver) -> Result<bool> + Copy + Send + 'static,
     ) -> Result<()> {
+        self.until(name, deadline, |left| Ok(self.call(name, left.max(AWAKE), reached)?.then_some(())))
+    }
+
+    /// Looks, with growing naps, until there is something to return. Each look hears how much of the deadline is left.
+    pub(super) fn until<R>(
+        &self,
+        name: &'static str,
+        deadline: Duration,
+        mut look: impl FnMut(Duration) -> Result<Option<R>>,
+    ) -> Result<R> {
         let start = Instant::now();
         loop {
-            if self.direct(name, &mut done)? {
-                return Ok(());
+            if let Some(found) = look(deadline.saturating_sub(start.elapsed()))? {
+                return Ok(found);
             }
             let waited = start.elapsed();
             if waited >= deadline {
@@ -273,26 +307,31 @@ impl Device {
         }
     }
 
-    /// The same device without memory or kernels: what is allocated on it is counted and nothing else.
-    pub(crate) fn counting(&self) -> Self {
-        self.rehearsing(Arc::new(Rehearsal::of(self.description().clone())))
+    /// Runs `rehearse` with this device without memory or kernels: what is allocated there is counted and nothing else.
+    pub(crate) fn rehearse<R>(&self, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
+        self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), rehearse)
     }
 
-    fn rehearsing(&self, rehearsal: Arc<Rehearsal>) -> Self {
-        let Shared { description, lane, deadline, identity, pins, checks, .. } = &*self.shared;
+    fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
+        let Shared { description, lane, deadline, identity, pins, rehearsing, .. } = &*self.shared;
+        let mut parents = vec![*identity];
+        parents.extend(rehearsing.iter().flat_map(|rehearsing| &rehearsing.parents));
         let shared = Shared {
-            driver: Arc::clone(&rehearsal) as Arc<dyn Driver>,
+            driver,
             description: description.clone(),
             lane: Arc::clone(lane),
             deadline: *deadline,
-            identity: *identity,
-            lost: OnceLock::new(),
+            identity: new_identity(),
+            lost: Arc::default(),
             pins: pins.clone(),
+            retired: Mutex::default(),
             staging: Mutex::default(),
-            checks: *checks,
-            rehearsal: Some(rehearsal),
+            // There are no bytes to verify and no guards to look at.
+            checks: Checks { asked: false, forced: None },
+            rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
         };
-        Self { shared: Arc::new(shared) }
+        let rehearsal = Over(Self { shared: Arc::new(shared) });
+        rehearse(&rehearsal.0)
     }
 
     /// Pins that hold nothing so far.
@@ -301,16 +340,15 @@ impl Device {
     }
 
     /// Runs `record` with a device that lists what is launched on it, and returns the list. Meanwhile this thread cannot
-    /// reach the real one, and memory that it drops is freed later.
+    /// reach the real one, and what it drops is ended later.
     pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
         self.check("capture")?;
         let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
-            RECORDING.set(Some(self.identity()));
-            let _recording = Recording;
-            record(&self.rehearsing(Arc::clone(&rehearsal)))
+            let _recording = Recording::of(self.identity());
+            self.rehearse_on(Arc::clone(&rehearsal), record)
         };
-        self.free_waiting();
+        self.end_retired();
         Ok((outcome?, rehearsal.take_launches()))
     }
 
@@ -319,37 +357,71 @@ impl Device {
         self.shared.identity
     }
 
-    /// Whether both stand for the same open device.
-    pub(crate) fn same(&self, other: &Self) -> bool {
-        self.identity() == other.identity()
+    /// Whether memory of the device of this identity may be used here: its own, and in a rehearsal its parents'.
+    pub(crate) fn reaches(&self, identity: u64) -> bool {
+        let of_parent = |rehearsing: &Rehearsing| rehearsing.parents.contains(&identity);
+        identity == self.identity() || self.shared.rehearsing.as_ref().is_some_and(of_parent)
     }
 
     pub(crate) fn free_bytes(&self, deadline: Duration) -> Result<u64> {
-        self.bounded("free_bytes", deadline, |driver| driver.free_bytes())
+        self.call("free_bytes", deadline, |driver| driver.free_bytes())
     }
 
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64> {
-        self.bounded("allocate", self.deadline(), move |driver| driver.allocate(bytes))
+        self.call("allocate", self.deadline(), move |driver| driver.allocate(bytes))
     }
 
-    /// Gives memory back; on a lost device it leaks, since the driver could block for ever.
+    /// Ends what its owner has let go: now, or as soon as no graph names it and this thread records nothing. On a lost device it
+    /// stays, since the driver could block for ever.
     ///
     /// # Safety
-    /// As for [`Driver::free`].
-    pub(crate) unsafe fn free(&self, address: u64, bytes: usize) {
-        if self.is_recorded_here() {
-            self.shared.pins.wait(address, bytes);
-        } else if !self.shared.pins.postpone(address, bytes) {
-            // SAFETY: the caller's promise, and no graph names the memory.
-            unsafe { self.free_now(address, bytes) };
+    /// It is of this device, and nothing but queued work, graphs that are pinned and [`Retired`] itself uses it.
+    pub(crate) unsafe fn retire(&self, thing: Retired) {
+        if self.shared.rehearsing.is_none() {
+            self.retired().push(thing);
+            self.end_retired();
         }
+    }
+
+    fn retired(&self) -> MutexGuard<'_, Vec<Retired>> {
+        self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends what has been retired, as far as it can be.
+    pub(super) fn end_retired(&self) {
+        if self.is_recorded_here() {
+            return;
+        }
+        // A graph that ends lets go of memory that waited for it.
+        while let Some(ready) = self.take_ready() {
+            let (name, deadline) = (ready.name(), self.deadline());
+            let ended = self.call(name, deadline, move |driver| Ok(ready.end(driver, deadline)));
+            match ended {
+                Ok(Ok(())) => {}
+                Ok(Err((error, left))) => {
+                    tracing::warn!(%error, "`{name}` has failed; {}", if left.is_some() { "it is tried again" } else { "it stays" });
+                    self.after(error);
+                    if let Some(left) = left {
+                        return self.retired().push(left);
+                    }
+                }
+                Err(error) => tracing::warn!(%error, "what was dropped stays until the process ends"),
+            }
+        }
+    }
+
+    /// One thing that nothing holds any more.
+    fn take_ready(&self) -> Option<Retired> {
+        let mut retired = self.retired();
+        let ready = retired.iter().position(|thing| !thing.is_held(&self.shared.pins))?;
+        Some(retired.remove(ready))
     }
 
     /// Waits until nothing of this device can reach memory any more, which its owner gives to another library.
     #[cfg(feature = "dlpack")]
     pub(crate) fn hand_over(&self, address: u64, bytes: usize) -> Result<()> {
         let refused = |got| Error::misuse("into_dlpack", "memory that this device alone holds", got);
-        if self.shared.rehearsal.is_some() {
+        if self.shared.rehearsing.is_some() {
             return Err(refused("a buffer of a step that is only measured, which has none"));
         }
         // Who could launch with it, or record a launch, would hold the buffer; a graph that is there already needs nobody.
@@ -359,30 +431,12 @@ impl Device {
         self.synchronize(self.deadline())
     }
 
-    /// Frees what only waited for graphs that are gone.
-    pub(super) fn free_waiting(&self) {
-        for (address, bytes) in self.shared.pins.take_free() {
-            // SAFETY: it was given to `free`, and no graph names it any more.
-            unsafe { self.free_now(address, bytes) };
-        }
-    }
-
-    /// # Safety
-    /// As for [`Device::free`], and no graph names the memory.
-    unsafe fn free_now(&self, address: u64, bytes: usize) {
-        // SAFETY: the caller's promise.
-        let freed = self.bounded("free", self.deadline(), move |driver| unsafe { driver.free(address, bytes) });
-        if let Err(error) = freed {
-            tracing::warn!(%error, bytes, "device memory was not freed");
-        }
-    }
-
     pub(crate) fn create_pool(&self) -> Result<Pool> {
-        self.bounded("create_pool", self.deadline(), |driver| driver.create_pool())
+        self.call("create_pool", self.deadline(), |driver| driver.create_pool())
     }
 
     pub(crate) fn pool_allocate(&self, pool: Pool, bytes: usize, deadline: Duration) -> Result<u64> {
-        self.bounded("pool_allocate", deadline, move |driver| driver.pool_allocate(pool, bytes))
+        self.call("pool_allocate", deadline, move |driver| driver.pool_allocate(pool, bytes))
     }
 
     /// Gives several blocks back in one hop to the lane, each whatever became of the others. The pool's owner calls it once
@@ -395,7 +449,7 @@ impl Device {
         deadline: Duration,
     ) -> (usize, Result<()>) {
         let all = blocks.len();
-        let given_back = self.bounded("pool_free", deadline, move |driver| {
+        let given_back = self.call("pool_free", deadline, move |driver| {
             // SAFETY: the blocks came from this pool with these sizes; their step is over, so nothing queued later uses
             // them, and the owner forgets them with this call.
             let free = |(address, bytes)| unsafe { driver.pool_free(pool, address, bytes) };
@@ -410,19 +464,12 @@ impl Device {
 
     pub(crate) fn trim_pool(&self, pool: Pool, keep_bytes: usize) -> Result<()> {
         self.synchronize(self.deadline())?;
-        self.bounded("trim_pool", self.deadline(), move |driver| driver.trim_pool(pool, keep_bytes))
-    }
-
-    /// # Safety
-    /// As for [`Driver::destroy_pool`].
-    pub(crate) unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.bounded("destroy_pool", self.deadline(), move |driver| unsafe { driver.destroy_pool(pool) })
+        self.call("trim_pool", self.deadline(), move |driver| driver.trim_pool(pool, keep_bytes))
     }
 
     /// The ring that uploads pass through; none on a device that rehearses, which has no memory to upload to.
     pub(super) fn staging(&self) -> Option<&Mutex<Staging>> {
-        self.shared.rehearsal.is_none().then_some(&self.shared.staging)
+        self.shared.rehearsing.is_none().then_some(&self.shared.staging)
     }
 
     /// Waits for the work queued before, until the deadline, then copies.
@@ -432,7 +479,7 @@ impl Device {
     pub(crate) unsafe fn download(&self, from: u64, bytes: usize, deadline: Duration) -> Result<Vec<u8>> {
         let start = Instant::now();
         self.synchronize(deadline)?;
-        self.bounded("download", deadline.saturating_sub(start.elapsed()), move |driver| {
+        self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
             let mut to = vec![0; bytes];
             // SAFETY: the caller's promise; the buffer is the call's own, so it may end after the caller has gone.
             unsafe { driver.download(from, &mut to)? };
@@ -441,39 +488,39 @@ impl Device {
     }
 
     /// # Safety
-    /// As for [`Driver::launch`].
-    pub(crate) unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.direct("launch", |driver| unsafe { driver.launch(entry, grid, words) })
+    /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive.
+    pub(crate) unsafe fn launch(&self, entry: Entry, grid: Grid, words: Words, deadline: Duration) -> Result<()> {
+        // SAFETY: what this function asks for is what the driver asks for; recorded memory is pinned by the rehearsal.
+        self.call("launch", deadline, move |driver| unsafe { driver.launch(&entry, grid, &words) })
     }
 
-    /// A call that does not block.
-    pub(super) fn direct<R>(&self, name: &'static str, call: impl FnOnce(&dyn Driver) -> Result<R>) -> Result<R> {
-        self.check(name)?;
-        call(&*self.shared.driver).map_err(|error| self.after(error))
-    }
-
-    /// A call that can block, on the lane; a rehearsal does not block.
-    pub(super) fn bounded<R: Send + 'static>(
+    /// Makes a call of the driver on the lane, and waits for it until the deadline. All that it uses is its own: it may end later,
+    /// or never. A rehearsal has no driver to wait for.
+    pub(super) fn call<R: Send + 'static>(
         &self,
         name: &'static str,
         deadline: Duration,
         call: impl FnOnce(&dyn Driver) -> Result<R> + Send + 'static,
     ) -> Result<R> {
         self.check(name)?;
-        let driver = Arc::clone(&self.shared.driver);
-        if self.shared.rehearsal.is_some() {
-            return call(&*driver);
+        if self.shared.rehearsing.is_some() {
+            return call(&*self.shared.driver);
         }
-        match self.shared.lane.run(deadline, move || call(&*driver)) {
+        let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
+        // A call that stood behind a stuck one does not touch what is lost.
+        let unless_lost = move || match lost.get() {
+            Some(cause) => Err(Error::DeviceLost { cause: cause.clone() }),
+            None => call(&*driver),
+        };
+        match self.shared.lane.run(deadline, unless_lost) {
             Ok(result) => result.map_err(|error| self.after(error)),
             Err(TimedOut { waited }) => Err(self.lose_to(Error::Timeout { call: name, waited, report: None })),
         }
     }
 
-    /// Whether this thread records a step of this device, and this is not the device that it records on.
+    /// Whether this thread records a step of this device. The device that it records on is another.
     fn is_recorded_here(&self) -> bool {
-        RECORDING.get() == Some(self.identity()) && self.shared.rehearsal.is_none()
+        RECORDED.with_borrow(|recorded| recorded.contains(&self.identity()))
     }
 
     /// An error when `call` cannot be made: the device is lost, or this thread records a step of it.
@@ -484,6 +531,10 @@ impl Device {
         if self.is_recorded_here() {
             let expected = "only tensors and kernels of the step, while it is recorded";
             return Err(Error::misuse("capture", expected, format!("`{call}` on the device")));
+        }
+        if self.shared.rehearsing.as_ref().is_some_and(|rehearsing| rehearsing.over.load(Ordering::Relaxed)) {
+            let expected = "a device, not the rehearsal of one, which ends with the closure that it was made for";
+            return Err(Error::misuse("measure", expected, format!("`{call}` after that")));
         }
         Ok(())
     }
@@ -496,23 +547,43 @@ impl Device {
     pub(super) fn lose_to(&self, error: Error) -> Error {
         tracing::error!(%error, "device lost");
         // The first cause is the one that matters.
-        let _ = self.shared.lost.set(error.to_string());
+        if self.shared.lost.set(error.to_string()).is_ok() {
+            // Destroying streams, modules or the context would wait for what is stuck: they stay until the process ends.
+            std::mem::forget(Arc::clone(&self.shared.driver));
+        }
         error
+    }
+}
+
+/// Ends a rehearsal, whatever became of its closure.
+struct Over(Device);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        if let Some(rehearsing) = &self.0.shared.rehearsing {
+            rehearsing.over.store(true, Ordering::Relaxed);
+        }
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         // What a lost device may still read stays until the process ends.
-        if self.lost.get().is_some() || self.rehearsal.is_some() {
+        if self.lost.get().is_some() || self.rehearsing.is_some() {
             return;
         }
-        let (driver, staging) =
-            (Arc::clone(&self.driver), std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)));
-        let deadline = self.deadline;
-        let ended = self.lane.run(deadline, move || staging.end(&*driver, deadline));
-        if !matches!(ended, Ok(Ok(()))) {
-            tracing::warn!("page-locked memory was not freed");
+        let mut left = std::mem::take(self.retired.get_mut().unwrap_or_else(PoisonError::into_inner));
+        left.extend(std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)).retire());
+        // The driver's own end can block as well, so it ends on the lane, too.
+        let driver = std::mem::replace(&mut self.driver, Arc::new(Rehearsal::of(self.description.clone())));
+        let (pins, deadline) = (self.pins.clone(), self.deadline);
+        match self.lane.run(deadline, move || retired::end_all(left, &pins, &*driver, deadline)) {
+            Ok(true) => {}
+            Ok(false) => tracing::warn!("not all that the device had was given back"),
+            Err(TimedOut { waited }) => {
+                let error = Error::Timeout { call: "close", waited, report: None };
+                tracing::error!(%error, "device lost");
+            }
         }
     }
 }

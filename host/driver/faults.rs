@@ -113,17 +113,6 @@ impl Call {
         Self::DestroyGraph,
         Self::Poll,
     ];
-
-    /// Whether the call never blocks in a sound driver, so that it runs on the caller's own thread.
-    pub fn is_direct(self) -> bool {
-        self.looks()
-            || matches!(self, Self::Upload | Self::QueueDownload | Self::RecordFence | Self::Launch | Self::Replay)
-    }
-
-    /// Whether the call only looks, so that one that never answers says "not yet" instead.
-    fn looks(self) -> bool {
-        matches!(self, Self::Poll | Self::PollFence)
-    }
 }
 
 /// What happens to a call.
@@ -136,8 +125,10 @@ pub enum Fault {
     Spoil,
     /// It succeeds, so much later.
     Delay(Duration),
-    /// It never returns; [`Driver::poll`] and [`Driver::poll_fence`] say "not done" from then on.
+    /// It never returns.
     Never,
+    /// [`Driver::poll`] and [`Driver::poll_fence`] say "not done" from then on: a kernel that never ends.
+    Stalls,
     /// It first allocates memory, as a library does that loads something at its first use.
     Allocates,
     /// It first takes memory from a pool in stream order, which a capture turns into a memory node.
@@ -174,14 +165,11 @@ impl FaultPlan {
     /// The `number`th call of a kind, counted from 1, meets `fault`.
     ///
     /// # Panics
-    /// For [`Fault::Never`] on a call that queues: it runs on the caller's thread, which nothing could free. For [`Fault::Flips`] on
-    /// anything but an upload.
+    /// For [`Fault::Flips`] on anything but an upload, and [`Fault::Stalls`] on anything but a poll.
     #[must_use]
     pub fn on(self, call: Call, number: u64, fault: Fault) -> Self {
-        assert!(
-            fault != Fault::Never || !call.is_direct() || call.looks(),
-            "{call:?} runs on the caller's own thread: a call that never returns would hang it"
-        );
+        let looks = matches!(call, Call::Poll | Call::PollFence);
+        assert!(fault != Fault::Stalls || looks, "{call:?} does not look at the device");
         assert!(fault != Fault::Flips || call == Call::Upload, "{call:?} copies nothing to the device");
         self.plan().faults.insert((call, number), fault);
         self
@@ -227,7 +215,7 @@ impl FaultPlan {
                 self.plan().flips = true;
                 Ok(())
             }
-            Some(Fault::Never) if call.looks() => {
+            Some(Fault::Stalls) => {
                 self.plan().stalled = true;
                 Ok(())
             }

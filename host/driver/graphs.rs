@@ -7,6 +7,7 @@
 use super::device::Device;
 use super::pins::Pins;
 use super::rehearsal::Launch;
+use super::retired::Retired;
 use super::{Driver, Graph, Nodes};
 use crate::error::{Error, Result};
 use std::collections::HashSet;
@@ -25,7 +26,7 @@ impl SealedGraph {
     /// Captures `launches`, whose memory `pins` holds.
     pub(crate) fn capture(device: &Device, launches: Vec<Launch>, pins: Pins) -> Result<Self> {
         let kernels = launches.len();
-        let captured = device.bounded("capture", device.deadline(), move |driver| capture(driver, &launches));
+        let captured = device.call("capture", device.deadline(), move |driver| capture(driver, &launches));
         Ok(Self { device: device.clone(), graph: captured?, kernels, pins: Some(pins) })
     }
 
@@ -36,29 +37,17 @@ impl SealedGraph {
 
     /// Queues all of them.
     pub(crate) fn replay(&self) -> Result<()> {
+        let graph = self.graph;
         // SAFETY: `capture` instantiated the graph; the pins keep alive what its launches name.
-        self.device.direct("replay", |driver| unsafe { driver.replay(self.graph) })
+        self.device.call("replay", self.device.deadline(), move |driver| unsafe { driver.replay(graph) })
     }
 }
 
 impl Drop for SealedGraph {
     fn drop(&mut self) {
-        let (device, graph) = (&self.device, self.graph);
-        // A replay may still run; on a lost device the graph and its memory stay until the process ends.
-        let ended = device.synchronize(device.deadline()).and_then(|()| {
-            // SAFETY: the graph ends here, and no replay of it is left.
-            device.bounded("destroy_graph", device.deadline(), move |driver| unsafe { driver.destroy_graph(graph) })
-        });
-        let pins = self.pins.take();
-        match ended {
-            Ok(()) => {
-                drop(pins);
-                device.free_waiting();
-            }
-            Err(error) => {
-                tracing::warn!(%error, "a graph was not destroyed; what it names stays");
-                std::mem::forget(pins);
-            }
+        if let Some(pins) = self.pins.take() {
+            // SAFETY: the graph is this device's, and its only name goes here; replays of it are queued at most.
+            unsafe { self.device.retire(Retired::Graph { graph: self.graph, pins }) };
         }
     }
 }

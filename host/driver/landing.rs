@@ -3,7 +3,9 @@
 //! Invariant: a word is read only when the device has passed the fence behind its copy, and the memory goes back only when no copy to
 //! it can be queued. On a lost device it stays.
 
+use super::Driver;
 use super::device::Device;
+use super::retired::Retired;
 use super::staging::Slot;
 use crate::error::Result;
 use std::time::Duration;
@@ -46,13 +48,18 @@ impl Landing {
         assert!(self.filled < self.words, "a landing of {} words is full", self.words);
         let to = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
         self.filled += 1;
-        // SAFETY: the source by the caller's promise; the word is page-locked memory of our own, and read behind the fence.
-        self.device.direct("queue_download", |driver| unsafe { driver.queue_download(from, to, size_of::<u32>()) })
+        let queue = move |driver: &dyn Driver| {
+            // SAFETY: `from` is 4 bytes of device memory, as this function asks; `to` is a word of our own page-locked slot, read
+            // behind the fence alone.
+            unsafe { driver.queue_download(from, to, size_of::<u32>()) }
+        };
+        self.device.call("queue_download", self.device.deadline(), queue)
     }
 
     /// Puts the fence behind the copies.
     pub(crate) fn seal(&mut self) -> Result<()> {
-        self.device.direct("record_fence", |driver| driver.record_fence(self.slot.fence()))
+        let fence = self.slot.fence();
+        self.device.call("record_fence", self.device.deadline(), move |driver| driver.record_fence(fence))
     }
 
     /// Waits for the copies, and returns the words as numbers.
@@ -60,7 +67,8 @@ impl Landing {
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout) at the deadline; the device is lost then.
     pub(crate) fn wait(&self, deadline: Duration) -> Result<Vec<f32>> {
-        self.device.wait("download", deadline, |driver| driver.poll_fence(self.slot.fence()))?;
+        let fence = self.slot.fence();
+        self.device.wait("download", deadline, move |driver| driver.poll_fence(fence))?;
         // SAFETY: so many words of the slot were copied to, and the device has passed the fence behind the copies.
         let words = unsafe { std::slice::from_raw_parts(self.slot.address() as *const f32, self.filled) };
         Ok(words.to_vec())
@@ -69,15 +77,8 @@ impl Landing {
 
 impl Drop for Landing {
     fn drop(&mut self) {
-        // A copy may still be queued, if what it belongs to has failed.
-        let done = self.device.synchronize(self.device.deadline());
         let (slot, bytes) = (self.slot, self.words * size_of::<u32>());
-        let ended = done.and_then(|()| {
-            // SAFETY: all copies are done, and the landing ends here.
-            self.device.bounded("free_pinned", self.device.deadline(), move |driver| unsafe { slot.end(driver, bytes) })
-        });
-        if let Err(error) = ended {
-            tracing::warn!(%error, "page-locked memory was not freed");
-        }
+        // SAFETY: the slot is this device's, of so many bytes, and nobody reads it after this; copies to it are queued at most.
+        unsafe { self.device.retire(Retired::Slot { slot, bytes }) };
     }
 }

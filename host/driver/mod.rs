@@ -16,6 +16,7 @@ mod lane;
 mod pins;
 mod ptx;
 mod rehearsal;
+mod retired;
 mod staging;
 
 use crate::error::{Error, Result};
@@ -26,6 +27,7 @@ pub(crate) use landing::Landing;
 pub(crate) use pins::Pins;
 pub use ptx::ptx_digests;
 pub(crate) use rehearsal::Launch;
+pub(crate) use retired::Retired;
 pub(crate) use staging::Fill;
 use std::fmt;
 use std::str::FromStr;
@@ -86,12 +88,11 @@ pub struct Nodes {
     pub other: usize,
 }
 
-/// Memory, pools, copies, launches and graphs of one device, in the order of one stream. Any call may block, but for those
-/// that queue or look ([`Driver::upload`], [`Driver::queue_download`], [`Driver::launch`], [`Driver::replay`],
-/// [`Driver::record_fence`], [`Driver::poll_fence`], [`Driver::poll`]): [`Device`] runs the others on a worker thread.
+/// Memory, pools, copies, launches and graphs of one device, in the order of one stream. [`Device`] makes every call on one worker
+/// thread, one after the other, since any of them may block.
 ///
 /// Between [`Driver::begin_capture`] and [`Driver::end_capture`] a launch of the same thread is recorded and does not run; any
-/// other call of that thread may be refused and spoil the capture. Other threads' calls go on as ever.
+/// other call of that thread may be refused and spoil the capture.
 ///
 /// # Safety
 /// An implementation must keep memory valid from its allocation to its release, on addresses that are multiples of 256,

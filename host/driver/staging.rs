@@ -6,6 +6,7 @@
 //! a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
+use super::retired::Retired;
 use super::{Driver, Fence};
 use crate::error::{Error, Result};
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -47,7 +48,7 @@ pub(super) struct Staging {
 
 /// Page-locked memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
+pub(crate) struct Slot {
     address: u64,
     fence: Fence,
     /// Bytes from the start that are in use.
@@ -105,17 +106,15 @@ impl Device {
 
 /// The ring, once no other thread uses it.
 fn lock<'r>(device: &Device, ring: &'r Mutex<Staging>, deadline: Duration) -> Result<MutexGuard<'r, Staging>> {
-    let mut locked = None;
-    device.wait("upload", deadline, |_| {
-        locked = match ring.try_lock() {
+    device.until("upload", deadline, |_| {
+        device.check("upload")?;
+        Ok(match ring.try_lock() {
             Ok(ring) => Some(ring),
             // A source that panicked has left the ring as it was.
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
-        };
-        Ok(locked.is_some())
-    })?;
-    Ok(locked.expect("the wait has ended with it"))
+        })
+    })
 }
 
 impl Staging {
@@ -145,8 +144,12 @@ impl Staging {
         self.writers.write(place, fill);
         // Also when the next call fails: who knows whether it has queued the copy.
         slot.filled += bytes.next_multiple_of(ALIGN_BYTES);
-        // SAFETY: the caller's promise; the source is page-locked, and written again only behind a passed fence.
-        device.direct("upload", |driver| unsafe { driver.upload(to, place, transit) })?;
+        let from = place.as_ptr() as u64;
+        device.call("upload", device.deadline(), move |driver| {
+            // SAFETY: `to` and `transit` are as this function asks. The source is so many bytes of a slot, which stays until the ring
+            // ends and is written again only behind a passed fence.
+            unsafe { driver.upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
+        })?;
         Ok(bytes)
     }
 
@@ -156,14 +159,16 @@ impl Staging {
         let next = match self.slots.get(self.current) {
             Some(slot) if slot.filled < slot_bytes => return Ok(slot_bytes - slot.filled),
             Some(slot) => {
-                device.direct("record_fence", |driver| driver.record_fence(slot.fence))?;
+                let fence = slot.fence;
+                device.call("record_fence", deadline, move |driver| driver.record_fence(fence))?;
                 (self.current + 1) % slots
             }
             None => 0,
         };
         match self.slots.get_mut(next) {
             Some(slot) => {
-                device.wait("upload", deadline, |driver| driver.poll_fence(slot.fence))?;
+                let fence = slot.fence;
+                device.wait("upload", deadline, move |driver| driver.poll_fence(fence))?;
                 slot.filled = 0;
             }
             None => self.slots.push(Slot::new(device, slot_bytes, deadline)?),
@@ -172,27 +177,16 @@ impl Staging {
         Ok(slot_bytes)
     }
 
-    /// Gives the slots back, once the device has done what reads them.
-    pub(super) fn end(self, driver: &dyn Driver, deadline: Duration) -> Result<()> {
-        let start = Instant::now();
-        while !self.slots.is_empty() && !driver.poll()? {
-            if start.elapsed() >= deadline {
-                return Err(Error::Timeout { call: "free_pinned", waited: start.elapsed(), report: None });
-            }
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        // Each whatever became of the others.
-        let ended = self.slots.into_iter().map(|slot| {
-            // SAFETY: all copies are done, and the ring ends here.
-            unsafe { slot.end(driver, self.size.slot_bytes) }
-        });
-        ended.fold(Ok(()), Result::and)
+    /// The slots, to be given back.
+    pub(super) fn retire(self) -> impl Iterator<Item = Retired> {
+        let bytes = self.size.slot_bytes;
+        self.slots.into_iter().map(move |slot| Retired::Slot { slot, bytes })
     }
 }
 
 impl Slot {
     pub(super) fn new(device: &Device, bytes: usize, deadline: Duration) -> Result<Self> {
-        device.bounded("allocate_pinned", deadline, move |driver| {
+        device.call("allocate_pinned", deadline, move |driver| {
             let fence = driver.create_fence()?;
             let address = driver.allocate_pinned(bytes).inspect_err(|_| {
                 // SAFETY: the fence was just made. That it may stay is the smaller evil.

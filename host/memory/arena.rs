@@ -82,15 +82,19 @@ impl Arena {
         outcome.and_then(|result| grown.map(|()| result))
     }
 
-    /// Runs a step without kernels and without memory, and tells what it would need. Persistent buffers of this device
-    /// can be lent to it; what it reads is zero, and nothing on the device changes.
+    /// Runs a step without kernels and without memory, and tells what it would need. It runs on a rehearsal of the device: buffers
+    /// of the device can be lent to it and tensors of its running steps launched with; what it reads is zero, and nothing on the
+    /// device changes. What is made on [`Eager::device`] there is of the rehearsal, too: no real step takes it, and it is of no
+    /// use once the closure has ended.
     ///
     /// # Errors
     /// Those of the closure.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<Measured> {
-        let region = self.region.counting()?;
-        region.scope(|| run(&mut Eager::new(&region)).map(drop))?;
-        Ok(Measured { high_water_bytes: region.high_water_bytes() })
+        self.device().rehearse(|rehearsal| {
+            let region = self.region.counting(rehearsal)?;
+            region.scope(|| run(&mut Eager::new(&region)).map(drop))?;
+            Ok(Measured { high_water_bytes: region.high_water_bytes() })
+        })
     }
 
     /// Gives the system all memory that the overflow pool keeps. Waits for the device.

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a buffer owns its memory, and no reset reaches it.
 
-use crate::driver::{Device, Fill};
+use crate::driver::{Device, Fill, Retired};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::tensor::Element;
@@ -122,7 +122,8 @@ impl<T: Element> Buffer<T> {
 
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: this is what `allocate` took; the buffer owns it, and work that used it was queued before.
-        unsafe { self.device.free(self.address, self.len * size_of::<T>()) };
+        let memory = Retired::Memory { address: self.address, bytes: self.len * size_of::<T>() };
+        // SAFETY: this is what `allocate` took; the buffer owns it, work that used it was queued before, and graphs pin it.
+        unsafe { self.device.retire(memory) };
     }
 }

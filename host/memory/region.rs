@@ -11,7 +11,7 @@ use super::overflow::OverflowPool;
 use super::sections::{Section, Sections};
 use super::settings::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
-use crate::driver::Device;
+use crate::driver::{Device, Retired};
 use crate::error::{Error, Result};
 use crate::launch::Memory;
 use crate::tensor::{Element, Shape};
@@ -119,9 +119,9 @@ impl Region {
         Ok(())
     }
 
-    /// A region without memory on which a step of this one can be measured.
-    pub(super) fn counting(&self) -> Result<Self> {
-        let mut region = Self::allocate(self.device.counting(), Self::EVERYTHING)?;
+    /// A region of a rehearsal of this one's device, on which a step can be measured.
+    pub(super) fn counting(&self, rehearsal: &Device) -> Result<Self> {
+        let mut region = Self::allocate(rehearsal.clone(), Self::EVERYTHING)?;
         region.guard_bytes = self.guard_bytes;
         Ok(region)
     }
@@ -275,7 +275,8 @@ impl Region {
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
             let block = unsafe { Memory::<u32>::new(&self.device, address, bytes / size_of::<u32>()) };
-            checks.borrow_mut().made(&self.device, block, request, site)?;
+            let made = checks.borrow_mut().made(&self.device, block, request, site);
+            made.map_err(|error| self.with_report(error))?;
         }
         Ok(address)
     }
@@ -403,8 +404,9 @@ impl Region {
         let here = Location::caller();
         self.note(Kind::Release, Origin::Arena, self.address, self.owned_bytes, here, "arena".into());
         self.note(Kind::Reserve, Origin::Arena, address, wanted, here, "arena".into());
+        let old = Retired::Memory { address: self.address, bytes: self.owned_bytes };
         // SAFETY: the region owns its old memory, and no step is alive: `&mut self`. Captured steps that have a part of it pin it.
-        unsafe { self.device.free(self.address, self.owned_bytes) };
+        unsafe { self.device.retire(old) };
         (self.address, self.owned_bytes) = (address, wanted);
         self.sections.forget();
         self.capacity.set(wanted);
@@ -449,15 +451,13 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if let Some(overflow) = self.overflow.take() {
-            let pool = overflow.into_inner().pool;
             // SAFETY: no step is alive, each borrows the region, and its blocks went back at its end.
-            if let Err(error) = unsafe { self.device.destroy_pool(pool) } {
-                tracing::debug!(%error, "the overflow pool stays until the process ends");
-            }
+            unsafe { self.device.retire(Retired::Pool(overflow.into_inner().pool)) };
         }
         if !self.is_lent() {
+            let memory = Retired::Memory { address: self.address, bytes: self.owned_bytes };
             // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive. Captured steps pin it.
-            unsafe { self.device.free(self.address, self.owned_bytes) };
+            unsafe { self.device.retire(memory) };
         }
     }
 }

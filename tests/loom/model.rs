@@ -115,6 +115,10 @@ pub(crate) mod mpsc {
     }
 
     impl<T: Send + 'static> Receiver<T> {
+        pub(crate) fn recv(&self) -> Result<T, RecvTimeoutError> {
+            self.recv_timeout(NEVER)
+        }
+
         pub(crate) fn recv_timeout(&self, deadline: Duration) -> Result<T, RecvTimeoutError> {
             let mut state = self.0.state();
             state.waits += 1;
@@ -148,7 +152,7 @@ pub(crate) mod mpsc {
         type Item = T;
 
         fn next(&mut self) -> Option<T> {
-            self.recv_timeout(NEVER).ok()
+            self.recv().ok()
         }
     }
 

@@ -149,6 +149,8 @@ fn call_name(call: Call) -> &'static str {
         Call::PoolFree => "pool_free",
         Call::TrimPool => "trim_pool",
         Call::DestroyPool => "destroy_pool",
+        Call::Upload => "upload",
+        Call::Launch => "launch",
         Call::Download => "download",
         Call::Poll => "synchronize",
         other => panic!("{other:?} is not waited for"),

@@ -143,11 +143,7 @@ impl Planned {
             Kind::Stalling if chance(random, 75) => Fault::Never,
             Kind::Stalling => Fault::Delay(2 * STALL_DEADLINE),
         };
-        // What runs on the caller's own thread cannot be given up.
-        let stalls =
-            |call: &Call| kind != Kind::Stalling || fault == Fault::Never && *call == Call::Poll || !call.is_direct();
-        let calls: Vec<Call> = CALLS.into_iter().filter(stalls).collect();
-        let call = calls[random.below(calls.len() as u32) as usize];
+        let call = CALLS[random.below(CALLS.len() as u32) as usize];
         let most = match call {
             Call::CreatePool | Call::DestroyPool => 1,
             Call::Allocate | Call::Free | Call::TrimPool => 2,

@@ -4,9 +4,10 @@
 
 use super::judge::{reports, same};
 use super::{Begin, End, Thrown, Want, World};
-use crate::program::{Ending, HUGE, KEPT, LENGTHS, Op};
+use crate::program::{Ending, HUGE, KEPT, LENGTHS, Op, STALL_DEADLINE};
 use crate::reference::{Mark, Place};
 use crate::rules::{Planted, Rule};
+use crate::witness::SLACK;
 use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -145,6 +146,9 @@ impl World<'_> {
             Op::Upload(length) => {
                 let want = self.pattern(LENGTHS[length]);
                 let begin = self.begin();
+                if planted == Some(Planted::LateReturn) {
+                    std::thread::sleep(STALL_DEADLINE + 2 * SLACK);
+                }
                 match scope.upload(&want) {
                     Some(made) => self.made("upload", begin, made, want, values),
                     None => self.fill(scope, values, LENGTHS[length]),

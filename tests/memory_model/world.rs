@@ -9,7 +9,7 @@ use crate::program::{Action, Ending, KEPT, Kind, LENGTHS, Op, Planned, Program, 
 use crate::reference::Reference;
 use crate::rules::{Planted, Rule, Tally, Violation};
 use crate::support::bits;
-use crate::witness::{SLACK, Watch};
+use crate::witness::Watch;
 use scopes::Live;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -106,7 +106,6 @@ impl<'r> World<'r> {
         let count = |planned: Planned| Planned { number: rig.plan.count(planned.call) + planned.number, ..planned };
         let pending = program.fault.map(count);
         let unexpected = match planted {
-            Some(Planted::LateReturn) => Some((Call::Upload, Fault::Delay(STALL_DEADLINE + 2 * SLACK))),
             Some(Planted::WrongOutcome) => Some((Call::Upload, Fault::Fail)),
             _ => None,
         };

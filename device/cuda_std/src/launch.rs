@@ -322,9 +322,8 @@ pub struct Words {
     words: Vec<u64>,
     /// What the pointers among the words point to.
     extents: Vec<Extent>,
-    /// The device of the first address that names one, and whether all agree.
-    device: Option<u64>,
-    mixed: bool,
+    /// The devices of the pointers that point to memory, in order.
+    devices: Vec<u64>,
 }
 
 impl Words {
@@ -345,7 +344,8 @@ impl Words {
     #[inline]
     pub fn push_pointer(&mut self, device: u64, extent: Extent) {
         if device != ANY_DEVICE {
-            self.mixed |= *self.device.get_or_insert(device) != device;
+            // One device is named once, as nearly all launches do.
+            self.devices.extend((self.devices.last() != Some(&device)).then_some(device));
         }
         self.words.push(extent.address);
         self.extents.push(extent);
@@ -361,9 +361,9 @@ impl Words {
         &self.extents
     }
 
-    /// Whether every address is one of `device`.
-    pub fn on_device(&self, device: u64) -> bool {
-        !self.mixed && self.device.is_none_or(|of_arguments| of_arguments == device)
+    /// Whether `accepts` takes the device of every pointer that points to memory.
+    pub fn all_on(&self, accepts: impl Fn(u64) -> bool) -> bool {
+        self.devices.iter().copied().all(accepts)
     }
 
     /// Whether every address is a multiple of `align`, a power of two.
