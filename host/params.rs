@@ -262,7 +262,7 @@ struct Flat {
 
 impl Flat {
     fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
-        step.check_device(self.values.device())?;
+        step.borrow(&self.values, false)?;
         let entry = self.layout.entry(parameter);
         Ok(Lent::new(self.values.memory().part(entry.start, entry.shape.elements()), entry.shape))
     }
@@ -357,7 +357,7 @@ impl Parameters {
 
     /// A stack's weights from the first member's start to the last one's end, flat.
     pub(crate) fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &Stack) -> Result<Lent<'b, 's>> {
-        step.check_device(self.flat.values.device())?;
+        step.borrow(&self.flat.values, false)?;
         let (start, len) = self.flat.span(stack);
         Ok(Lent::new(self.flat.values.memory().part(start, len), [len].into()))
     }
@@ -438,7 +438,7 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when it is on another device.
     pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
-        step.check_device(self.flat.values.device())?;
+        step.borrow(&self.flat.values, true)?;
         let entry = self.flat.layout.entry(parameter);
         let memory = self.flat.values.memory().part(entry.start, entry.shape.elements());
         Ok(LentMut::new(memory, entry.shape))
@@ -446,7 +446,7 @@ impl Gradients {
 
     /// A stack's gradients from the first member's start to the last one's end, flat.
     pub(crate) fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &Stack) -> Result<LentMut<'b, 's>> {
-        step.check_device(self.flat.values.device())?;
+        step.borrow(&self.flat.values, true)?;
         let (start, len) = self.flat.span(stack);
         Ok(LentMut::new(self.flat.values.memory().part(start, len), [len].into()))
     }

@@ -63,7 +63,8 @@ impl<'s> Step<'s> {
     /// # Errors
     /// [`Error::Misuse`] when it is on another device, or the shape has another number of elements.
     pub fn lend<'b, T: Element>(&self, buffer: &'b Buffer<T>, shape: impl Into<Shape>) -> Result<Lent<'b, 's, T>> {
-        let shape = self.check_lent(buffer, shape.into())?;
+        let shape = check_shape(buffer, shape.into())?;
+        self.borrow(buffer, false)?;
         Ok(Lent::new(buffer.memory(), shape))
     }
 
@@ -76,25 +77,22 @@ impl<'s> Step<'s> {
         buffer: &'b mut Buffer<T>,
         shape: impl Into<Shape>,
     ) -> Result<LentMut<'b, 's, T>> {
-        let shape = self.check_lent(buffer, shape.into())?;
+        let shape = check_shape(buffer, shape.into())?;
+        self.borrow(buffer, true)?;
         Ok(LentMut::new(buffer.memory(), shape))
     }
 
-    pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
+    /// The step relies on a buffer until it is over, and may write it if `written`: no replay comes between. An error unless the
+    /// buffer is on the step's device.
+    pub(crate) fn borrow<T: Element>(&self, buffer: &Buffer<T>, written: bool) -> Result<()> {
+        let device = buffer.device();
         if self.device().reaches(device.identity()) {
+            self.region.lend(buffer.address(), buffer.len() * size_of::<T>(), written);
             return Ok(());
         }
         let name = |device: &Device| device.description().name.clone();
         let got = format!("one on {}, or on a rehearsal of it", name(device));
         Err(Error::misuse("lend", format!("a buffer on {}", name(self.device())), got))
-    }
-
-    fn check_lent<T: Element>(&self, buffer: &Buffer<T>, shape: Shape) -> Result<Shape> {
-        self.check_device(buffer.device())?;
-        if shape.checked_elements() == Some(buffer.len()) {
-            return Ok(shape);
-        }
-        Err(Error::misuse("lend", format!("a shape of {} elements", buffer.len()), shape.to_string()))
     }
 
     /// Runs an op's launches with memory that ends with them: what is queued later may use it again. `scoped` allocates on
@@ -118,6 +116,14 @@ impl<'s> Step<'s> {
         let precision = self.precision.clone();
         region.scope(|| scoped(&mut Scratch { step: Step { precision, ..Step::new(region) }, outer: PhantomData }))
     }
+}
+
+/// The shape, if it is one of the buffer's elements.
+fn check_shape<T: Element>(buffer: &Buffer<T>, shape: Shape) -> Result<Shape> {
+    if shape.checked_elements() == Some(buffer.len()) {
+        return Ok(shape);
+    }
+    Err(Error::misuse("lend", format!("a shape of {} elements", buffer.len()), shape.to_string()))
 }
 
 /// Ends a phase.

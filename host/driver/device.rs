@@ -8,6 +8,7 @@
 
 use super::faults::{FaultPlan, Faulty};
 use super::lane::{Lane, TimedOut};
+use super::lends::{Lending, Lends, Use};
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, Retired};
@@ -116,6 +117,7 @@ impl DeviceBuilder {
             identity: new_identity(),
             lost: Arc::default(),
             pins: PinTable::default(),
+            lends: Arc::default(),
             retired: Mutex::default(),
             staging: Mutex::new(Staging::new(self.ring)),
             checks,
@@ -174,6 +176,7 @@ struct Shared {
     /// Why the device was lost. Calls that still stand on the lane look at it too.
     lost: Arc<OnceLock<String>>,
     pins: PinTable,
+    lends: Arc<Lends>,
     /// What its owner has let go, and could not be ended so far.
     retired: Mutex<Vec<Retired>>,
     staging: Mutex<Staging>,
@@ -324,6 +327,7 @@ impl Device {
             identity: new_identity(),
             lost: Arc::default(),
             pins: pins.clone(),
+            lends: Arc::default(),
             retired: Mutex::default(),
             staging: Mutex::default(),
             // There are no bytes to verify and no guards to look at.
@@ -337,6 +341,21 @@ impl Device {
     /// Pins that hold nothing so far.
     pub(crate) fn pins(&self) -> Pins {
         self.shared.pins.pins()
+    }
+
+    /// What the running step of an arena is lent: nothing so far.
+    pub(crate) fn lending(&self) -> Lending {
+        Lending::new(&self.shared.lends)
+    }
+
+    /// Queues a replay that uses this memory, once no running step relies on it.
+    pub(super) fn replay(
+        &self,
+        uses: &[Use],
+        queue: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.check("replay")?;
+        self.shared.lends.replay(uses, self.deadline(), || self.call("replay", self.deadline(), queue))
     }
 
     /// Runs `record` with a device that lists what is launched on it, and returns the list. Meanwhile this thread cannot

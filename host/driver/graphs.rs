@@ -5,6 +5,7 @@
 //! that began it whatever fails in between; a graph that holds anything but the listed kernels is not handed out.
 
 use super::device::Device;
+use super::lends::Use;
 use super::pins::Pins;
 use super::rehearsal::Launch;
 use super::retired::Retired;
@@ -18,6 +19,8 @@ pub(crate) struct SealedGraph {
     device: Device,
     graph: Graph,
     kernels: usize,
+    /// All memory of its launches, in the order of their addresses.
+    uses: Vec<Use>,
     /// Always there, until the graph ends.
     pins: Option<Pins>,
 }
@@ -25,9 +28,9 @@ pub(crate) struct SealedGraph {
 impl SealedGraph {
     /// Captures `launches`, whose memory `pins` holds.
     pub(crate) fn capture(device: &Device, launches: Vec<Launch>, pins: Pins) -> Result<Self> {
-        let kernels = launches.len();
+        let (kernels, uses) = (launches.len(), uses(&launches));
         let captured = device.call("capture", device.deadline(), move |driver| capture(driver, &launches));
-        Ok(Self { device: device.clone(), graph: captured?, kernels, pins: Some(pins) })
+        Ok(Self { device: device.clone(), graph: captured?, kernels, uses, pins: Some(pins) })
     }
 
     /// The graph's launches.
@@ -35,11 +38,11 @@ impl SealedGraph {
         self.kernels
     }
 
-    /// Queues all of them.
+    /// Queues all of them, once no running step relies on what they write.
     pub(crate) fn replay(&self) -> Result<()> {
         let graph = self.graph;
         // SAFETY: `capture` instantiated the graph; the pins keep alive what its launches name.
-        self.device.call("replay", self.device.deadline(), move |driver| unsafe { driver.replay(graph) })
+        self.device.replay(&self.uses, move |driver| unsafe { driver.replay(graph) })
     }
 }
 
@@ -50,6 +53,17 @@ impl Drop for SealedGraph {
             unsafe { self.device.retire(Retired::Graph { graph: self.graph, pins }) };
         }
     }
+}
+
+/// The memory of launches, each stretch once.
+fn uses(launches: &[Launch]) -> Vec<Use> {
+    let extents = launches.iter().flat_map(|launch| launch.words.extents());
+    let mut uses: Vec<Use> = extents
+        .map(|extent| Use { bytes: extent.address..extent.address + extent.bytes() as u64, written: extent.written })
+        .collect();
+    uses.sort_by_key(|used| (used.bytes.start, used.bytes.end, used.written));
+    uses.dedup();
+    uses
 }
 
 /// The driver's part, on one thread from begin to end.

@@ -11,7 +11,7 @@ use super::overflow::OverflowPool;
 use super::sections::{Section, Sections};
 use super::settings::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
-use crate::driver::{Device, Retired};
+use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::launch::Memory;
 use crate::tensor::{Element, Shape};
@@ -67,6 +67,8 @@ pub(crate) struct Region {
     recording: Option<RefCell<Recording>>,
     resets: Cell<u64>,
     growths: u64,
+    /// What the running step is lent; a step that is recorded relies on nothing yet.
+    lending: Option<Lending>,
 }
 
 impl Region {
@@ -77,6 +79,7 @@ impl Region {
     pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
         let address = device.allocate(capacity)?;
         let mut region = Self::lent(device, address, capacity);
+        region.lending = Some(region.device.lending());
         region.owned_bytes = capacity;
         Ok(region)
     }
@@ -105,6 +108,7 @@ impl Region {
             recording: None,
             resets: Cell::new(0),
             growths: 0,
+            lending: None,
         }
     }
 
@@ -235,6 +239,13 @@ impl Region {
     /// Names this line in place of the caller's from now on: work that another line is the reason for. Returns what was named.
     pub(crate) fn attribute(&self, site: Option<&'static Location<'static>>) -> Option<&'static Location<'static>> {
         self.attributed.replace(site)
+    }
+
+    /// The running step relies on a buffer, of so many bytes, which it may write if `written`.
+    pub(crate) fn lend(&self, address: u64, bytes: usize, written: bool) {
+        if let Some(lending) = &self.lending {
+            lending.add(address, bytes, written);
+        }
     }
 
     /// A backward pass is complete.
@@ -469,6 +480,9 @@ pub(super) struct StepGuard<'r> {
 
 impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
+        if let Some(lending) = &self.region.lending {
+            lending.end();
+        }
         self.region.counters.borrow_mut().reset();
         self.region.warned.set(false);
         self.region.until.set(None);
