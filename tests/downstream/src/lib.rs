@@ -3,20 +3,17 @@
 #![forbid(unsafe_code)]
 
 use downstream_kernels as kernels;
-use stepscope::{Device, DeviceKind, Result, Source, Tape, Target, Var};
+use stepscope::{Device, DeviceBuilder, DeviceKind, Result, Source, Tape, Target, Var};
 
-/// A device that has this package's kernels.
-///
-/// # Errors
-/// As for `DeviceBuilder::open`.
-pub fn open(kind: DeviceKind) -> Result<Device> {
+/// Settings of a device that has this package's kernels.
+pub fn builder(kind: DeviceKind) -> DeviceBuilder {
     let builder = Device::builder(kind);
     #[cfg(feature = "cuda")]
     let builder = builder.kernels(stepscope::Kernels {
         package: "downstream-kernels",
         ptx: include!(concat!(env!("OUT_DIR"), "/ptx.rs")),
     });
-    builder.open()
+    builder
 }
 
 /// `y = x` above zero, else `slope x`; backward is [`kernels::leaky_relu_backward`].

@@ -1,10 +1,10 @@
 //! A stranger's kernel in a step that trains, eager and captured, and in a launch that its contract refuses.
 
-use downstream::{leaky_relu, open};
+use downstream::{builder, leaky_relu};
 use stepscope::nn::Linear;
 use stepscope::{
-    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model, Result,
-    Samples, Source, SplitMix64, Tape, Target, Trainer, Var,
+    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
+    Result, Samples, Source, SplitMix64, Tape, Target, Trainer, Var,
 };
 
 const SLOPE: f32 = 0.25;
@@ -108,7 +108,7 @@ mod emulated {
 
     #[test]
     fn a_kernel_of_ones_own() {
-        let device = open(DeviceKind::Emulated).unwrap();
+        let device = builder(DeviceKind::Emulated).open().unwrap();
         computes(&device);
         trains(&device);
     }
@@ -121,7 +121,7 @@ mod cuda {
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn a_kernel_of_ones_own() {
-        let device = open(DeviceKind::Cuda).unwrap();
+        let device = builder(DeviceKind::Cuda).open().unwrap();
         computes(&device);
         trains(&device);
         // Without the package's PTX its kernels are refused by name.

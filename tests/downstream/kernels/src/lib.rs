@@ -50,3 +50,16 @@ contract! { leaky_relu_backward { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
+
+/// Never ends, unless somebody writes 1 to `flag[0]`, which nothing that waits for it can; `flag`: `[1]`. What a stuck GPU is
+/// tested with.
+#[kernel]
+pub unsafe fn endless(flag: *mut u32) {
+    // SAFETY: the contract asks for one element, and the launch holds it alone.
+    while unsafe { flag.read_volatile() } != 1 {}
+}
+
+contract! { endless { block: 32, align: 4 } |k| {
+    Violation::unless_length("flag", 1, k.flag.len())?;
+    Grid::cover(1, 1)
+}}

@@ -1,0 +1,112 @@
+//! Captured training with a driver one of whose calls never returns: each call there is, one after the other.
+//!
+//! Invariant: a run of training, from its first buffer to the drop of its device, lasts no longer than it does with a driver that
+//! answers, plus one deadline and [`SLACK`], extended by the machine's own pauses ([`witness`]) and by nothing else; it ends
+//! with a typed error if there is somebody to tell. Afterwards this process ends, with a stuck thread for each call.
+
+#![forbid(unsafe_code)]
+#![allow(dead_code, reason = "not every part of the shared support is used here")]
+
+mod support;
+#[path = "support/witness.rs"]
+mod witness;
+
+use std::time::Duration;
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::nn::Linear;
+use stepscope::{
+    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
+    Overflow, Result, Samples, Tape, Trainer, Var, ops,
+};
+use support::{Random, on_each_device};
+use witness::{SLACK, Watch};
+
+const DEADLINE: Duration = Duration::from_millis(100);
+const FAR: Duration = Duration::from_secs(20);
+const SLOT_BYTES: usize = 4096;
+const SAMPLES: usize = 64;
+const INPUTS: usize = 8;
+
+struct Classifier(Linear);
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+struct Points {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Points {
+    fn new() -> Self {
+        let mut random = Random::new(3);
+        Self { x: random.normals(SAMPLES * INPUTS), labels: random.belows(SAMPLES, 2) }
+    }
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        SAMPLES
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
+    }
+}
+
+/// Trains by replays, then overflows once and trims: every call of the driver is made, most of them more than once.
+fn run(device: Device) -> Result<()> {
+    let mut layout = Layout::builder();
+    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
+    let learner = Learner::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
+    let mut arena =
+        Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;
+    let mut trainer = Trainer::captured(&mut arena, learner, &Points::new())?;
+    let batches = (0..6).map(|_| Ok(vec![Points::new()]));
+    trainer.epoch(batches, &mut EpochProgress::default(), &mut ())?;
+    trainer.evaluate(&Points::new(), |_, _| Ok(()))?;
+    drop(trainer);
+    arena.step(|step| step.read(&ops::fill(step, [1 << 17], 1.0)?))?;
+    arena.trim()
+}
+
+fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
+    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).faults(plan.clone()).open().unwrap()
+}
+
+on_each_device! {
+    fn each_call_that_never_returns_costs_one_deadline(device: &Device) {
+        let kind = device.description().kind;
+        let counted = FaultPlan::new();
+        let sound = open(kind, FAR, &counted);
+        let watch = Watch::start();
+        run(sound).unwrap();
+        let usual = watch.elapsed();
+        for call in Call::ALL {
+            let count = counted.count(call);
+            assert!(count > 0, "{call:?} is not made");
+            let mut numbers = vec![1, count.div_ceil(2), count];
+            numbers.dedup();
+            for number in numbers {
+                let plan = FaultPlan::new().on(call, number, Fault::Never);
+                let device = open(kind, DEADLINE, &plan);
+                let watch = Watch::start();
+                let outcome = run(device);
+                watch.within(usual + DEADLINE + SLACK, &format!("{call:?} {number} of {count}"));
+                assert!(plan.count(call) >= number, "{call:?} {number} was never made");
+                assert!(watch.elapsed() >= DEADLINE, "{call:?} {number}: {outcome:?} after {:?}", watch.elapsed());
+                match outcome {
+                    Err(Error::Timeout { waited, .. }) => assert!(waited + Duration::from_millis(5) >= DEADLINE, "{call:?} {number}: {waited:?}"),
+                    Err(Error::DeviceLost { cause }) => assert!(cause.contains("had not ended"), "{cause}"),
+                    // What is given back at the end has nobody to tell.
+                    Ok(()) => {}
+                    Err(error) => panic!("{call:?} {number}: {error}"),
+                }
+            }
+        }
+    }
+}
