@@ -166,7 +166,8 @@ impl<S, R> Captured<S, R> {
     }
 
     /// The state, to be changed between replays. The graph keeps the addresses that it was recorded with: write to a buffer, do
-    /// not put another in its place.
+    /// not put another in its place. A buffer that is taken out is still written by each replay, as a whole and under no step that was
+    /// lent it.
     pub fn state_mut(&mut self) -> &mut S {
         &mut self.state
     }
@@ -188,10 +189,11 @@ impl<S, R> Captured<S, R> {
     }
 
     /// Writes the inputs to their slots and queues the graph, in the stream's order. Waits for nothing but room to stage the
-    /// inputs. Inputs of shapes that are new are recorded first.
+    /// inputs, and the end of another thread's step that was lent what the graph writes. Inputs of shapes that are new are recorded
+    /// first.
     ///
     /// # Errors
-    /// [`Error::CaptureNeeds`] when new shapes need more than the capture owns; in checked mode [`Error::Overrun`]; those of
+    /// [`Error::Misuse`] inside a step that was lent what the graph writes; [`Error::CaptureNeeds`] when new shapes need more than the capture owns; in checked mode [`Error::Overrun`]; those of
     /// recording and of the driver.
     pub fn replay(&mut self, inputs: &Inputs<'_>) -> Result<Replay<'_, R>> {
         match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {

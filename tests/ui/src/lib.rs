@@ -1,0 +1,1 @@
+//! Nothing: `tests/ui.rs` builds the `programs`.
