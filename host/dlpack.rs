@@ -92,7 +92,7 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
             let or_here = if here == DLDevice::CPU { String::new() } else { format!(" or of {}", named(here)) };
             return refused(format!("memory of the host{or_here}: copy it there first"), named(found.device()));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the tensor's data pointer and offset name its first element (this function asks that every element can be read).
         let first = unsafe { found.offset_bytes_ptr() }.map_err(malformed)?;
         let (elements, extents) = (found.num_elements(), found.shape());
         let strides = found.strides_or_compact().map_err(malformed)?;
@@ -108,10 +108,12 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
             let flat = ([elements as i64], [1]);
             let (extents, strides) = if row_major { (&flat.0[..], &flat.1[..]) } else { (extents, &*strides) };
             let values = Strided { first: first.cast(), extents, strides };
-            // SAFETY: the caller's promise: these are the tensor's elements, and there are as many as the buffer has.
+            // SAFETY: the places of all elements follow from the extents and strides that `validate` accepted; they can be read, and
+            // nobody writes them, as this function asks. There are as many as the buffer has.
             buffer.write_with(0, elements, &|offset, place| unsafe { values.read(offset / WORD, place) })?;
         } else {
-            // SAFETY: the caller's promise, for as long as the tensor is there.
+            // SAFETY: memory of this GPU, row-major, that can be read for as long as the tensor is there, as this function asks; the
+            // tensor outlives the wait below.
             let values = unsafe { Memory::<f32>::new(device, first.addr() as u64, elements) };
             let queued = launch_on(device, &copy { x: values.as_slice(), out: buffer.memory().cast().as_out() });
             if let Err(error) = queued.and_then(|()| device.synchronize(device.deadline())) {
@@ -156,11 +158,12 @@ impl Strided<'_> {
             let (row, rest) = std::mem::take(&mut words).split_at_mut(run);
             let from = self.address(start);
             if stride == 1 {
-                // SAFETY: the caller's promise; `row` is a borrow of other memory.
+                // SAFETY: `run` elements lie side by side from `from` on, all of them the tensor's, which can be read; `row` is a slot of
+                // ours.
                 unsafe { from.copy_to_nonoverlapping(row.as_mut_ptr(), run) };
             } else {
                 for (index, word) in row.iter_mut().enumerate() {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: `index` is inside the innermost dimension, so this is an element of the tensor, which can be read.
                     *word = unsafe { from.wrapping_offset(index as isize * stride as isize).read() };
                 }
             }

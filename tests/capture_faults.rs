@@ -202,6 +202,21 @@ on_each_device! {
         }
     }
 
+    /// All that is dropped while a kernel never ends costs one deadline together.
+    fn drops_behind_a_kernel_that_never_ends_cost_one_deadline(device: &Device) {
+        let deadline = Duration::from_millis(200);
+        let plan = FaultPlan::new();
+        let (device, mut arena) = open(device.description().kind, deadline, &plan);
+        let captured = [(); 3].map(|()| arena.capture((), &inputs(), STEP).unwrap());
+        plant(&plan, Call::Poll, 0, Fault::Stalls);
+        let start = Instant::now();
+        drop((captured, arena));
+        let told = device.lost().expect("a drop has met the kernel").to_owned();
+        drop(device);
+        assert!(told.contains("destroy_graph") && told.contains("had not ended"), "{told}");
+        assert!(start.elapsed() < 2 * deadline, "{:?}", start.elapsed());
+    }
+
     fn a_graph_that_is_not_destroyed_keeps_its_memory(device: &Device) {
         let plan = FaultPlan::new();
         let (_, mut arena) = open(device.description().kind, FAR, &plan);

@@ -199,7 +199,7 @@ unsafe impl Driver for Cuda {
 
     unsafe fn free(&self, address: u64, _: usize) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise; the driver waits for work that uses the memory.
+        // SAFETY: `address` came from cuMemAlloc and is not used afterwards (`Driver::free`); the driver waits for queued work.
         check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
     }
 
@@ -234,7 +234,7 @@ unsafe impl Driver for Cuda {
 
     unsafe fn pool_free(&self, _: Pool, address: u64, _: usize) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `address` came from a pool, and no later work uses it (`Driver::pool_free`); the stream lives as long as `self`.
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, self.stream.as_inner()) })
     }
 
@@ -246,7 +246,7 @@ unsafe impl Driver for Cuda {
 
     unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `create_pool` made it, and nothing of it is used afterwards (`Driver::destroy_pool`).
         check("cuMemPoolDestroy", unsafe { sys::cuMemPoolDestroy(raw(pool)) })
     }
 
@@ -262,7 +262,8 @@ unsafe impl Driver for Cuda {
 
     unsafe fn free_pinned(&self, address: u64, _: usize) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `address` came from cuMemAllocHost, no copy of it is queued, and it is not used afterwards
+        // (`Driver::free_pinned`).
         check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
     }
 
@@ -273,10 +274,11 @@ unsafe impl Driver for Cuda {
         self.enter()?;
         let stream = self.stream();
         if let Some(transit) = transit {
-            // SAFETY: the caller's promise; the stream lives as long as `self`.
+            // SAFETY: all three are as `Driver::upload` asks, which is what `copy` asks; the stream lives as long as `self`.
             return unsafe { self.transit.copy(to, from, transit, stream) };
         }
-        // SAFETY: the caller's promise: the source is page-locked, so the call only queues.
+        // SAFETY: `to` has room for `from`, which is page-locked and stays as it is until a later fence (`Driver::upload`), so the
+        // call only queues.
         let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
         check("cuMemcpyHtoDAsync", result)
     }
@@ -303,7 +305,7 @@ unsafe impl Driver for Cuda {
 
     unsafe fn destroy_fence(&self, fence: Fence) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `create_fence` made it, and it is not used afterwards (`Driver::destroy_fence`).
         check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event(fence)) })
     }
 
@@ -314,7 +316,8 @@ unsafe impl Driver for Cuda {
         self.enter()?;
         let stream = self.stream();
         // Not the driver's default stream: that one is not to be used while a stream of any device captures.
-        // SAFETY: the caller's promise; `to` is written until the wait below is over.
+        // SAFETY: `from` has as many bytes as `to` (`Driver::download`). `to` may be written until the wait below has succeeded; after
+        // an error `Device::download` does not let go of it.
         let queued = unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream) };
         check("cuMemcpyDtoHAsync", queued)?;
         // SAFETY: the stream lives as long as `self`.
@@ -323,7 +326,8 @@ unsafe impl Driver for Cuda {
 
     unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.enter()?;
-        // SAFETY: the caller's promise: the destination is page-locked, so the call only queues.
+        // SAFETY: both have `bytes` bytes; the destination is page-locked and left alone until a later fence
+        // (`Driver::queue_download`), so the call only queues.
         let result = unsafe { sys::cuMemcpyDtoHAsync_v2(to as *mut c_void, from, bytes, self.stream()) };
         check("cuMemcpyDtoHAsync", result)
     }
@@ -340,7 +344,8 @@ unsafe impl Driver for Cuda {
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         self.enter()?;
         let function = self.modules.function(entry)?;
-        // SAFETY: the caller's promise; the stream lives as long as `self`.
+        // SAFETY: the contract accepted the words for this grid, and their memory is alive (`Driver::launch`); the function is the
+        // entry's, and the stream lives as long as `self`.
         check("cuLaunchKernelEx", unsafe { launch::launch(function, entry, grid, words, self.stream()) })
     }
 
@@ -417,7 +422,7 @@ unsafe impl Driver for Cuda {
         let Some(Executable(executable)) = captures.executables.get(&graph).copied() else {
             return check("cuGraphLaunch", CUresult::CUDA_ERROR_INVALID_VALUE);
         };
-        // SAFETY: the executable is alive until `destroy_graph`; its memory by the caller's promise.
+        // SAFETY: the executable is alive until `destroy_graph`, and so is all memory that its launches name (`Driver::replay`).
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(executable, self.stream.as_inner()) })
     }
 
@@ -425,10 +430,11 @@ unsafe impl Driver for Cuda {
         self.enter()?;
         let executable = self.captures().executables.remove(&graph);
         let freed = executable.map_or(Ok(()), |Executable(executable)| {
-            // SAFETY: the caller's promise; a replay that still runs is not touched.
+            // SAFETY: it was just taken out of the table, and nobody replays the graph afterwards (`Driver::destroy_graph`). The driver
+            // lets a replay that still runs end.
             check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(executable) })
         });
-        // SAFETY: the caller's promise.
+        // SAFETY: `end_capture` made it, and it is not used afterwards (`Driver::destroy_graph`).
         check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(raw_graph(graph)) })?;
         freed
     }

@@ -408,7 +408,8 @@ impl Device {
 
     /// Ends what has been retired, as far as it can be.
     pub(super) fn end_retired(&self) {
-        if self.is_recorded_here() {
+        // What a lost device has stays until the process ends.
+        if self.is_recorded_here() || self.lost().is_some() {
             return;
         }
         // A graph that ends lets go of memory that waited for it.
@@ -418,13 +419,13 @@ impl Device {
             match ended {
                 Ok(Ok(())) => {}
                 Ok(Err((error, left))) => {
-                    tracing::warn!(%error, "`{name}` has failed; {}", if left.is_some() { "it is tried again" } else { "it stays" });
+                    tracing::warn!(%error, again = left.is_some(), "what was dropped was not ended");
                     self.after(error);
                     if let Some(left) = left {
                         return self.retired().push(left);
                     }
                 }
-                Err(error) => tracing::warn!(%error, "what was dropped stays until the process ends"),
+                Err(error) => return tracing::warn!(%error, "what was dropped stays until the process ends"),
             }
         }
     }
@@ -494,14 +495,19 @@ impl Device {
     /// Waits for the work queued before, until the deadline, then copies.
     ///
     /// # Safety
-    /// As for [`Driver::download`].
+    /// `from` is memory of this device, of at least `bytes` bytes, that stays until the copy is done or the device is lost.
     pub(crate) unsafe fn download(&self, from: u64, bytes: usize, deadline: Duration) -> Result<Vec<u8>> {
         let start = Instant::now();
         self.synchronize(deadline)?;
         self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
             let mut to = vec![0; bytes];
-            // SAFETY: the caller's promise; the buffer is the call's own, so it may end after the caller has gone.
-            unsafe { driver.download(from, &mut to)? };
+            // SAFETY: `from` is device memory of `bytes` bytes, as this function asks, and `to` is as long and the call's own.
+            let copied = unsafe { driver.download(from, &mut to) };
+            if let Err(error) = copied {
+                // The copy may be under way.
+                std::mem::forget(to);
+                return Err(error);
+            }
             Ok(to)
         })
     }
@@ -560,7 +566,8 @@ impl Device {
 
     /// Loses the device if the error spoils it.
     fn after(&self, error: Error) -> Error {
-        if matches!(error, Error::Driver { fatal: true, .. }) { self.lose_to(error) } else { error }
+        let spoils = matches!(error, Error::Driver { fatal: true, .. } | Error::Timeout { .. });
+        if spoils { self.lose_to(error) } else { error }
     }
 
     pub(super) fn lose_to(&self, error: Error) -> Error {
@@ -596,7 +603,7 @@ impl Drop for Shared {
         // The driver's own end can block as well, so it ends on the lane, too.
         let driver = std::mem::replace(&mut self.driver, Arc::new(Rehearsal::of(self.description.clone())));
         let (pins, deadline) = (self.pins.clone(), self.deadline);
-        match self.lane.run(deadline, move || retired::end_all(left, &pins, &*driver, deadline)) {
+        match self.lane.run(deadline, move || retired::end_all(left, &pins, driver, deadline)) {
             Ok(true) => {}
             Ok(false) => tracing::warn!("not all that the device had was given back"),
             Err(TimedOut { waited }) => {

@@ -1,7 +1,7 @@
 //! The CPU as a device: host memory, and the same kernels run by the emulator.
 //!
-//! Invariant: each call has happened when it returns, which is the strictest order that a stream allows. A capture obeys
-//! CUDA's rules and fails with CUDA's errors.
+//! Invariant: each call has happened when it returns, which is the strictest order that a stream allows; a device's lane makes one
+//! call at a time, so nothing is copied while a kernel runs. A capture obeys CUDA's rules and fails with CUDA's errors.
 
 use super::rehearsal::Launch;
 use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
@@ -144,7 +144,8 @@ impl Memory {
     }
 }
 
-// SAFETY: mappings are page-aligned and live until they are taken back; calls are synchronous.
+// SAFETY: mappings are page-aligned and stay in `used` until `free` or `pool_free` takes them out; each call has happened when it
+// returns, so their order is that of the effects.
 unsafe impl Driver for Emulated {
     fn description(&self) -> &Description {
         &self.description
@@ -211,12 +212,13 @@ unsafe impl Driver for Emulated {
     }
 
     unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: `allocate_pinned` is `allocate`, so what `Driver::free_pinned` asks is what `free` asks.
         unsafe { self.free(address, bytes) }
     }
 
     unsafe fn upload(&self, to: u64, from: &[u8], _: Option<u64>) -> Result<()> {
-        // SAFETY: the caller's promise; no kernel runs between calls.
+        // SAFETY: `to` is memory of `allocate` with room for `from`, which is page-locked memory of another mapping
+        // (`Driver::upload`). No kernel runs: the lane makes one call at a time.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len()) };
         Ok(())
     }
@@ -239,14 +241,16 @@ unsafe impl Driver for Emulated {
 
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
         self.outside_capture("cuMemcpyDtoH")?;
-        // SAFETY: the caller's promise; no kernel runs between calls.
+        // SAFETY: `from` is memory of `allocate` with as many bytes as `to`, a borrow of other memory (`Driver::download`). No kernel
+        // runs: the lane makes one call at a time.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.outside_capture("cuMemcpyDtoHAsync")?;
-        // SAFETY: the caller's promise; no kernel runs between calls.
+        // SAFETY: both are mappings of `bytes` bytes at least, one of the device's and one page-locked, and nobody reads the second
+        // before a fence (`Driver::queue_download`). No kernel runs: the lane makes one call at a time.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
         Ok(())
     }
@@ -259,7 +263,8 @@ unsafe impl Driver for Emulated {
         if self.recorded(|| Node::Launch(Launch { entry: *entry, grid, words: words.clone() })) {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract accepted these words for this grid, and their memory is mapped (`Driver::launch`). No other call
+        // touches it meanwhile.
         unsafe { emulator::launch(entry, grid, words) }.map_err(Error::from)
     }
 
@@ -311,7 +316,7 @@ unsafe impl Driver for Emulated {
         };
         for node in &*nodes {
             if let Node::Launch(Launch { entry, grid, words }) = node {
-                // SAFETY: the caller's promise.
+                // SAFETY: recorded by `launch` with what it asks, and their memory is still mapped (`Driver::replay`).
                 unsafe { emulator::launch(entry, *grid, words) }?;
             }
         }

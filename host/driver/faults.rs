@@ -261,7 +261,7 @@ unsafe impl Driver for Faulty {
 
     unsafe fn free(&self, address: u64, bytes: usize) -> Result<()> {
         self.meet(Call::Free)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::free` asks of this call holds for that one.
         unsafe { self.driver.free(address, bytes) }
     }
 
@@ -279,7 +279,7 @@ unsafe impl Driver for Faulty {
 
     unsafe fn pool_free(&self, pool: Pool, address: u64, bytes: usize) -> Result<()> {
         self.meet(Call::PoolFree)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::pool_free` asks of this call holds for that one.
         unsafe { self.driver.pool_free(pool, address, bytes) }
     }
 
@@ -290,7 +290,7 @@ unsafe impl Driver for Faulty {
 
     unsafe fn destroy_pool(&self, pool: Pool) -> Result<()> {
         self.meet(Call::DestroyPool)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::destroy_pool` asks of this call holds for that one.
         unsafe { self.driver.destroy_pool(pool) }
     }
 
@@ -301,13 +301,13 @@ unsafe impl Driver for Faulty {
 
     unsafe fn free_pinned(&self, address: u64, bytes: usize) -> Result<()> {
         self.meet(Call::FreePinned)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::free_pinned` asks of this call holds for that one.
         unsafe { self.driver.free_pinned(address, bytes) }
     }
 
     unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
         self.meet(Call::Upload)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::upload` asks of this call holds for that one.
         unsafe { self.driver.upload(to, from, transit) }?;
         match from.get(from.len() / 2) {
             Some(&byte) if std::mem::take(&mut self.plan.plan().flips) => {
@@ -341,19 +341,19 @@ unsafe impl Driver for Faulty {
 
     unsafe fn destroy_fence(&self, fence: Fence) -> Result<()> {
         self.meet(Call::DestroyFence)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::destroy_fence` asks of this call holds for that one.
         unsafe { self.driver.destroy_fence(fence) }
     }
 
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
         self.meet(Call::Download)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::download` asks of this call holds for that one.
         unsafe { self.driver.download(from, to) }
     }
 
     unsafe fn queue_download(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.meet(Call::QueueDownload)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::queue_download` asks of this call holds for that one.
         unsafe { self.driver.queue_download(from, to, bytes) }
     }
 
@@ -365,7 +365,7 @@ unsafe impl Driver for Faulty {
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         let recorded = self.plan.plan().capturing == Some(std::thread::current().id());
         self.meet(if recorded { Call::Record } else { Call::Launch })?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::launch` asks of this call holds for that one.
         unsafe { self.driver.launch(entry, grid, words) }
     }
 
@@ -394,13 +394,13 @@ unsafe impl Driver for Faulty {
 
     unsafe fn replay(&self, graph: Graph) -> Result<()> {
         self.meet(Call::Replay)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::replay` asks of this call holds for that one.
         unsafe { self.driver.replay(graph) }
     }
 
     unsafe fn destroy_graph(&self, graph: Graph) -> Result<()> {
         self.meet(Call::DestroyGraph)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the same arguments: what `Driver::destroy_graph` asks of this call holds for that one.
         unsafe { self.driver.destroy_graph(graph) }
     }
 

@@ -9,6 +9,7 @@ use super::pins::{PinTable, Pins};
 use super::staging::Slot;
 use super::{Driver, Graph, Pool};
 use crate::error::{Error, Result};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A thing of the driver's without an owner.
@@ -61,12 +62,20 @@ impl Retired {
     }
 }
 
-/// Ends all that no graph holds, each whatever became of the others; whether nothing has failed or is left.
-pub(super) fn end_all(mut things: Vec<Retired>, pins: &PinTable, driver: &dyn Driver, deadline: Duration) -> bool {
+/// Ends all that no graph holds, each whatever became of the others, and then the driver; whether nothing has failed or is left. A
+/// driver that is stuck is left as it is.
+pub(super) fn end_all(mut things: Vec<Retired>, pins: &PinTable, driver: Arc<dyn Driver>, deadline: Duration) -> bool {
     let mut all = true;
     // A graph that ends lets go of memory.
     while let Some(ready) = things.iter().position(|thing| !thing.is_held(pins)) {
-        all &= things.remove(ready).end(driver, deadline).is_ok();
+        match things.remove(ready).end(&*driver, deadline) {
+            Ok(()) => {}
+            Err((Error::Timeout { .. }, _)) => {
+                std::mem::forget(driver);
+                return false;
+            }
+            Err(_) => all = false,
+        }
     }
     all && things.is_empty()
 }

@@ -63,7 +63,7 @@ impl Device {
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
     pub(crate) unsafe fn upload(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
-        // SAFETY: the caller's promise.
+        // SAFETY: `to` and `transit` are as this function asks, which is the same.
         unsafe { self.upload_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
@@ -95,7 +95,7 @@ impl Device {
             let rest = |offset: usize, place: &mut [u8]| fill(done + offset, place);
             let at = |address: u64| address + done as u64;
             let mut ring = lock(self, ring, left)?;
-            // SAFETY: the caller's promise.
+            // SAFETY: both places have `bytes` bytes, as this function asks, and so `bytes - done` from `done` on.
             done += unsafe { ring.stage(self, at(to), transit.map(at), bytes - done, &rest, left)? };
             drop(ring);
             staged(done)?;
@@ -209,7 +209,7 @@ impl Slot {
     /// # Safety
     /// It was made with so many bytes, no copy from it or to it is queued, and it is not used afterwards.
     pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: no copy is queued and nothing uses the slot afterwards, as this function asks; `Slot::new` made both.
         unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
     }
 }

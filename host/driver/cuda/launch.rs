@@ -72,6 +72,7 @@ pub(super) unsafe fn launch(
         // Only kernels that wait for the one before them may start early.
         attributes_len: u32::from(function.overlaps),
     };
-    // SAFETY: the caller's promise: the words are this entry's parameters, read before the call returns.
+    // SAFETY: the words are this entry's parameters, in order, as `Kernel::pack` wrote them; the driver reads them, the
+    // configuration and its attributes before the call returns.
     unsafe { cuLaunchKernelEx(&config, function.name, parameters.as_mut_ptr(), std::ptr::null_mut()) }
 }

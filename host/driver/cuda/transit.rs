@@ -66,7 +66,8 @@ impl Transit {
         let Events { landed, gone, ref mut occupied } = *events;
         let must_wait = occupied.take(transit..transit + from.len() as u64);
         let copies = self.stream.as_inner();
-        // SAFETY: streams and events are alive; the memory by the caller's promise.
+        // SAFETY: the streams and events are alive as long as `self` and the driver; `to`, `from` and `transit` are of one length, as
+        // this function asks, and the waits keep each place from being written before it is read.
         unsafe {
             if must_wait {
                 check("cuStreamWaitEvent", sys::cuStreamWaitEvent(copies, gone, 0))?;
