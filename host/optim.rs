@@ -173,7 +173,7 @@ impl AdamW {
         let squared_norm = ops::squared_norm(step, &gradients)?;
         ops::adamw(
             step,
-            &mut step.lend_mut(parameters.flat_mut(), [elements])?,
+            &mut parameters.lend_flat_mut(step)?,
             &gradients,
             &mut step.lend_mut(&mut self.first, [elements])?,
             &mut step.lend_mut(&mut self.second, [elements])?,

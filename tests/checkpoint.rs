@@ -186,7 +186,7 @@ on_each_device! {
         let handle = layout.add("odd", [values.len()], Initializer::Constant(1.0));
         let layout = layout.build().unwrap();
         let mut parameters = Parameters::new(device, &layout, 0).unwrap();
-        parameters.flat_mut().write(0, &values).unwrap();
+        parameters.write(handle, &values).unwrap();
         Checkpoint::save(&path, &parameters, None, &[]).unwrap();
         let mut restored = Parameters::new(device, &layout, 0).unwrap();
         Checkpoint::load(&path).unwrap().restore(&mut restored, None).unwrap();
