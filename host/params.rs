@@ -7,6 +7,7 @@
 
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use crate::finite::Quantity;
 use crate::initializer::Initializer;
 use crate::launch::{Lent, LentMut, Memory};
 use crate::memory::{ALIGN_BYTES, Buffer};
@@ -350,8 +351,8 @@ impl Parameters {
     /// several. The sources are not needed any more when it returns.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a parameter without a source or with one of another length, before anything is changed;
-    /// [`Error::Timeout`], [`Error::Damaged`] on a checked device, and what the transfer's progress returns: some weights are
+    /// [`Error::Misuse`] for a parameter without a source or with one of another length, and [`Error::NotFinite`] for one that holds such a
+    /// number, unless [`Transfer::numbers`] allows it, before anything is changed; [`Error::Timeout`], [`Error::Damaged`] on a checked device, and what the transfer's progress returns: some weights are
     /// the new ones then.
     pub fn load<'b>(
         &mut self,
@@ -366,7 +367,8 @@ impl Parameters {
                 Error::misuse("load", format!("{expected} bytes for `{}` {}", entry.name, entry.shape), got)
             })
         };
-        let sources = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
         layout.upload(&[(values, sources)], transfer)
     }
 

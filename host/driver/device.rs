@@ -278,6 +278,11 @@ impl Device {
         self.rehearsing(Arc::new(Rehearsal::of(self.description().clone())))
     }
 
+    /// Whether nothing that is launched on it runs.
+    pub(crate) fn rehearses(&self) -> bool {
+        self.shared.rehearsal.is_some()
+    }
+
     fn rehearsing(&self, rehearsal: Arc<Rehearsal>) -> Self {
         let Shared { description, lane, deadline, identity, pins, checks, .. } = &*self.shared;
         let shared = Shared {
