@@ -115,7 +115,7 @@ on_each_device! {
             let labels = Buffer::from_slice(device, &labels).unwrap();
             let (loss, dlogits) = trial(device, |trial| {
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
-                let (loss, dlogits) = ops::cross_entropy(trial, &logits, &labels, WEIGHT)?;
+                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
             });
             assert!(loss.is_nan(), "{loss}");
