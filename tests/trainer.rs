@@ -155,6 +155,7 @@ on_each_device! {
                 assert_eq!(looked_at.accumulate(batch).unwrap(), *expected);
                 assert_eq!(sha256(&looked_at), before, "only gradients have changed");
                 looked_at.apply().unwrap();
+                assert!(matches!(looked_at.apply(), Err(Error::Misuse { op: "apply", .. })));
             }
             assert_eq!(sha256(&looked_at), expected);
         }
@@ -437,6 +438,21 @@ on_each_device! {
         }
     }
 
+    /// Clipped by an infinite norm, the gradients are nothing, so the update that is queued behind has a loss again: it is not told of.
+    fn nothing_is_told_behind_an_update_that_is_not_finite(device: &Device) {
+        for captured in [false, true] {
+            let batches = spoilt(8, 2, |points| points.x[..INPUTS].fill(1e25));
+            let mut memory = arena(device);
+            let mut training = trainer(&mut memory, captured, 8);
+            let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
+            let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut heard);
+            let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
+            assert_eq!(tensor.contains("seen behind update 4"), captured, "{tensor}");
+            assert_eq!((heard.updates.len(), progress.updates), (2, 2));
+            training.update(&self::batches(1, 8)[0]).unwrap();
+        }
+    }
+
     fn numbers_that_are_not_finite_can_be_asked_for(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
@@ -470,6 +486,11 @@ on_each_device! {
             let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut ());
             assert_eq!((ended, progress.updates), (Err(expected.clone()), 1));
             assert_eq!(training.accumulate(&batches[1]).unwrap_err(), expected);
+            // Gradients of a part of a batch are not applied; those of a whole one are, once.
+            let before = sha256(&training);
+            let apply = |training: &mut Trainer<'_, Classifier>| training.apply().map_err(|error| error.to_string());
+            assert!(apply(&mut training).unwrap_err().starts_with("apply: expected an `accumulate`"));
+            assert_eq!(sha256(&training), before);
             let last = batches[1].last().unwrap();
             assert_eq!(training.evaluate(last, |_, _| Ok(())).unwrap_err(), Error::Label { sample: within, label: CLASSES as u32, classes: CLASSES });
             // No weight has changed, and the update is not counted: the right batches give the weights that they always give.

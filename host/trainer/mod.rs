@@ -1,9 +1,9 @@
 //! Training: batches to updates, eagerly or captured, with checkpoints and an end that leaves one.
 //!
 //! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser has the schedule and the clipping,
-//! [`Checkpoint`] the files. Invariants: an update whose loss or gradients are not finite is an error before it is told of or saved; the weights after an update depend on the batches alone, not on how they were run, looked
+//! [`Checkpoint`] the files. Invariants: the weights after an update depend on the batches alone, not on how they were run, looked
 //! at or interrupted; while captured steps run, the next batch is staged before the last one's loss is waited for, and never more
-//! than one ahead.
+//! than one ahead; an update whose loss or gradients are not finite is an error, and neither told of nor saved.
 
 #![forbid(unsafe_code)]
 
@@ -109,6 +109,8 @@ pub struct Trainer<'a, M> {
     every: Option<u64>,
     stop: Option<&'a AtomicBool>,
     numbers: Numbers,
+    /// Whether the gradients are those of a whole batch, for [`Trainer::apply`].
+    accumulated: bool,
 }
 
 impl<M: fmt::Debug> fmt::Debug for Trainer<'_, M> {
@@ -135,7 +137,16 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn new(arena: &'a mut Arena, stage: Stage<M>) -> Self {
-        Self { arena, stage, landings: Vec::new(), checkpoint: None, every: None, stop: None, numbers: Numbers::Finite }
+        Self {
+            arena,
+            stage,
+            landings: Vec::new(),
+            checkpoint: None,
+            every: None,
+            stop: None,
+            numbers: Numbers::Finite,
+            accumulated: false,
+        }
     }
 
     /// Where [`Trainer::save`] writes, and after how many updates of an epoch it is called; none: only at a stop.
@@ -261,7 +272,9 @@ impl<'a, M: Model> Trainer<'a, M> {
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        self.settle(queued, batch)
+        let told = self.settle(queued, batch)?;
+        self.accumulated = true;
+        Ok(told)
     }
 
     /// The update that [`Trainer::accumulate`] has left out. Waits.
@@ -270,8 +283,12 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// [`Error::Misuse`] when it has not been called, or is made already; [`Error::NotFinite`] as for [`Trainer::update`]; those of the step.
     #[track_caller]
     pub fn apply(&mut self) -> Result<()> {
+        if !self.accumulated {
+            return Err(Error::misuse("apply", "an `accumulate` that has succeeded, and no update since", "none"));
+        }
         let Learner { parameters, gradients, optimizer, .. } = self.stage.learner_mut();
         let squared = self.arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))?;
+        self.accumulated = false;
         let update = self.learner().optimizer.updates();
         self.check(update, Quantity::GradientNorm, squared.is_finite(), || Ok(None))
     }

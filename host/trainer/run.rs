@@ -180,6 +180,7 @@ impl<M: Model> Trainer<'_, M> {
             let expected = format!("samples in each part of a batch, at most {} in all", Part::MOST);
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
+        self.accumulated = false;
         let number = self.stage.learner_mut().optimizer.advance()?;
         let part = |number| {
             let last = number + 1 == batch.len();
