@@ -447,7 +447,7 @@ on_each_device! {
             let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
             let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut heard);
             let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
-            assert_eq!(tensor.contains("seen behind update 4"), captured, "{tensor}");
+            assert!(tensor.contains("seen behind update 4"), "{tensor}");
             assert_eq!((heard.updates.len(), progress.updates), (2, 2));
             training.update(&self::batches(1, 8)[0]).unwrap();
         }
