@@ -192,12 +192,10 @@ impl<M: Model> Trainer<'_, M> {
 
 /// The first input of a batch that is not finite.
 pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
-    let mut before = 0;
-    for part in batch {
+    for (at, part) in batch.iter().enumerate() {
         if let Some((input, row)) = part.inputs()?.first_not_finite() {
-            return Ok(Some(format!("input {input} of the batch, sample {}", before + row)));
+            return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
         }
-        before += part.len();
     }
     Ok(None)
 }
@@ -205,10 +203,12 @@ pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
 /// An error of a part of a batch, with the sample's place in the batch: `before` are the parts before.
 fn behind<S: Samples>(before: &[S], error: Error) -> Error {
     match error {
-        Error::Label { sample, label, classes } => {
-            let before = before.iter().map(Samples::len).sum::<usize>();
-            Error::Label { sample: before + sample, label, classes }
-        }
+        Error::Label { sample, label, classes } => Error::Label { sample: place(before, sample), label, classes },
         other => other,
     }
+}
+
+/// A sample's place in the whole batch.
+fn place<S: Samples>(before: &[S], sample: usize) -> usize {
+    before.iter().fold(sample, |place, part| place.saturating_add(part.len()))
 }
