@@ -1,11 +1,12 @@
 //! Checkpoints: weights, moments and the caller's own notes in one safetensors file.
 //!
 //! Invariant: a path holds either the old file or the whole new one, whenever the process dies; a restored run
-//! continues with the same bits.
+//! continues with the same bits. What is not finite is neither written nor restored unless it is asked for.
 
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
+use crate::finite::{Numbers, Quantity};
 use crate::memory::Mapped;
 use crate::optim::AdamW;
 use crate::params::{Entry, Layout, Parameters, hex};
@@ -39,23 +40,42 @@ impl Checkpoint {
     /// file in the same folder is written, flushed to the disk and renamed. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::File`] with the system's reason; the old file is untouched then.
+    /// [`Error::NotFinite`] for weights or moments that are not finite, [`Error::File`] with the system's reason; the old file is untouched
+    /// then.
     pub fn save(
         path: impl AsRef<Path>,
         parameters: &Parameters,
         optimizer: Option<&AdamW>,
         notes: &[(&str, String)],
     ) -> Result<()> {
+        Self::save_with(path, parameters, optimizer, notes, Numbers::Finite)
+    }
+
+    /// [`Checkpoint::save`] of weights and moments that may hold these numbers.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::save`].
+    pub fn save_with(
+        path: impl AsRef<Path>,
+        parameters: &Parameters,
+        optimizer: Option<&AdamW>,
+        notes: &[(&str, String)],
+        numbers: Numbers,
+    ) -> Result<()> {
         let layout = parameters.layout();
         let mut notes: HashMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
+        let update = optimizer.map(AdamW::updates);
         let mut regions = vec![("", parameters.flat().read()?)];
+        numbers.check((update, Quantity::Weight), layout.finite("", &regions[0].1))?;
         if let Some(optimizer) = optimizer {
             optimizer.check_layout(layout)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             for (prefix, moment) in MOMENTS.into_iter().zip(optimizer.moments()) {
-                regions.push((prefix, moment.read()?));
+                let moment = moment.read()?;
+                numbers.check((update, Quantity::Moment), layout.finite(prefix, &moment))?;
+                regions.push((prefix, moment));
             }
         }
         let path = path.as_ref();
@@ -114,13 +134,13 @@ impl Checkpoint {
     /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
     ///
     /// # Errors
-    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state; when the upload
-    /// fails, as for [`Parameters::load`].
+    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state; [`Error::NotFinite`] when one
+    /// holds such a number; when the upload fails, as for [`Parameters::load`].
     pub fn restore(&self, parameters: &mut Parameters, optimizer: Option<&mut AdamW>) -> Result<()> {
         self.restore_with(parameters, optimizer, Transfer::new())
     }
 
-    /// [`Checkpoint::restore`] with a deadline or progress: weights and moments are one upload, straight from the file.
+    /// [`Checkpoint::restore`] with a deadline, progress or numbers that are not finite: weights and moments are one upload, straight from the file.
     ///
     /// # Errors
     /// As for [`Checkpoint::restore`].
@@ -145,6 +165,15 @@ impl Checkpoint {
                 Some((updates, self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?))
             }
         };
+        let update = moments.as_ref().map(|(updates, ..)| *updates);
+        let check = |what, prefix, region: &[&[u8]]| {
+            transfer.allowed().check((update, what), layout.finite_bytes(prefix, region))
+        };
+        check(Quantity::Weight, "", &weights)?;
+        if let Some((_, first, second)) = &moments {
+            check(Quantity::Moment, MOMENTS[0], first)?;
+            check(Quantity::Moment, MOMENTS[1], second)?;
+        }
         let mut regions = vec![(parameters.flat_mut(), weights)];
         if let (Some(optimizer), Some((updates, first, second))) = (optimizer, moments) {
             regions.extend(optimizer.restore(updates).into_iter().zip([first, second]));

@@ -3,6 +3,7 @@
 //! Invariant: a caller's mistake is [`Error::Misuse`] or [`Error::Contract`], found before anything ran; everything
 //! else names the call that failed and what the system said.
 
+use crate::finite::Quantity;
 use crate::memory::{ArenaReport, Cause, Refusal};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
@@ -33,6 +34,30 @@ pub enum Error {
         kernel: &'static str,
         /// The argument and the rule.
         violation: Violation,
+    },
+    /// A number of the training is not finite: what went on would be worthless, and nothing was written to a file.
+    #[error(
+        "{}{what} is not finite; the first tensor concerned: {tensor}. Look at the data, lower the learning rate, or go on from a \
+         checkpoint; `Numbers::Any` lets such numbers be",
+        update.map(|update| format!("update {update}: ")).unwrap_or_default()
+    )]
+    NotFinite {
+        /// The update, counted from 1, or the last one behind which it was found; none for weights that nothing has trained.
+        update: Option<u64>,
+        /// What was looked at.
+        what: Quantity,
+        /// The first tensor that holds such a number, and whose it is: `` `head.weight` ``, say, or the gradient of it.
+        tensor: String,
+    },
+    /// A label that is no class; nothing was trained on it.
+    #[error("cross_entropy: sample {sample} has the label {label}, and there are {classes} classes, counted from 0")]
+    Label {
+        /// Its place in the batch.
+        sample: usize,
+        /// Its label.
+        label: u32,
+        /// How many there are.
+        classes: usize,
     },
     /// The arena cannot hold one more tensor in this step, and the overflow, if there is one, did not give.
     #[error(

@@ -10,6 +10,7 @@ mod checkpoint;
 mod dlpack;
 mod driver;
 mod error;
+mod finite;
 mod initializer;
 mod launch;
 mod loader;
@@ -40,6 +41,7 @@ pub use driver::{
     DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
 };
 pub use error::{Error, Result};
+pub use finite::{Numbers, Quantity};
 pub use initializer::Initializer;
 pub use launch::{Lent, LentMut, Source, Target};
 pub use loader::Loader;

@@ -1,17 +1,18 @@
 //! AdamW over one flat region, in one launch, with global-norm clipping and a learning-rate schedule.
 //!
 //! Invariant: what changes from step to step lies in a device slot that is written before the kernels are queued, so
-//! the queued work is the same every time and can be recorded.
+//! the queued work is the same every time and can be recorded. Each update is set up once and made once.
 
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, Phase};
+use crate::memory::{Buffer, Phase, Turns};
 use crate::ops;
 use crate::params::{Gradients, Layout, Parameters};
 use crate::step::Step;
 use crate::tensor::Tensor;
 use kernels::adamw::slot;
+use std::sync::Arc;
 
 /// How the learning rate changes over the updates.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,7 +26,7 @@ pub enum Schedule {
         warmup: u64,
         /// Updates in all.
         total: u64,
-        /// The share of the rate that is left at the end.
+        /// The share of the rate that is left at the end, in `[0, 1]`.
         floor: f64,
     },
 }
@@ -83,13 +84,18 @@ impl AdamWConfig {
     fn check(&self) -> Result<()> {
         let open_unit = |value: f32| (0.0..1.0).contains(&value);
         let at_least_zero = |value: f32| value >= 0.0 && value.is_finite();
-        let rules: [(&str, f32, bool, &str); 6] = [
+        let floor = match self.schedule {
+            Schedule::Constant => 0.0,
+            Schedule::WarmupCosine { floor, .. } => floor,
+        };
+        let rules: [(&str, f32, bool, &str); 7] = [
             ("learning_rate", self.learning_rate, at_least_zero(self.learning_rate), "finite and at least 0"),
             ("beta1", self.beta1, open_unit(self.beta1), "in [0, 1)"),
             ("beta2", self.beta2, open_unit(self.beta2), "in [0, 1)"),
             ("epsilon", self.epsilon, at_least_zero(self.epsilon), "finite and at least 0"),
             ("weight_decay", self.weight_decay, at_least_zero(self.weight_decay), "finite and at least 0"),
             ("clip", self.clip.unwrap_or(1.0), self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()), "above 0"),
+            ("floor", floor as f32, (0.0..=1.0).contains(&floor), "in [0, 1]"),
         ];
         match rules.into_iter().find(|(_, _, holds, _)| !holds) {
             Some((name, value, _, rule)) => Err(Error::misuse("adamw", format!("`{name}` {rule}"), value.to_string())),
@@ -103,7 +109,7 @@ impl AdamWConfig {
 pub struct AdamW {
     config: AdamWConfig,
     layout: Layout,
-    updates: u64,
+    turns: Arc<Turns>,
     first: Buffer<f32>,
     second: Buffer<f32>,
     hyper: Buffer<f32>,
@@ -121,28 +127,34 @@ impl AdamW {
         Ok(Self {
             config,
             layout: parameters.layout().clone(),
-            updates: 0,
+            turns: Arc::default(),
             first: zeros()?,
             second: zeros()?,
             hyper: Buffer::zeros(device, slot::LEN)?,
         })
     }
 
-    /// Updates made so far.
+    /// Updates made so far: those that were queued by [`AdamW::apply`] or by a replay.
     pub fn updates(&self) -> u64 {
-        self.updates
+        self.turns.made()
     }
 
-    /// Writes the next update's number, rate and corrections to the device. Call it before [`AdamW::apply`].
+    /// Sets up the next update: its rate and corrections go to the device. Returns its number, counted from 1. Call it before each
+    /// [`AdamW::apply`] and before each replay of one; called again before that, it sets up the same update again.
     ///
     /// # Errors
-    /// Those of the driver.
-    pub fn advance(&mut self) -> Result<()> {
-        self.updates += 1;
+    /// [`Error::Misuse`] after 2^64 - 1 updates; those of the driver.
+    pub fn advance(&mut self) -> Result<u64> {
+        let made = self.updates();
+        let Some(number) = made.checked_add(1) else {
+            return Err(Error::misuse("adamw", "an update whose number fits 64 bits", format!("one after {made}")));
+        };
+        // If the slot is not written, nothing is set up.
+        self.turns.reset(made);
         let AdamWConfig { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = self.config;
-        let correction = |beta: f32| (1.0 - power(f64::from(beta), self.updates)) as f32;
+        let correction = |beta: f32| (1.0 - power(f64::from(beta), number)) as f32;
         let mut hyper = [0.0; slot::LEN];
-        hyper[slot::LEARNING_RATE] = (f64::from(learning_rate) * schedule.factor(self.updates)) as f32;
+        hyper[slot::LEARNING_RATE] = (f64::from(learning_rate) * schedule.factor(number)) as f32;
         hyper[slot::BETA1] = beta1;
         hyper[slot::BETA2] = beta2;
         hyper[slot::EPSILON] = epsilon;
@@ -150,14 +162,20 @@ impl AdamW {
         hyper[slot::BIAS_CORRECTION1] = correction(beta1);
         hyper[slot::BIAS_CORRECTION2] = correction(beta2);
         hyper[slot::MAX_NORM] = clip.unwrap_or(0.0);
-        self.hyper.write(0, &hyper)
+        self.hyper.write(0, &hyper)?;
+        self.turns.set_up();
+        Ok(number)
     }
 
     /// Queues the update that [`AdamW::advance`] has set up: the squared norm of all gradients, then one launch over
-    /// all weights. Returns the squared norm, `[1]`, before clipping.
+    /// all weights. Returns the squared norm, `[1]`, before clipping. In a step that is captured, each replay makes the update that was
+    /// set up before it.
+    ///
+    /// A norm that is not finite is not looked at here: the weights are worthless then. A [`Trainer`](crate::Trainer) looks.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when parameters, gradients and moments do not belong together.
+    /// [`Error::Misuse`] when parameters, gradients and moments do not belong together, and when no update is set up: then the replay's
+    /// error, where this is captured.
     #[track_caller]
     pub fn apply<'s>(
         &mut self,
@@ -165,21 +183,27 @@ impl AdamW {
         parameters: &mut Parameters,
         gradients: &Gradients,
     ) -> Result<Tensor<'s>> {
-        let elements = parameters.layout().elements();
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
-        let _phase = step.enter(Phase::Optimizer);
+        let turns = Arc::clone(&self.turns);
+        let made = step.makes(&turns)?;
+        Turns::take(made)?;
+        let queued = self.queue(step, parameters, gradients);
+        Turns::end(made, queued.is_ok());
+        queued
+    }
+
+    #[track_caller]
+    fn queue<'s>(&mut self, step: &Step<'s>, parameters: &mut Parameters, gradients: &Gradients) -> Result<Tensor<'s>> {
+        let elements = parameters.layout().elements();
         let gradients = step.lend(gradients.flat(), [elements])?;
+        let mut weights = parameters.lend_flat_mut(step)?;
+        let (first, second) = (&mut self.first, &mut self.second);
+        let (mut first, mut second) = (step.lend_mut(first, [elements])?, step.lend_mut(second, [elements])?);
+        let hyper = step.lend(&self.hyper, [slot::LEN])?;
+        let _phase = step.enter(Phase::Optimizer);
         let squared_norm = ops::squared_norm(step, &gradients)?;
-        ops::adamw(
-            step,
-            &mut step.lend_mut(parameters.flat_mut(), [elements])?,
-            &gradients,
-            &mut step.lend_mut(&mut self.first, [elements])?,
-            &mut step.lend_mut(&mut self.second, [elements])?,
-            &step.lend(&self.hyper, [slot::LEN])?,
-            &squared_norm,
-        )?;
+        ops::adamw(step, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
         Ok(squared_norm)
     }
 
@@ -198,7 +222,7 @@ impl AdamW {
 
     /// The moments, to be overwritten by those of `updates` updates.
     pub(crate) fn restore(&mut self, updates: u64) -> [&mut Buffer<f32>; 2] {
-        self.updates = updates;
+        self.turns.reset(updates);
         [&mut self.first, &mut self.second]
     }
 }

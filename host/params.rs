@@ -1,14 +1,15 @@
 //! Weights and gradients: what outlives steps, one flat region each.
 //!
 //! Invariant: a layout gives every parameter a name, a shape and a 256-byte aligned place, the same in weights,
-//! gradients and moments; the space between parameters stays zero.
+//! gradients and moments; the space between parameters stays zero. A handle knows its layout, and no other takes it.
 
 #![forbid(unsafe_code)]
 
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use crate::finite::Quantity;
 use crate::initializer::Initializer;
-use crate::launch::{Lent, LentMut};
+use crate::launch::{Lent, LentMut, Memory};
 use crate::memory::{ALIGN_BYTES, Buffer};
 use crate::random::SplitMix64;
 use crate::step::Step;
@@ -17,21 +18,18 @@ use crate::upload::{Content, Transfer};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A parameter's handle within its [`Layout`].
+/// A parameter's handle within its [`Layout`] and that layout's clones. Anywhere else it is [`Error::Misuse`], also where a layout
+/// was built alike: build the layout once, and clone it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Parameter {
+    layout: u64,
     index: usize,
 }
 
-impl Parameter {
-    /// Its place among the layout's entries.
-    pub(crate) fn index(self) -> usize {
-        self.index
-    }
-}
-
-/// Parameters of one shape at a constant distance from each other: one batched multiply serves them all.
+/// Parameters of one shape at a constant distance from each other: one batched multiply serves them all. A handle as
+/// [`Parameter`] is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stack {
     members: Vec<Parameter>,
@@ -82,10 +80,19 @@ impl Entry {
 }
 
 /// Collects a model's parameters; see [`Layout::builder`].
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct LayoutBuilder {
+    identity: u64,
     entries: Vec<Entry>,
     elements: usize,
+}
+
+impl Default for LayoutBuilder {
+    fn default() -> Self {
+        // Tells handles of one layout from another's.
+        static LAYOUTS: AtomicU64 = AtomicU64::new(0);
+        Self { identity: LAYOUTS.fetch_add(1, Ordering::Relaxed), entries: Vec::new(), elements: 0 }
+    }
 }
 
 impl LayoutBuilder {
@@ -95,7 +102,7 @@ impl LayoutBuilder {
         let entry = Entry { name: name.into(), shape, start: self.elements, initializer };
         self.elements = entry.range().end.next_multiple_of(ALIGN_BYTES / size_of::<f32>());
         self.entries.push(entry);
-        Parameter { index: self.entries.len() - 1 }
+        Parameter { layout: self.identity, index: self.entries.len() - 1 }
     }
 
     /// `count` parameters of one shape, named by their number.
@@ -134,12 +141,14 @@ impl LayoutBuilder {
         if self.entries.is_empty() {
             return Err(Error::misuse("layout", "at least one parameter", "none"));
         }
-        Ok(Layout { shared: Arc::new(Shared { entries: self.entries, elements: self.elements }) })
+        let Self { identity, entries, elements } = self;
+        Ok(Layout { shared: Arc::new(Shared { identity, entries, elements }) })
     }
 }
 
 #[derive(Debug)]
 struct Shared {
+    identity: u64,
     entries: Vec<Entry>,
     elements: usize,
 }
@@ -163,15 +172,25 @@ impl Layout {
 
     /// The handles of all parameters in order.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> + use<> {
-        (0..self.entries().len()).map(|index| Parameter { index })
+        let layout = self.shared.identity;
+        (0..self.entries().len()).map(move |index| Parameter { layout, index })
     }
 
     /// One parameter.
     ///
-    /// # Panics
-    /// When the handle is another layout's and beyond this one's end.
-    pub fn entry(&self, parameter: Parameter) -> &Entry {
-        &self.shared.entries[parameter.index]
+    /// # Errors
+    /// [`Error::Misuse`] when the handle is another layout's.
+    pub fn entry(&self, parameter: Parameter) -> Result<&Entry> {
+        Ok(&self.entries()[self.index(parameter)?])
+    }
+
+    /// A parameter's place among the entries.
+    pub(crate) fn index(&self, parameter: Parameter) -> Result<usize> {
+        if parameter.layout == self.shared.identity {
+            return Ok(parameter.index);
+        }
+        let got = format!("parameter {} of another layout", parameter.index);
+        Err(Error::misuse("parameter", "a handle that this layout's builder, or that of its clones, gave", got))
     }
 
     /// Elements of a flat region, the space between parameters included.
@@ -186,7 +205,7 @@ impl Layout {
 
     /// Whether both are the same layout, not only equal ones.
     pub(crate) fn same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.shared, &other.shared)
+        self.shared.identity == other.shared.identity
     }
 
     /// Writes what follows byte `offset` of a flat region: each parameter's bytes by `write`, from its entry, its place in the layout
@@ -242,14 +261,23 @@ impl Layout {
         transfer.run(first.device(), &contents)
     }
 
-    /// The members' common shape and distance in elements, and the first.
-    pub(crate) fn stack(&self, stack: &Stack) -> Result<(Parameter, Shape, usize)> {
-        let [first, ..] = stack.members() else {
-            return Err(Error::misuse("stack", "at least one parameter", "none"));
-        };
-        let head = self.entry(*first);
-        let distance = stack.members.get(1).map_or(0, |second| self.entry(*second).start - head.start);
-        Ok((*first, head.shape, distance))
+    /// The members' common shape and distance in elements.
+    pub(crate) fn stack(&self, stack: &Stack) -> Result<(Shape, usize)> {
+        let head = self.head(stack)?;
+        let second = stack.members.get(1).map(|second| self.entry(*second)).transpose()?;
+        Ok((head.shape, second.map_or(0, |second| second.start - head.start)))
+    }
+
+    /// The places from the first element of the first member to the last of the last.
+    fn span(&self, stack: &Stack) -> Result<Range<usize>> {
+        let start = self.head(stack)?.start;
+        stack.members.last().map_or(Ok(start..start), |last| Ok(start..self.entry(*last)?.range().end))
+    }
+
+    /// The first member.
+    fn head(&self, stack: &Stack) -> Result<&Entry> {
+        let first = stack.members.first().ok_or_else(|| Error::misuse("stack", "at least one parameter", "none"))?;
+        self.entry(*first)
     }
 }
 
@@ -261,21 +289,22 @@ struct Flat {
 }
 
 impl Flat {
-    fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
-        step.borrow(&self.values, false)?;
-        let entry = self.layout.entry(parameter);
-        Ok(Lent::new(self.values.memory().part(entry.start, entry.shape.elements()), entry.shape))
+    /// One parameter's memory, for whoever borrows the region as it will use it.
+    fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<f32>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let entry = self.layout.entry(parameter)?;
+        Ok((self.values.memory().part(entry.start, entry.shape.elements()), entry.shape))
     }
 
-    /// From the first element of `first` to the last of `last`.
-    fn span(&self, stack: &Stack) -> (usize, usize) {
-        let start = self.layout.entry(stack.members[0]).start;
-        let end = stack.members.last().map_or(start, |last| self.layout.entry(*last).range().end);
-        (start, end - start)
+    /// A stack's memory from the first member's start to the last one's end, likewise.
+    fn stack(&self, step: &Step<'_>, stack: &Stack, written: bool) -> Result<(Memory<f32>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let span = self.layout.span(stack)?;
+        Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
     }
 
     fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
-        let entry = self.layout.entry(parameter);
+        let entry = self.layout.entry(parameter)?;
         self.values.read_range(entry.start, entry.shape.elements())
     }
 }
@@ -322,8 +351,8 @@ impl Parameters {
     /// several. The sources are not needed any more when it returns.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a parameter without a source or with one of another length, before anything is changed;
-    /// [`Error::Timeout`], [`Error::Damaged`] on a checked device, and what the transfer's progress returns: some weights are
+    /// [`Error::Misuse`] for a parameter without a source or with one of another length, and [`Error::NotFinite`] for one that holds such a
+    /// number, unless [`Transfer::numbers`] allows it, before anything is changed; [`Error::Timeout`], [`Error::Damaged`] on a checked device, and what the transfer's progress returns: some weights are
     /// the new ones then.
     pub fn load<'b>(
         &mut self,
@@ -338,7 +367,8 @@ impl Parameters {
                 Error::misuse("load", format!("{expected} bytes for `{}` {}", entry.name, entry.shape), got)
             })
         };
-        let sources = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
+        transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
         layout.upload(&[(values, sources)], transfer)
     }
 
@@ -350,22 +380,22 @@ impl Parameters {
     /// One parameter's weights, for kernels of a step.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they are on another device.
+    /// [`Error::Misuse`] when they are on another device, or the handle is another layout's.
     pub fn lend<'b, 's>(&'b self, step: &Step<'s>, parameter: Parameter) -> Result<Lent<'b, 's>> {
-        self.flat.lend(step, parameter)
+        let (memory, shape) = self.flat.part(step, parameter, false)?;
+        Ok(Lent::new(memory, shape))
     }
 
     /// A stack's weights from the first member's start to the last one's end, flat.
     pub(crate) fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &Stack) -> Result<Lent<'b, 's>> {
-        step.borrow(&self.flat.values, false)?;
-        let (start, len) = self.flat.span(stack);
-        Ok(Lent::new(self.flat.values.memory().part(start, len), [len].into()))
+        let (memory, shape) = self.flat.stack(step, stack, false)?;
+        Ok(Lent::new(memory, shape))
     }
 
     /// Waits, and returns one parameter's weights.
     ///
     /// # Errors
-    /// As for [`Buffer::read`].
+    /// [`Error::Misuse`] when the handle is another layout's; as for [`Buffer::read`].
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
         self.flat.read(parameter)
     }
@@ -375,8 +405,30 @@ impl Parameters {
         &self.flat.values
     }
 
-    /// All weights, to be written: keep the space between parameters zero.
-    pub fn flat_mut(&mut self) -> &mut Buffer<f32> {
+    /// Overwrites one parameter's weights, row-major, after the work queued before.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle is another layout's, or it has another number of elements; as for [`Buffer::write`].
+    pub fn write(&mut self, parameter: Parameter, values: &[f32]) -> Result<()> {
+        let entry = self.flat.layout.entry(parameter)?;
+        if values.len() != entry.shape.elements() {
+            let expected = format!("{} values for `{}` {}", entry.shape.elements(), entry.name, entry.shape);
+            return Err(Error::misuse("write", expected, values.len().to_string()));
+        }
+        self.flat.values.write(entry.start, values)
+    }
+
+    /// All weights as one flat region, for kernels of a step that write them: keep the space between parameters zero.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device.
+    pub fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
+        let elements = self.flat.values.len();
+        step.lend_mut(&mut self.flat.values, [elements])
+    }
+
+    /// All weights, to be overwritten: no other buffer may take its place.
+    pub(crate) fn flat_mut(&mut self) -> &mut Buffer<f32> {
         &mut self.flat.values
     }
 
@@ -436,25 +488,22 @@ impl Gradients {
     /// One parameter's gradient, to be added to.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it is on another device.
+    /// [`Error::Misuse`] when it is on another device, or the handle is another layout's.
     pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
-        step.borrow(&self.flat.values, true)?;
-        let entry = self.flat.layout.entry(parameter);
-        let memory = self.flat.values.memory().part(entry.start, entry.shape.elements());
-        Ok(LentMut::new(memory, entry.shape))
+        let (memory, shape) = self.flat.part(step, parameter, true)?;
+        Ok(LentMut::new(memory, shape))
     }
 
     /// A stack's gradients from the first member's start to the last one's end, flat.
     pub(crate) fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &Stack) -> Result<LentMut<'b, 's>> {
-        step.borrow(&self.flat.values, true)?;
-        let (start, len) = self.flat.span(stack);
-        Ok(LentMut::new(self.flat.values.memory().part(start, len), [len].into()))
+        let (memory, shape) = self.flat.stack(step, stack, true)?;
+        Ok(LentMut::new(memory, shape))
     }
 
     /// Waits, and returns one parameter's gradient.
     ///
     /// # Errors
-    /// As for [`Buffer::read`].
+    /// [`Error::Misuse`] when the handle is another layout's; as for [`Buffer::read`].
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
         self.flat.read(parameter)
     }

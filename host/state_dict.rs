@@ -8,6 +8,7 @@
 
 use crate::checkpoint::replace_file;
 use crate::error::{Error, Result};
+use crate::finite::{Numbers, Quantity};
 use crate::memory::Mapped;
 use crate::params::{Entry, Parameters};
 use crate::upload::Transfer;
@@ -46,10 +47,12 @@ impl Parameters {
     /// them in a model whose modules have the same names. Waits.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when two parameters have one name there; [`Error::File`] with the system's reason.
+    /// [`Error::Misuse`] when two parameters have one name there; [`Error::NotFinite`] for weights that are not finite; [`Error::File`]
+    /// with the system's reason.
     pub fn save_state_dict(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let values = self.flat().read()?;
+        Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
         let mut tensors = BTreeMap::new();
         for entry in self.layout().entries() {
             let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();

@@ -7,7 +7,7 @@
 use crate::driver::{Description, Device};
 use crate::error::{Error, Result};
 use crate::launch::{Lent, LentMut, Source, Target};
-use crate::memory::{Buffer, Phase, Region};
+use crate::memory::{Buffer, Labels, Phase, Region, Turns};
 use crate::ops::Precision;
 use crate::tensor::{Brand, Element, Shape, Tensor};
 use std::cell::Cell;
@@ -15,6 +15,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::panic::Location;
+use std::slice;
+use std::sync::Arc;
 use tracing::span::EnteredSpan;
 
 /// A step in progress: makes tensors and launches kernels.
@@ -51,6 +53,29 @@ impl<'s> Step<'s> {
 
     pub(crate) fn region(&self) -> &'s Region {
         self.region
+    }
+
+    /// The updates that the step makes when it queues an optimiser's next one: none if it is measured; and if it is recorded, each replay
+    /// makes one.
+    pub(crate) fn makes<'t>(&self, turns: &'t Arc<Turns>) -> Result<&'t [Arc<Turns>]> {
+        if self.region.is_lent() {
+            self.region.conditions().ask_turn(turns)?;
+        }
+        Ok(if self.device().rehearses() { &[] } else { slice::from_ref(turns) })
+    }
+
+    /// An error for a label that is no class, where the host knows it: now if they were uploaded in this step, at each replay if they are
+    /// an input of one that is recorded.
+    pub(crate) fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+        let (memory, conditions) = (labels.memory(), self.region.conditions());
+        let asked = Labels { address: memory.as_slice().address(), classes };
+        if self.region.is_lent() {
+            conditions.ask_labels(asked);
+        } else if conditions.doubts(asked) {
+            // A kernel may have changed them since.
+            Labels::check(&memory.download(self.device(), self.region.time_left())?, classes)?;
+        }
+        Ok(())
     }
 
     /// What the step is doing until the guard goes.
@@ -154,6 +179,7 @@ pub struct Eager<'s> {
 
 impl<'s> Eager<'s> {
     pub(crate) fn new(region: &'s Region) -> Self {
+        region.conditions().clear();
         Self { step: Step::new(region) }
     }
 
@@ -175,6 +201,9 @@ impl<'s> Eager<'s> {
         let tensor = self.empty(shape)?;
         let uploaded = tensor.memory().upload(self.device(), values, self.region().time_left());
         uploaded.map_err(|error| self.region().with_report(error))?;
+        if T::NAME == u32::NAME {
+            self.region().conditions().uploaded(tensor.memory().as_slice().address(), bytemuck::cast_slice(values));
+        }
         Ok(tensor)
     }
 

@@ -7,6 +7,7 @@
 
 use crate::driver::{Device, Fill};
 use crate::error::{Error, Result};
+use crate::finite::Numbers;
 use crate::launch::{Memory, launch_on};
 use crate::memory::Buffer;
 use kernels::checksum::{CHUNK, checksum, weighted};
@@ -45,6 +46,7 @@ pub struct Progress {
 pub struct Transfer<'p> {
     deadline: Option<Duration>,
     progress: Option<&'p mut dyn FnMut(Progress) -> Result<()>>,
+    numbers: Numbers,
 }
 
 impl<'p> Transfer<'p> {
@@ -67,6 +69,18 @@ impl<'p> Transfer<'p> {
     pub fn progress(mut self, progress: &'p mut dyn FnMut(Progress) -> Result<()>) -> Self {
         self.progress = Some(progress);
         self
+    }
+
+    /// Whether weights and moments that are not finite are taken (default: [`Numbers::Finite`], they are refused).
+    #[must_use]
+    pub fn numbers(mut self, numbers: Numbers) -> Self {
+        self.numbers = numbers;
+        self
+    }
+
+    /// What weights and moments may be.
+    pub(crate) fn allowed(&self) -> Numbers {
+        self.numbers
     }
 
     /// Uploads these contents, one after the other.

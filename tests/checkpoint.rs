@@ -13,7 +13,7 @@ use std::process::{Command, ExitStatus};
 
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, Checkpoint, Device, DeviceKind, Error, Gradients, Initializer, Layout,
-    Parameter, Parameters, Result, Schedule, Tape,
+    Numbers, Parameter, Parameters, Quantity, Result, Schedule, Tape, Transfer,
 };
 use support::{Random, bits, on_each_device};
 use tempfile::TempDir;
@@ -186,10 +186,23 @@ on_each_device! {
         let handle = layout.add("odd", [values.len()], Initializer::Constant(1.0));
         let layout = layout.build().unwrap();
         let mut parameters = Parameters::new(device, &layout, 0).unwrap();
-        parameters.flat_mut().write(0, &values).unwrap();
-        Checkpoint::save(&path, &parameters, None, &[]).unwrap();
+        parameters.write(handle, &values).unwrap();
+        let refused = |update, done: Result<()>| {
+            let tensor = "`odd`".to_owned();
+            assert_eq!(done, Err(Error::NotFinite { update, what: Quantity::Weight, tensor }));
+        };
+        let optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
+        refused(None, Checkpoint::save(&path, &parameters, None, &[]));
+        refused(Some(0), Checkpoint::save(&path, &parameters, Some(&optimizer), &[]));
+        refused(None, parameters.save_state_dict(&path));
+        assert!(!path.exists(), "nothing was saved");
+        Checkpoint::save_with(&path, &parameters, None, &[], Numbers::Any).unwrap();
         let mut restored = Parameters::new(device, &layout, 0).unwrap();
-        Checkpoint::load(&path).unwrap().restore(&mut restored, None).unwrap();
+        let before = restored.sha256().unwrap();
+        let checkpoint = Checkpoint::load(&path).unwrap();
+        refused(None, checkpoint.restore(&mut restored, None));
+        assert_eq!(restored.sha256().unwrap(), before, "all or nothing");
+        checkpoint.restore_with(&mut restored, None, Transfer::new().numbers(Numbers::Any)).unwrap();
         assert_eq!(bits(&restored.read(handle).unwrap()), bits(&values));
         // The space behind a parameter is zero, whatever was restored.
         assert!(restored.flat().read().unwrap()[values.len()..].iter().all(|value| value.to_bits() == 0));

@@ -95,7 +95,7 @@ fn parameters_of(device: &Device, operands: &[Operand]) -> (Parameters, Handles)
     for (stack, operand) in handles.stacks.iter().zip(operands) {
         let each = operand.values.len() / operand.count;
         for (member, values) in stack.members().iter().zip(operand.values.chunks_exact(each)) {
-            parameters.flat_mut().write(layout.entry(*member).start(), values).unwrap();
+            parameters.write(*member, values).unwrap();
         }
     }
     (parameters, handles)

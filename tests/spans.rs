@@ -151,17 +151,17 @@ fn emulated() -> (Device, Arena) {
 fn a_step_is_heard_with_its_uploads_and_phases() {
     let (device, mut arena) = emulated();
     let mut model = Model::new(&device);
-    model.adamw.advance().unwrap();
     let mut step = || {
+        model.adamw.advance().unwrap();
         arena.step(|step| {
             let (x, labels) = (step.upload(&X, [2, 4])?.save(), step.upload(&LABELS, [2])?.save());
             model.train(step, x, labels).map(drop)
         })
     };
     let heard = listen(Level::DEBUG, || (0..2).for_each(|_| step().unwrap()));
-    let one = ["step", "  upload", "  upload", "  forward", "  backward", "  optimizer"];
+    let one = ["upload", "step", "  upload", "  upload", "  forward", "  backward", "  optimizer"];
     assert_eq!(outline(&heard), [one, one].concat());
-    let (first, second) = heard.split_at(6);
+    let (first, second) = (&heard[1..7], &heard[8..]);
     assert_eq!([&first[0], &second[0]].map(|step| step.number("number")), [0, 1]);
     assert_eq!([&first[1], &first[2]].map(|upload| upload.number("bytes")), [32, 8]);
     // Two inputs, and what the passes made, each at a multiple of 256 bytes.
@@ -196,14 +196,16 @@ fn a_capture_and_its_replays_tell_what_they_are_for() {
         let mut captured = captured.unwrap();
         captured.state_mut().adamw.advance().unwrap();
         captured.replay(&inputs).unwrap();
+        captured.state_mut().adamw.advance().unwrap();
         captured.repeat().unwrap();
+        captured.state_mut().adamw.advance().unwrap();
         let one = Inputs::new().with(&X[..4], [1, 4]).unwrap().with(&LABELS[..1], [1]).unwrap();
         captured.replay(&one).unwrap();
     });
     let capture = ["capture", "  forward", "  backward", "  optimizer", "  forward", "  backward", "  optimizer"];
     let replay = ["replay", "  upload", "  upload"];
     let advance = ["upload"];
-    let whole = [&capture[..], &advance, &replay, &["replay"], &capture, &replay].concat();
+    let whole = [&capture[..], &advance, &replay, &advance, &["replay"], &advance, &capture, &replay].concat();
     assert_eq!(outline(&heard), whole);
     let named = |name| heard.iter().filter(move |span| span.name == name);
     let keys = |name| named(name).map(|span| span.fields["key"].as_str()).collect::<Vec<_>>();

@@ -10,6 +10,9 @@ use stepscope::nn::{Attention, Linear, RmsNorm};
 use stepscope::*;
 use support::on_each_device;
 
+/// Enough of f32's bits that are not finite for any parameter here.
+static INFINITE: [u8; 1 << 17] = [0xff; 1 << 17];
+
 fn layout() -> Layout {
     let mut layout = Layout::builder();
     let mut names = layout.names();
@@ -60,6 +63,35 @@ on_each_device! {
         assert_ne!(other.sha256().unwrap(), parameters.sha256().unwrap());
         other.load_state_dict(&path).unwrap();
         assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
+    }
+
+    /// Neither written nor read; there is no way to ask for it.
+    fn numbers_that_are_not_finite_are_refused_by_name(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut parameters = Parameters::new(device, &layout(), 7).unwrap();
+        let before = parameters.sha256().unwrap();
+        parameters.save_state_dict(&path).unwrap();
+        let mut file = std::fs::read(&path).unwrap();
+        // The first tensor of the file.
+        let start = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+        let tensor = "`attention.k_norm.gain`".to_owned();
+        let expected = Error::NotFinite { update: None, what: Quantity::Weight, tensor };
+        for wrong in [f32::NAN, f32::INFINITY, -f32::INFINITY] {
+            file[start..start + 4].copy_from_slice(&wrong.to_le_bytes());
+            std::fs::write(&path, &file).unwrap();
+            assert_eq!(parameters.load_state_dict(&path), Err(expected.clone()));
+            assert_eq!(parameters.sha256().unwrap(), before);
+        }
+        file[start..start + 4].copy_from_slice(&1.0f32.to_le_bytes());
+        std::fs::write(&path, &file).unwrap();
+        parameters.load_state_dict(&path).unwrap();
+
+        let words = std::fs::read(&path).unwrap();
+        parameters.load(|entry| Some(&INFINITE[..entry.range().len() * 4]), Transfer::new().numbers(Numbers::Any)).unwrap();
+        let saved = parameters.save_state_dict(&path).unwrap_err();
+        assert!(matches!(&saved, Error::NotFinite { tensor, .. } if tensor == "`encoder.0.weight`"), "{saved}");
+        assert_eq!(std::fs::read(&path).unwrap(), words, "the old file is untouched");
     }
 
     fn a_file_that_does_not_fit_changes_nothing(device: &Device) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
     AdamW, AdamWConfig, Arena, Buffer, Capacity, Checkpoint, Device, DeviceBuilder, DeviceKind, Error, Initializer,
-    Layout, Parameters, Progress, Result, Transfer, ops,
+    Layout, Numbers, Parameters, Progress, Result, Transfer, ops,
 };
 use support::{Random, bits, on_each_device};
 
@@ -62,7 +62,7 @@ fn ranges(layout: &Layout) -> impl Iterator<Item = Range<usize>> {
 fn load(parameters: &mut Parameters, bytes: &[u8], transfer: Transfer<'_>) -> Result<()> {
     let ranges: Vec<_> = ranges(parameters.layout()).collect();
     let mut ranges = ranges.into_iter();
-    parameters.load(|_| bytes.get(ranges.next()?), transfer)
+    parameters.load(|_| bytes.get(ranges.next()?), transfer.numbers(Numbers::Any))
 }
 
 fn random_bytes(random: &mut Random, length: usize) -> Vec<u8> {
@@ -473,7 +473,7 @@ on_each_device! {
         let place = |number: usize| (number * 7919) % (bytes.len() - 1024);
         let before = plan.count(Call::Upload);
         let mut numbers = 0..TENSORS;
-        parameters.load(|_| Some(&bytes[place(numbers.next()?)..][..1024]), Transfer::new()).unwrap();
+        parameters.load(|_| Some(&bytes[place(numbers.next()?)..][..1024]), Transfer::new().numbers(Numbers::Any)).unwrap();
         // A piece ends where its slot does, too.
         let (copies, pieces) = (plan.count(Call::Upload) - before, (1024 * TENSORS).div_ceil(PIECE) as u64);
         assert!((pieces..=pieces + 4).contains(&copies), "{copies} copies of {pieces} pieces");

@@ -13,7 +13,9 @@ use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::sync::{LazyLock, Mutex};
-use stepscope::{AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, Layout, Parameters};
+use stepscope::{
+    AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, Layout, Numbers, Parameters, Transfer,
+};
 use tempfile::TempDir;
 
 /// The names of the tensors of a parameter, before its own name: weights and both moments.
@@ -57,7 +59,8 @@ impl Model {
             Err(error) => panic!("not about the file: {error:?}"),
         };
         let before = self.state();
-        match checkpoint.restore(&mut self.parameters, Some(&mut self.optimizer)) {
+        let all = Transfer::new().numbers(Numbers::Any);
+        match checkpoint.restore_with(&mut self.parameters, Some(&mut self.optimizer), all) {
             Ok(()) => {
                 let mut restored = self.state();
                 if std::env::var_os("STEPSCOPE_PLANT").is_some() {

@@ -79,7 +79,7 @@ impl<'s> Tape<'_, 's> {
         const OP: &str = "linear_per_token";
         self.check(x)?;
         let layout = self.parameters.layout();
-        let ((_, w_shape, w_stride), (_, b_shape, b_stride)) = (layout.stack(w)?, layout.stack(b)?);
+        let ((w_shape, w_stride), (b_shape, b_stride)) = (layout.stack(w)?, layout.stack(b)?);
         let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
             return Err(Error::misuse(
                 OP,
@@ -147,7 +147,7 @@ fn linear_backward<'s>(
     let (step, weights) = (back.step(), back.weights(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let form = Gemm::new(rows, k, n).transpose_b();
-    let mut dx = match (back.wants(x), back.take(x)) {
+    let mut dx = match (back.wants(x)?, back.take(x)?) {
         (false, _) => None,
         (true, Some(sum)) => Some((form.accumulate(), sum)),
         (true, None) => Some((form, step.empty(x.shape())?)),

@@ -3,7 +3,8 @@
 //! An op's differentiable form stands in the file of its stem: it computes forward with [`ops`](crate::ops), records
 //! one closure that turns the output's gradient into the inputs' gradients, and is done; neither the tape nor a
 //! device knows a list of ops. Invariant: every value on a tape is [`Saved`], so nothing can overwrite what backward
-//! will read, and the tape is consumed by its one backward pass.
+//! will read, the tape is consumed by its one backward pass, and neither takes a variable of another tape or a parameter of another
+//! layout.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +28,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::span::EnteredSpan;
 
-/// A value on a tape.
+/// A value on a tape, and on no other: anywhere else it is [`Error::Misuse`].
 #[derive(Clone, Copy, Debug)]
 pub struct Var<'s> {
     value: Saved<'s>,
@@ -45,6 +46,13 @@ impl<'s> Var<'s> {
     /// The extents.
     pub fn shape(&self) -> Shape {
         self.value.shape()
+    }
+
+    fn check(&self, tape: u64) -> Result<()> {
+        if self.tape == tape {
+            return Ok(());
+        }
+        Err(Error::misuse("tape", "a variable of this tape", "one of another tape"))
     }
 }
 
@@ -101,7 +109,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// The weights of a parameter.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they are on another device than the step.
+    /// [`Error::Misuse`] when they are on another device than the step, or the handle is another layout's.
     pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
         self.parameters.lend(self.step, parameter)
     }
@@ -147,7 +155,8 @@ impl<'t, 's> Tape<'t, 's> {
     /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when `loss` is another tape's or not one element, or `gradients` are another model's.
+    /// [`Error::Misuse`] when `loss` is another tape's or not one element, or `gradients` are another layout's or on another
+    /// device.
     #[track_caller]
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![true; gradients.layout().entries().len()];
@@ -173,16 +182,17 @@ impl<'t, 's> Tape<'t, 's> {
         if !gradients.layout().same(self.parameters.layout()) {
             return Err(Error::misuse("backward", "gradients of the tape's parameters", "another layout's"));
         }
+        self.step.borrow(gradients.flat(), true)?;
         drop(self.forward);
         let records = self.records.into_inner();
-        let (step, parameters) = (self.step, self.parameters);
+        let (step, parameters, tape) = (self.step, self.parameters, self.identity);
         let _phase = step.enter(Phase::Backward);
         let pending = records.iter().map(|_| None).collect();
-        let mut back = Backward { step, parameters, gradients, written, pending };
+        let mut back = Backward { step, parameters, tape, gradients, written, pending };
         for (at, Record { site, work }) in records.into_iter().enumerate().rev() {
             let root = loss.record == Some(at);
             // Without a gradient, the loss does not depend on it.
-            let upstream = back.pending[at].take();
+            let upstream = back.pending.pop().flatten();
             if upstream.is_none() && !root {
                 continue;
             }
@@ -202,10 +212,7 @@ impl<'t, 's> Tape<'t, 's> {
     }
 
     fn check(&self, var: &Var<'s>) -> Result<()> {
-        if var.tape == self.identity {
-            return Ok(());
-        }
-        Err(Error::misuse("tape", "a variable of this tape", "one of another tape"))
+        var.check(self.identity)
     }
 }
 
@@ -213,10 +220,12 @@ impl<'t, 's> Tape<'t, 's> {
 pub struct Backward<'b, 't, 's> {
     step: &'t Step<'s>,
     parameters: &'t Parameters,
+    /// The identity of the tape that is run.
+    tape: u64,
     gradients: &'b mut Gradients,
     /// Whether each parameter's gradient holds what counts: if not, the next to come overwrites it.
     written: Vec<bool>,
-    /// The gradient that each record's output has so far.
+    /// The gradient that the output of each record has so far, of those that have not run.
     pending: Vec<Option<Tensor<'s>>>,
 }
 
@@ -235,21 +244,24 @@ impl<'t, 's> Backward<'_, 't, 's> {
     /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it is on another device than the step.
+    /// [`Error::Misuse`] when it is on another device than the step, or the handle is another layout's.
     pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
-        let written = std::mem::replace(&mut self.written[parameter.index()], true);
-        Ok((self.gradients.lend_mut(self.step, parameter)?, written))
+        let index = self.parameters.layout().index(parameter)?;
+        let gradient = self.gradients.lend_mut(self.step, parameter)?;
+        Ok((gradient, std::mem::replace(&mut self.written[index], true)))
     }
 
     /// A stack's gradients as one, flat; see [`Backward::gradient`].
     fn stack_gradient(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
         // One write must do for all: where some are written already, the others start from zero.
-        let written = stack.members().iter().any(|member| self.written[member.index()]);
-        for member in stack.members() {
+        let layout = self.parameters.layout();
+        let places: Vec<usize> = stack.members().iter().map(|member| layout.index(*member)).collect::<Result<_>>()?;
+        let written = places.iter().any(|&place| self.written[place]);
+        for (member, place) in stack.members().iter().zip(places) {
             if written {
                 self.zero_unless_written(*member)?;
             }
-            self.written[member.index()] = true;
+            self.written[place] = true;
         }
         Ok((self.gradients.lend_stack_mut(self.step, stack)?, written))
     }
@@ -279,16 +291,24 @@ impl<'t, 's> Backward<'_, 't, 's> {
     }
 
     /// Whether `var`'s gradient is wanted: an input's is not.
-    pub fn wants(&self, var: &Var<'s>) -> bool {
-        var.record.is_some()
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a variable of another tape.
+    pub fn wants(&self, var: &Var<'s>) -> Result<bool> {
+        self.place(var).map(|record| record.is_some())
     }
 
     /// Adds `gradient` to what `var` has.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when shapes differ.
+    /// [`Error::Misuse`] when shapes differ, and for a variable of another tape or one that is not an input of the op that is run.
     pub fn add(&mut self, var: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
-        let Some(record) = var.record else { return Ok(()) };
+        let record = self.place(var)?;
+        if gradient.shape() != var.shape() {
+            let expected = format!("a gradient of the variable's shape {}", var.shape());
+            return Err(Error::misuse("backward", expected, gradient.shape().to_string()));
+        }
+        let Some(record) = record else { return Ok(()) };
         self.pending[record] = Some(match self.pending[record].take() {
             None => gradient,
             Some(mut sum) => {
@@ -300,7 +320,18 @@ impl<'t, 's> Backward<'_, 't, 's> {
     }
 
     /// What `var` has so far, taken out: for an op that can add to it in place.
-    fn take(&mut self, var: &Var<'s>) -> Option<Tensor<'s>> {
-        var.record.and_then(|record| self.pending[record].take())
+    fn take(&mut self, var: &Var<'s>) -> Result<Option<Tensor<'s>>> {
+        Ok(self.place(var)?.and_then(|record| self.pending[record].take()))
+    }
+
+    /// The record of a variable, whose turn is still to come: a gradient for any other would be lost.
+    fn place(&self, var: &Var<'s>) -> Result<Option<usize>> {
+        var.check(self.tape)?;
+        match var.record {
+            Some(record) if record >= self.pending.len() => {
+                Err(Error::misuse("backward", "a variable made before the op that is run", "a later one"))
+            }
+            record => Ok(record),
+        }
     }
 }

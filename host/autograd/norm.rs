@@ -29,7 +29,7 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn norm_project(&self, x: &Var<'s>, gain: Parameter, epsilon: f32, w: &Stack) -> Result<Var<'s>> {
         self.check(x)?;
-        let (_, w_shape, distance) = self.parameters.layout().stack(w)?;
+        let (w_shape, distance) = self.parameters.layout().stack(w)?;
         let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
             let got = format!("{} and {w_shape}", x.shape());
             return Err(Error::misuse("norm_project", "x [batch, tokens, in] and w [in, out]", got));
@@ -74,7 +74,7 @@ fn rms_norm_backward<'s>(
     inverse_rms: &Saved<'s>,
     dy: &Tensor<'s>,
 ) -> Result<()> {
-    let (step, weights, so_far) = (back.step(), back.weights(gain)?, back.take(x));
+    let (step, weights, so_far) = (back.step(), back.weights(gain)?, back.take(x)?);
     let (mut dgain, accumulate) = back.gradient(gain)?;
     let dx = ops::rms_norm_backward(step, &x.value, &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)?;
     back.add(x, dx)

@@ -16,7 +16,7 @@ pub use slots::{Batch, Inputs, Output, Slots};
 
 use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
 use crate::error::{Error, Result};
-use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section};
+use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::Element;
 use serde::Serialize;
@@ -71,6 +71,8 @@ struct Recording<R> {
     state: State,
     ports: Ports,
     result: R,
+    /// Whose updates each replay makes.
+    turns: Vec<Arc<Turns>>,
     checks: Option<Checks>,
     // Ends last: what waited for its pins is freed then.
     graph: SealedGraph,
@@ -193,8 +195,9 @@ impl<S, R> Captured<S, R> {
     /// first.
     ///
     /// # Errors
-    /// [`Error::Misuse`] inside a step that was lent what the graph writes; [`Error::CaptureNeeds`] when new shapes need more than the capture owns; in checked mode [`Error::Overrun`]; those of
-    /// recording and of the driver.
+    /// [`Error::CaptureNeeds`] when new shapes need more than the capture owns; [`Error::Misuse`] when the step makes an update that is
+    /// not set up, and inside a step that was lent what the graph writes; [`Error::Label`] for a label that is no class; in checked
+    /// mode [`Error::Overrun`]; those of recording and of the driver.
     pub fn replay(&mut self, inputs: &Inputs<'_>) -> Result<Replay<'_, R>> {
         match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {
             Some(found) => self.recordings[found..].rotate_left(1),
@@ -206,7 +209,7 @@ impl<S, R> Captured<S, R> {
     /// Queues the graph that was used last, on the inputs that its slots still hold.
     ///
     /// # Errors
-    /// Those of the driver; in checked mode [`Error::Overrun`].
+    /// [`Error::Misuse`] when the step makes an update that is not set up; those of the driver; in checked mode [`Error::Overrun`].
     pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
         self.run(None)
     }
@@ -257,6 +260,7 @@ fn span(key: &Key) -> Span {
 struct Rehearsed<R> {
     result: R,
     ports: Ports,
+    turns: Vec<Arc<Turns>>,
     checks: Option<Checks>,
     /// What it took, inputs included: above zero, a multiple of the arena's alignment.
     bytes: usize,
@@ -274,11 +278,13 @@ fn rehearse<S, R>(
 ) -> Result<(Rehearsed<R>, Vec<Launch>)> {
     device.record(pins, |rehearsal| {
         let mut region = Region::lent(rehearsal.clone(), address, bytes);
-        let ports = Ports::new(&region, key, identity, pins)?;
+        let mut ports = Ports::new(&region, key, identity, pins)?;
         region.guard_like(guard_bytes, checks);
         let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots()))?;
         let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
-        Ok(Rehearsed { result, ports, checks: region.take_checks(), bytes, tensors })
+        let (turns, labels) = region.conditions().take();
+        ports.bind(&labels);
+        Ok(Rehearsed { result, ports, turns, checks: region.take_checks(), bytes, tensors })
     })
 }
 
@@ -312,21 +318,25 @@ impl Place {
             run.ports.add_transits(device)?;
             Ok((run, SealedGraph::capture(device, launches, pins.clone())?))
         });
-        let (Rehearsed { result, ports, checks, .. }, graph) = captured.inspect_err(|error| {
+        let (Rehearsed { result, ports, turns, checks, .. }, graph) = captured.inspect_err(|error| {
             debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
             tracing::debug!(%error, "a capture was abandoned");
         })?;
         let (bytes, kernels) = (section.bytes(), graph.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
-        Ok(Recording { state: life.after(Event::Seal)?, graph, ports, result, checks })
+        Ok(Recording { state: life.after(Event::Seal)?, graph, ports, result, turns, checks })
     }
 }
 
 impl<R> Recording<R> {
     fn replay(&mut self, device: &Device, inputs: Option<&Inputs<'_>>, deadline: Duration) -> Result<()> {
         self.state = self.state.after(Event::Replay)?;
-        inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline))?;
-        self.graph.replay()?;
+        inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
+        Turns::take(&self.turns)?;
+        let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
+        let queued = filled.and_then(|()| self.graph.replay());
+        Turns::end(&self.turns, queued.is_ok());
+        queued?;
         self.checks.as_ref().map_or(Ok(()), Checks::replayed)
     }
 }

@@ -8,7 +8,7 @@
 use crate::driver::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
 use crate::launch::{Memory, Source};
-use crate::memory::{Buffer, Region};
+use crate::memory::{Buffer, Labels, Region};
 use crate::step::Eager;
 use crate::tensor::{Brand, Element, Saved, Shape};
 use std::cell::RefCell;
@@ -68,6 +68,18 @@ impl<'i> Inputs<'i> {
     pub fn variant(mut self, variant: u64) -> Self {
         self.variant = variant;
         self
+    }
+
+    /// The first number that is not finite: its input, and the place of what it belongs to along the first extent.
+    pub(crate) fn first_not_finite(&self) -> Option<(usize, usize)> {
+        self.values.iter().enumerate().filter(|(_, value)| value.form.element == f32::NAME).find_map(
+            |(input, value)| {
+                let values: &[f32] = bytemuck::cast_slice(value.bytes);
+                let first = values.iter().position(|value| !value.is_finite())?;
+                let rows = value.form.shape.extents().first().copied().unwrap_or(1);
+                Some((input, first / (values.len() / rows.max(1)).max(1)))
+            },
+        )
     }
 
     pub(super) fn key(&self) -> Key {
@@ -201,6 +213,8 @@ const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 struct Port {
     memory: Memory<u32>,
     transit: Option<Buffer<u32>>,
+    /// The classes that its values name, if they are labels.
+    classes: Option<usize>,
 }
 
 /// Where the values of a recording go in and out.
@@ -216,9 +230,25 @@ pub(super) struct Ports {
 impl Ports {
     /// Slots at the region's start, which no scope gives back.
     pub(super) fn new(region: &Region, key: &Key, recording: u64, pins: &Pins) -> Result<Self> {
-        let port = |form: &Form| Ok(Port { memory: region.slot(form.shape)?, transit: None });
+        let port = |form: &Form| Ok(Port { memory: region.slot(form.shape)?, transit: None, classes: None });
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
+    }
+
+    /// Marks the inputs that the recorded ops took for labels.
+    pub(super) fn bind(&mut self, asked: &[Labels]) {
+        for port in &mut self.inputs {
+            let own = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
+            port.classes = own.map(|labels| labels.classes).min();
+        }
+    }
+
+    /// Looks at the labels among the inputs.
+    pub(super) fn check(&self, inputs: &Inputs<'_>) -> Result<()> {
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match port.classes {
+            Some(classes) => Labels::check(bytemuck::cast_slice(value.bytes), classes),
+            None => Ok(()),
+        })
     }
 
     /// Takes memory of the device for large inputs to wait in. A GPU that shares the host's memory would only copy within it once

@@ -315,6 +315,11 @@ impl Device {
         self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), rehearse)
     }
 
+    /// Whether nothing that is launched on it runs.
+    pub(crate) fn rehearses(&self) -> bool {
+        self.shared.rehearsing.is_some()
+    }
+
     fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
         let Shared { description, lane, deadline, identity, pins, rehearsing, .. } = &*self.shared;
         let mut parents = vec![*identity];

@@ -5,6 +5,7 @@
 
 use super::admission::Situation;
 use super::checked::{Checks, GUARD_BYTES, poison};
+use super::conditions::Conditions;
 use super::diagnostics::{ArenaReport, Counters, Phase, SystemMemory};
 use super::layout::{Bump, padded};
 use super::overflow::OverflowPool;
@@ -65,6 +66,7 @@ pub(crate) struct Region {
     guard_bytes: usize,
     pub(super) reserve_bytes: Option<u64>,
     recording: Option<RefCell<Recording>>,
+    conditions: Conditions,
     resets: Cell<u64>,
     growths: u64,
     /// What the running step is lent; a step that is recorded relies on nothing yet.
@@ -106,6 +108,7 @@ impl Region {
             guard_bytes: 0,
             reserve_bytes: None,
             recording: None,
+            conditions: Conditions::default(),
             resets: Cell::new(0),
             growths: 0,
             lending: None,
@@ -130,9 +133,14 @@ impl Region {
         Ok(region)
     }
 
-    /// Whether the memory is somebody else's: the region is of a step that is rehearsed.
-    pub(super) fn is_lent(&self) -> bool {
+    /// Whether the memory is somebody else's: the region is of a step that is recorded.
+    pub(crate) fn is_lent(&self) -> bool {
         self.owned_bytes == 0
+    }
+
+    /// What the running step has asked of the host.
+    pub(crate) fn conditions(&self) -> &Conditions {
+        &self.conditions
     }
 
     /// Bytes at the end that no later step uses while the section is alive, and their address. Call it between steps.

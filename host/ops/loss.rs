@@ -9,12 +9,13 @@ use kernels::loss as kernel;
 
 /// `loss = weight * sum over r of log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`, `[1]`, and its gradient
 /// `dlogits[r, c] = weight (softmax(logits)[r, c] - [c = labels[r]])`; `logits`, `dlogits`: `[rows, classes]`, `labels`:
-/// `[rows]`. Returns both. A label without a class makes the loss and its row's gradients NaN.
+/// `[rows]`. Returns both. A label without a class is an error where the host knows it, uploaded in this step or an input of a captured
+/// one; any other makes the loss and its row's gradients NaN.
 ///
 /// Queued; one launch where the rows fit a block (256 of up to 16 classes). Scratch: a number for each block.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the rows differ; [`Error::ArenaFull`].
+/// [`Error::Misuse`] when the rows differ; [`Error::Label`] with the sample, here or at the replay; [`Error::ArenaFull`].
 #[track_caller]
 pub fn cross_entropy<'s>(
     step: &Step<'s>,
@@ -29,6 +30,7 @@ pub fn cross_entropy<'s>(
             return Err(Error::misuse("cross_entropy", "logits [rows, classes] and labels [rows]", got));
         }
     };
+    step.check_labels(labels, classes)?;
     let mut dlogits = step.empty(logits.shape())?;
     if rows == 0 {
         return Ok((fill(step, [1], 0.0)?, dlogits));

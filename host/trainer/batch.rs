@@ -40,6 +40,9 @@ pub(super) struct Part {
 }
 
 impl Part {
+    /// The most samples of a batch that a variant can name.
+    pub(super) const MOST: usize = usize::MAX >> 3;
+
     /// All that decides what is recorded besides the shapes.
     pub(super) fn variant(self) -> u64 {
         (self.samples as u64) << 3 | u64::from(self.first) << 2 | u64::from(self.last) << 1 | u64::from(self.update)

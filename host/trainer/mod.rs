@@ -3,7 +3,7 @@
 //! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser has the schedule and the clipping,
 //! [`Checkpoint`] the files. Invariants: the weights after an update depend on the batches alone, not on how they were run, looked
 //! at or interrupted; while captured steps run, the next batch is staged before the last one's loss is waited for, and never more
-//! than one ahead.
+//! than one ahead; an update whose loss or gradients are not finite is an error, and neither told of nor saved.
 
 #![forbid(unsafe_code)]
 
@@ -18,13 +18,16 @@ use crate::autograd::{Tape, Var};
 use crate::capture::CaptureReport;
 use crate::checkpoint::Checkpoint;
 use crate::driver::Landing;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::finite::{Numbers, Quantity};
 use crate::memory::Arena;
 use crate::step::Eager;
+use crate::upload::Transfer;
 use batch::{PROGRESS, Part};
 use run::{Queued, Stage};
 use std::fmt;
 use std::path::PathBuf;
+use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Hears of an epoch while it runs. Every function has a default that does nothing.
@@ -105,6 +108,9 @@ pub struct Trainer<'a, M> {
     checkpoint: Option<PathBuf>,
     every: Option<u64>,
     stop: Option<&'a AtomicBool>,
+    numbers: Numbers,
+    /// Whether the gradients are those of a whole batch, for [`Trainer::apply`].
+    accumulated: bool,
 }
 
 impl<M: fmt::Debug> fmt::Debug for Trainer<'_, M> {
@@ -131,7 +137,16 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn new(arena: &'a mut Arena, stage: Stage<M>) -> Self {
-        Self { arena, stage, landings: Vec::new(), checkpoint: None, every: None, stop: None }
+        Self {
+            arena,
+            stage,
+            landings: Vec::new(),
+            checkpoint: None,
+            every: None,
+            stop: None,
+            numbers: Numbers::Finite,
+            accumulated: false,
+        }
     }
 
     /// Where [`Trainer::save`] writes, and after how many updates of an epoch it is called; none: only at a stop.
@@ -145,6 +160,14 @@ impl<'a, M: Model> Trainer<'a, M> {
     #[must_use]
     pub fn stop_when(mut self, flag: &'a AtomicBool) -> Self {
         self.stop = Some(flag);
+        self
+    }
+
+    /// Whether training goes on with numbers that are not finite (default: [`Numbers::Finite`], it ends with [`Error::NotFinite`]); also
+    /// what [`Trainer::save`] writes and [`Trainer::restore`] takes.
+    #[must_use]
+    pub fn numbers(mut self, numbers: Numbers) -> Self {
+        self.numbers = numbers;
         self
     }
 
@@ -169,19 +192,21 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// One update of the weights by a batch, which is given in parts: each is a step, and their gradients are added up. Waits.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) for no samples; those of the steps. The weights are then those of the update before, and the optimiser has
-    /// counted one more: go on from a checkpoint.
+    /// [`Error::Misuse`] for no samples; [`Error::Label`] for a label that is no class, by its place in the batch; those of the steps: the
+    /// weights are then those of the update before, unless the device is lost or only the loss did not come back. [`Error::NotFinite`]
+    /// when the loss or the gradients' norm is not finite: the update is made, and the weights are worthless.
     #[track_caller]
     pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue(batch)?;
-        self.settle(queued)
+        self.settle(queued, batch)
     }
 
     /// Trains on batches, each an update (see [`Trainer::update`]), from where `progress` is: the caller has skipped the batches that
-    /// it counts. Returns behind the last batch or, behind a checkpoint, when the stop flag is set.
+    /// it counts. Returns behind the last batch or, behind a checkpoint, when the stop flag is set; looks at all weights then.
     ///
     /// # Errors
-    /// The first of: an error among the batches; those of [`Trainer::update`] and [`Trainer::save`]; the observer's.
+    /// The first of: an error among the batches; those of [`Trainer::update`] and [`Trainer::save`]; the observer's. With
+    /// [`Error::NotFinite`] the update that made such a number is not counted, and one more may have been made behind it.
     #[track_caller]
     pub fn epoch<S: Samples>(
         &mut self,
@@ -191,22 +216,28 @@ impl<'a, M: Model> Trainer<'a, M> {
     ) -> Result<Ended> {
         let mut running = None;
         let ended = self.run(batches, &mut running, progress, observer);
+        if matches!(ended, Err(Error::NotFinite { .. })) {
+            // What is queued behind it is not worth telling.
+            return ended;
+        }
         // What was queued before an error is done all the same.
         let told = running.map_or(Ok(()), |last| self.tell(last, progress, observer));
-        ended.and_then(|ended| told.map(|()| ended))
+        let ended = ended.and_then(|ended| told.map(|()| ended))?;
+        self.check_weights().map(|()| ended)
     }
 
-    /// Queues each batch before it tells of the one before; the last is left running.
+    /// Queues each batch before it tells of the one before; the last is left running. Batches are kept until they are told of.
     fn run<S: Samples>(
         &mut self,
         batches: impl IntoIterator<Item = Result<Vec<S>>>,
-        running: &mut Option<Queued>,
+        running: &mut Option<(Queued, Vec<S>)>,
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<Ended> {
         for batch in batches {
-            let queued = self.queue(&batch?)?;
-            if let Some(before) = running.replace(queued) {
+            let batch = batch?;
+            let queued = self.queue(&batch)?;
+            if let Some(before) = running.replace((queued, batch)) {
                 self.tell(before, progress, observer)?;
             }
             let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
@@ -222,8 +253,13 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(Ended::Finished)
     }
 
-    fn tell(&mut self, queued: Queued, progress: &mut EpochProgress, observer: &mut impl Observer) -> Result<()> {
-        let update = self.settle(queued)?;
+    fn tell<S: Samples>(
+        &mut self,
+        (queued, batch): (Queued, Vec<S>),
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<()> {
+        let update = self.settle(queued, &batch)?;
         progress.add(&update);
         observer.updated(&update, progress, self.arena)
     }
@@ -236,23 +272,31 @@ impl<'a, M: Model> Trainer<'a, M> {
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        self.settle(queued)
+        let told = self.settle(queued, batch)?;
+        self.accumulated = true;
+        Ok(told)
     }
 
-    /// The update that [`Trainer::accumulate`] has left out.
+    /// The update that [`Trainer::accumulate`] has left out. Waits.
     ///
     /// # Errors
-    /// Those of the step.
+    /// [`Error::Misuse`] when it has not been called, or is made already; [`Error::NotFinite`] as for [`Trainer::update`]; those of the step.
     #[track_caller]
     pub fn apply(&mut self) -> Result<()> {
+        if !self.accumulated {
+            return Err(Error::misuse("apply", "an `accumulate` that has succeeded, and no update since", "none"));
+        }
         let Learner { parameters, gradients, optimizer, .. } = self.stage.learner_mut();
-        self.arena.step(|step| optimizer.apply(step, parameters, gradients).map(drop))
+        let squared = self.arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))?;
+        self.accumulated = false;
+        let update = self.learner().optimizer.updates();
+        self.check(update, Quantity::GradientNorm, squared.is_finite(), || Ok(None))
     }
 
     /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients.
     ///
     /// # Errors
-    /// Those of the step.
+    /// [`Error::NotFinite`] when the sum is not finite; [`Error::Label`] for a label that is no class; those of the step.
     #[track_caller]
     pub fn evaluate<R>(
         &mut self,
@@ -260,13 +304,16 @@ impl<'a, M: Model> Trainer<'a, M> {
         read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<R>,
     ) -> Result<(f64, R)> {
         let Learner { model, parameters, .. } = self.stage.learner();
-        self.arena.step(|step| {
+        let (loss, made) = self.arena.step(|step| {
             let batch = step.upload_inputs(&samples.inputs()?)?;
             let tape = Tape::new(step, parameters);
             let output = model.forward(&tape, &batch)?;
             let loss = model.loss(&tape, &output, &batch, 1.0)?;
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
-        })
+        })?;
+        let update = self.learner().optimizer.updates();
+        self.check(update, Quantity::Loss, loss.is_finite(), || run::first_input(slice::from_ref(samples)))?;
+        Ok((loss, made))
     }
 
     /// Writes weights, optimiser, progress and notes to the checkpoint's path; does nothing without one. Waits.
@@ -276,7 +323,8 @@ impl<'a, M: Model> Trainer<'a, M> {
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
         let Learner { parameters, optimizer, .. } = self.learner();
-        Checkpoint::save(path, parameters, Some(optimizer), &[&[(PROGRESS, progress.to_string())], notes].concat())
+        let notes = [&[(PROGRESS, progress.to_string())], notes].concat();
+        Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers)
     }
 
     /// Puts weights and optimiser back, and tells how far the epoch was.
@@ -286,7 +334,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
         let progress = EpochProgress::of(checkpoint)?;
         let Learner { parameters, optimizer, .. } = self.stage.learner_mut();
-        checkpoint.restore(parameters, Some(optimizer))?;
+        checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers))?;
         Ok(progress)
     }
 }

@@ -51,9 +51,11 @@ pub struct Learner<M> {
     pub precision: Precision,
 }
 
-/// What a step tells: its share of the loss and, when the gradients are complete, the squared norm of the watched one's.
+/// What a step tells: its share of the loss; when it updates the weights, the squared norm of all gradients; and when these are
+/// complete, of the watched one.
 pub(super) struct Told<Loss, Norm> {
     pub(super) loss: Loss,
+    pub(super) gradients: Option<Norm>,
     pub(super) watched: Option<Norm>,
 }
 
@@ -96,10 +98,8 @@ impl<M: Model> Learner<M> {
             Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
             None => None,
         };
-        if part.update {
-            optimizer.apply(step, parameters, gradients)?;
-        }
-        Ok(Told { loss: *loss.value(), watched })
+        let squared = part.update.then(|| optimizer.apply(step, parameters, gradients)).transpose()?;
+        Ok(Told { loss: *loss.value(), gradients: squared, watched })
     }
 
     /// [`Learner::learn`], to be captured.
@@ -109,7 +109,8 @@ impl<M: Model> Learner<M> {
         slots: &Slots<'s>,
     ) -> Result<Told<Output, Output>> {
         let told = learner.learn(step, slots.batch(), Part::of(slots.variant()))?;
-        let watched = told.watched.map(|norm| slots.output(&norm));
-        Ok(Told { loss: slots.output(&told.loss), watched })
+        let output = |norm: Tensor<'s>| slots.output(&norm);
+        let (gradients, watched) = (told.gradients.map(output), told.watched.map(output));
+        Ok(Told { loss: slots.output(&told.loss), gradients, watched })
     }
 }

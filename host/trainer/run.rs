@@ -1,4 +1,4 @@
-//! How the steps of an update run, and how what they told comes back.
+//! How the steps of an update run, how what they told comes back, and what is said of an update that came to nothing.
 
 use super::Trainer;
 use super::batch::{Part, Samples, Update};
@@ -6,6 +6,7 @@ use super::model::{Learner, Model, Told};
 use crate::capture::{Captured, Output};
 use crate::driver::Landing;
 use crate::error::{Error, Result};
+use crate::finite::{Numbers, Quantity};
 
 /// How the learner's steps run.
 pub(super) enum Stage<M> {
@@ -37,10 +38,12 @@ pub(super) struct Queued {
     samples: usize,
     /// Steps that it was made in.
     parts: usize,
+    /// Whether it updates the weights.
+    updates: bool,
     told: Results,
 }
 
-/// The loss of each step and, if a norm is watched, its square behind them.
+/// The loss of each step; behind them, squared, the gradients' norm if the weights are updated, and the watched one's if there is one.
 enum Results {
     /// They are here.
     Known(Vec<f32>),
@@ -55,46 +58,60 @@ impl<M: Model> Trainer<'_, M> {
         if matches!(self.stage, Stage::Eager(_)) {
             return self.queue_eager(batch, true);
         }
-        let parts = self.advance(batch, true)?;
+        let (number, parts) = self.advance(batch, true)?;
         let Stage::Captured(captured) = &mut self.stage else { unreachable!("looked at above") };
-        let words = batch.len() + 1;
+        let words = batch.len() + 2;
         let free = self.landings.pop().filter(|landing| landing.words() >= words);
         let mut landing = match free {
             Some(landing) => landing,
             None => Landing::new(self.arena.device(), words)?,
         };
         landing.clear();
-        for (part, samples) in parts.iter().zip(batch) {
-            let replay = captured.replay(&samples.inputs()?.variant(part.variant()))?;
-            let Told { loss, watched } = replay.outputs();
-            replay.land(*loss, &mut landing)?;
-            watched.map_or(Ok(()), |watched| replay.land(watched, &mut landing))?;
+        for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
+            let replay = captured.replay(&samples.inputs()?.variant(part.variant()));
+            let replay = replay.map_err(|error| behind(&batch[..at], error))?;
+            let Told { loss, gradients, watched } = replay.outputs();
+            let mut told = [Some(*loss), *gradients, *watched].into_iter().flatten();
+            told.try_for_each(|output| replay.land(output, &mut landing))?;
         }
         landing.seal()?;
-        Ok(self.queued(&parts, Results::Landing(landing)))
+        Ok(Queued {
+            number,
+            samples: parts[0].samples,
+            parts: parts.len(),
+            updates: true,
+            told: Results::Landing(landing),
+        })
     }
 
     /// Makes an update, or all of it but the optimiser's part, launch by launch.
     #[track_caller]
     pub(super) fn queue_eager<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
-        let parts = self.advance(batch, update)?;
+        let (number, parts) = self.advance(batch, update)?;
         let learner = self.stage.learner_mut();
         let mut known = Vec::new();
-        for (part, samples) in parts.iter().zip(batch) {
+        for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
             let told = self.arena.step(|step| {
                 let batch = step.upload_inputs(&samples.inputs()?)?;
-                let Told { loss, watched } = learner.learn(step, &batch, *part)?;
-                let watched = watched.map(|watched| step.read_scalar(&watched)).transpose()?;
-                Ok([Some(step.read_scalar(&loss)?), watched])
-            })?;
-            known.extend(told.into_iter().flatten());
+                let Told { loss, gradients, watched } = learner.learn(step, &batch, *part)?;
+                let [gradients, watched] =
+                    [gradients, watched].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
+                Ok([Some(step.read_scalar(&loss)?), gradients?, watched?])
+            });
+            known.extend(told.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
         }
-        Ok(self.queued(&parts, Results::Known(known)))
+        Ok(Queued {
+            number,
+            samples: parts[0].samples,
+            parts: parts.len(),
+            updates: update,
+            told: Results::Known(known),
+        })
     }
 
-    /// Waits for what an update told.
-    pub(super) fn settle(&mut self, queued: Queued) -> Result<Update> {
-        let Queued { number, samples, parts, told } = queued;
+    /// Waits for what an update by `batch` told.
+    pub(super) fn settle<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
+        let Queued { number, samples, parts, updates, told } = queued;
         let told = match told {
             Results::Known(told) => told,
             Results::Landing(landing) => {
@@ -103,32 +120,95 @@ impl<M: Model> Trainer<'_, M> {
                 told
             }
         };
-        let (losses, watched) = told.split_at(parts);
-        let loss = losses.iter().map(|&loss| f64::from(loss)).sum();
+        let (losses, norms) = told.split_at(parts);
+        let (gradients, watched) = norms.split_at(usize::from(updates));
+        let loss: f64 = losses.iter().map(|&loss| f64::from(loss)).sum();
+        let finite = [
+            (Quantity::Loss, loss.is_finite()),
+            (Quantity::GradientNorm, gradients.iter().all(|squared| squared.is_finite())),
+        ];
+        finite.into_iter().try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch)))?;
         let watched_l2 = watched.first().map(|&squared| f64::from(squared).sqrt());
         Ok(Update { number, samples, loss, watched_l2 })
     }
 
-    /// The parts of a batch, once the optimiser is set up for its update.
-    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<Vec<Part>> {
-        let samples = batch.iter().map(Samples::len).sum();
-        if batch.iter().any(Samples::is_empty) || samples == 0 {
-            return Err(Error::misuse(
-                "update",
-                "samples in each part of a batch",
-                format!("{samples} in {}", batch.len()),
-            ));
+    /// An error for what an update told, or the evaluation behind it, if it is not finite and should be. It names the first tensor of
+    /// those that can still be looked at: the batch's inputs, then gradients, then weights.
+    pub(super) fn check(
+        &self,
+        update: u64,
+        what: Quantity,
+        finite: bool,
+        first_input: impl FnOnce() -> Result<Option<String>>,
+    ) -> Result<()> {
+        if finite || self.numbers == Numbers::Any {
+            return Ok(());
         }
-        self.stage.learner_mut().optimizer.advance()?;
+        let tensor = first_input()?.map_or_else(|| self.first_of_model(update), Ok)?;
+        Err(Error::NotFinite { update: Some(update), what, tensor })
+    }
+
+    /// The first of gradients and weights, which may be those of a later update that was queued meanwhile.
+    fn first_of_model(&self, update: u64) -> Result<String> {
+        let Learner { parameters, gradients, optimizer, .. } = self.learner();
+        let made = optimizer.updates();
+        let seen = if made > update { format!(", seen behind update {made}") } else { String::new() };
+        for (whose, flat) in [("the gradient of ", gradients.flat()), ("", parameters.flat())] {
+            let flat = flat.read()?;
+            if let Some((name, _)) = parameters.layout().finite("", &flat).find(|(_, finite)| !finite) {
+                return Ok(format!("{whose}`{name}`{seen}"));
+            }
+        }
+        Ok(format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"))
+    }
+
+    /// An error for the weights, if they are not finite and should be. Waits.
+    pub(super) fn check_weights(&self) -> Result<()> {
+        let Learner { parameters, optimizer, .. } = self.learner();
+        if self.numbers == Numbers::Any {
+            return Ok(());
+        }
+        let weights = parameters.flat().read()?;
+        self.numbers.check((Some(optimizer.updates()), Quantity::Weight), parameters.layout().finite("", &weights))
+    }
+
+    /// The parts of a batch, once the optimiser is set up for its update, and the number of that.
+    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<Part>)> {
+        let lens = batch.iter().map(Samples::len);
+        let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
+        let Some(samples) = samples.filter(|samples| (1..=Part::MOST).contains(samples)) else {
+            let expected = format!("samples in each part of a batch, at most {} in all", Part::MOST);
+            return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
+        };
+        self.accumulated = false;
+        let number = self.stage.learner_mut().optimizer.advance()?;
         let part = |number| {
             let last = number + 1 == batch.len();
             Part { samples, first: number == 0, last, update: last && update }
         };
-        Ok((0..batch.len()).map(part).collect())
+        Ok((number, (0..batch.len()).map(part).collect()))
     }
+}
 
-    fn queued(&self, parts: &[Part], told: Results) -> Queued {
-        let number = self.learner().optimizer.updates();
-        Queued { number, samples: parts[0].samples, parts: parts.len(), told }
+/// The first input of a batch that is not finite.
+pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
+    for (at, part) in batch.iter().enumerate() {
+        if let Some((input, row)) = part.inputs()?.first_not_finite() {
+            return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
+        }
     }
+    Ok(None)
+}
+
+/// An error of a part of a batch, with the sample's place in the batch: `before` are the parts before.
+fn behind<S: Samples>(before: &[S], error: Error) -> Error {
+    match error {
+        Error::Label { sample, label, classes } => Error::Label { sample: place(before, sample), label, classes },
+        other => other,
+    }
+}
+
+/// A sample's place in the whole batch.
+fn place<S: Samples>(before: &[S], sample: usize) -> usize {
+    before.iter().fold(sample, |place, part| place.saturating_add(part.len()))
 }

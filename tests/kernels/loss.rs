@@ -6,7 +6,8 @@ use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Device, ops};
+use kernels::reduce::argmax_columns;
+use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, Source, Target, ops};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 
@@ -57,7 +58,51 @@ on_each_device! {
         gradients.finish();
     }
 
-    /// A label that is no class makes the loss and its own row's gradients NaN, and nothing else.
+    /// Where the host knows the labels, the first that is no class is an error: as a tensor that was uploaded, and as an input of a replay.
+    fn no_class_of_the_host(device: &Device) {
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        for (rows, classes, sample) in [(1, 3, 0), (300, 3, 299), (300, 193, 7), (300, 193, 0)] {
+            let (logits, mut labels) = (vec![0.5; rows * classes], Random::new(4).belows(rows, classes as u32));
+            for wrong in [classes as u32, u32::MAX] {
+                labels[sample] = wrong;
+                labels[rows - 1] = wrong;
+                let error = Error::Label { sample, label: wrong, classes };
+                let uploaded = arena.step(|step| {
+                    let logits = step.upload(&logits, [rows, classes])?;
+                    let labels = step.upload(&labels, [rows])?.reshape([rows])?;
+                    ops::cross_entropy(step, &logits, &labels, WEIGHT).map(drop)
+                });
+                assert_eq!(uploaded, Err(error.clone()));
+                let inputs = || Inputs::new().with(&logits, [rows, classes]).unwrap();
+                let (zeros, right) = (vec![0; rows], inputs());
+                let mut captured = arena
+                    .capture((), &right.with(&zeros, [rows]).unwrap(), |step, (), slots| {
+                        let (loss, _) = ops::cross_entropy(step, &slots.input(0)?, &slots.input(1)?, WEIGHT)?;
+                        Ok(slots.output(&loss))
+                    })
+                    .unwrap();
+                assert_eq!(captured.replay(&inputs().with(&labels, [rows]).unwrap()).err(), Some(error));
+                assert_eq!(captured.report().replays, 0, "nothing was queued");
+                let replay = captured.replay(&inputs().with(&zeros, [rows]).unwrap()).unwrap();
+                assert!(replay.read_scalar(*replay.outputs()).unwrap().is_finite());
+            }
+        }
+    }
+
+    /// What a kernel has made of the labels since their upload is what counts.
+    fn labels_may_be_mapped_to_classes_after_their_upload(device: &Device) {
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let loss = arena.step(|step| {
+            let mut labels = step.upload(&[255u32, 255], [2])?;
+            let logits = step.upload(&[0.0f32; 6], [2, 3])?;
+            step.launch(argmax_columns { x: logits.slice(), cols: 3, out: labels.out() })?;
+            let (loss, _) = ops::cross_entropy(step, &logits, &labels, WEIGHT)?;
+            step.read_scalar(&loss)
+        });
+        assert!(loss.unwrap().is_finite());
+    }
+
+    /// A label that is no class, of which the host knows nothing, makes the loss and its own row's gradients NaN, and nothing else.
     fn no_class(device: &Device) {
         for shape @ [rows, classes] in [[1, 3], [300, 3], [70, 193]] {
             let logits = Random::new(3).normals(rows * classes);
@@ -67,7 +112,12 @@ on_each_device! {
                 labels[row] = wrong;
                 want[row * classes..][..classes].fill(f32::NAN);
             }
-            let (loss, dlogits) = cross_entropy(device, shape, &logits, &labels);
+            let labels = Buffer::from_slice(device, &labels).unwrap();
+            let (loss, dlogits) = trial(device, |trial| {
+                let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
+                let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
+                Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
+            });
             assert!(loss.is_nan(), "{loss}");
             assert_same(format_args!("{rows} x {classes}"), &dlogits, &want);
         }

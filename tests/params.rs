@@ -1,0 +1,342 @@
+//! Handles: a parameter, a stack and a variable know where they belong, and are refused everywhere else.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::cell::Cell;
+use std::rc::Rc;
+use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, TokenLinear};
+use stepscope::*;
+use support::{bits, on_each_device};
+
+const BATCH: usize = 2;
+const TOKENS: usize = 3;
+const WIDTH: usize = 64;
+
+/// One handle or layer of each kind.
+struct Handles {
+    linear: Linear,
+    tokens: TokenLinear,
+    norm: RmsNorm,
+    attention: Attention,
+    mlp: Mlp,
+}
+
+/// A layout with so many parameters before the others.
+fn handles(before: usize) -> (Handles, Layout) {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    for number in 0..before {
+        names.add(format!("before{number}"), [WIDTH], Initializer::ONE);
+    }
+    let handles = Handles {
+        linear: Linear::new(names.at("linear"), WIDTH, WIDTH),
+        tokens: TokenLinear::new(&mut names, "token", TOKENS, WIDTH, WIDTH),
+        norm: RmsNorm::new(names.at("norm"), WIDTH),
+        attention: Attention::new(names.at("attention"), WIDTH),
+        mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
+    };
+    (handles, layout.build().unwrap())
+}
+
+/// A layout built alike, one whose places are others, and one whose handles go beyond our end.
+fn strangers() -> [Handles; 3] {
+    [0, 1, 50].map(|before| handles(before).0)
+}
+
+/// The operation that was refused; none if it was not.
+fn refused<T>(result: Result<T>) -> Option<&'static str> {
+    match result {
+        Ok(_) => None,
+        Err(Error::Misuse { op, .. }) => Some(op),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A use of a handle in a step: on a tape, with an input of it.
+type Use = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Handles) -> Result<Var<'s>>;
+
+/// An op of our own whose backward does something that may be refused.
+fn custom<'t, 's>(
+    tape: &Tape<'t, 's>,
+    x: &Var<'s>,
+    backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
+) -> Var<'s> {
+    tape.record(*x.value(), backward)
+}
+
+const USES: [(&str, Use); 20] = [
+    ("weights", |tape, x, h| tape.weights(h.linear.weight).map(|_| *x)),
+    ("linear, weight", |tape, x, h| tape.linear(x, h.linear.weight, None)),
+    ("linear_residual, weight", |tape, x, h| tape.linear_residual(x, h.linear.weight, None, x)),
+    ("linear_gelu, weight", |tape, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+    ("linear_per_token", |tape, x, h| tape.linear_per_token(x, &h.tokens.weights, &h.tokens.biases)),
+    ("rms_norm", |tape, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
+    ("norm_project", |tape, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
+    ("attention", |tape, x, h| {
+        let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
+        tape.attention(&tape.input(qkv), &h.attention.qk_norm, 1e-6, 0.125).and(Ok(*x))
+    }),
+    ("Linear", |tape, x, h| h.linear.forward(tape, x)),
+    ("Linear, residual", |tape, x, h| h.linear.forward_residual(tape, x, x)),
+    ("TokenLinear", |tape, x, h| h.tokens.forward(tape, x)),
+    ("RmsNorm", |tape, x, h| h.norm.forward(tape, x)),
+    ("Attention", |tape, x, h| h.attention.forward(tape, x)),
+    ("Mlp", |tape, x, h| h.mlp.forward(tape, x)),
+    ("Mlp, residual", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
+    ("Backward::weights", |tape, x, h| {
+        let weight = h.linear.weight;
+        Ok(custom(tape, x, move |back, _| back.weights(weight).map(drop)))
+    }),
+    ("Backward::gradient", |tape, x, h| {
+        let bias = h.linear.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| {
+            let step = back.step();
+            ops::fill_into(step, &mut back.gradient(bias)?.0, 1.0)
+        }))
+    }),
+    ("Parameters::lend", |tape, x, h| {
+        let bias = h.linear.bias.unwrap();
+        tape.linear(x, h.linear.weight, Some(bias))
+    }),
+    ("Backward::gradient, the last", |tape, x, h| {
+        let last = h.mlp.down.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| back.gradient(last).map(drop)))
+    }),
+    ("Backward::weights, the last", |tape, x, h| {
+        let last = h.mlp.down.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| back.weights(last).map(drop)))
+    }),
+];
+
+/// Forward and backward of one use.
+fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used: Use, handles: &Handles) -> Result<()> {
+    arena.step(|step| {
+        let tape = Tape::new(step, weights);
+        let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+        let y = used(&tape, &x, handles)?;
+        let rows = y.shape().elements() / WIDTH;
+        let y = tape.reshape(&y, [rows, WIDTH])?;
+        let labels = step.upload(&vec![1u32; rows], [rows])?.save();
+        let loss = tape.cross_entropy(&y, labels, 1.0)?;
+        tape.backward_afresh(&loss, gradients)
+    })
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+on_each_device! {
+    /// On a tape, forward and backward, and through layers.
+    fn a_foreign_parameter_is_refused_on_a_tape(device: &Device) {
+        let (own, layout) = handles(0);
+        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let mut arena = arena(device);
+        for (name, used) in USES {
+            run(&mut arena, &weights, &mut gradients, used, &own).unwrap_or_else(|error| panic!("{name}: {error}"));
+            for (number, foreign) in strangers().iter().enumerate() {
+                let got = refused(run(&mut arena, &weights, &mut gradients, used, foreign));
+                assert_eq!(got, Some("parameter"), "{name}, stranger {number}");
+            }
+        }
+        // One member of a pair alone.
+        for foreign in strangers() {
+            let uses: [(&str, Linear); 2] = [
+                ("bias", Linear { bias: foreign.linear.bias, ..own.linear }),
+                ("weight", Linear { weight: foreign.linear.weight, ..own.linear }),
+            ];
+            for (name, linear) in uses {
+                let mixed = Handles { linear, mlp: Mlp { up: linear, down: own.mlp.down }, ..handles(0).0 };
+                for (used, run_it) in [("Linear", USES[8].1), ("residual", USES[9].1), ("Mlp", USES[13].1)] {
+                    let got = refused(run(&mut arena, &weights, &mut gradients, run_it, &mixed));
+                    assert_eq!(got, Some("parameter"), "{used}, {name}");
+                }
+            }
+            arena.step(|step| {
+                let tape = Tape::new(step, &weights);
+                let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+                let (a, b) = (&own.tokens, &foreign.tokens);
+                assert_eq!(refused(tape.linear_per_token(&x, &a.weights, &b.biases)), Some("parameter"));
+                assert_eq!(refused(tape.linear_per_token(&x, &b.weights, &a.biases)), Some("parameter"));
+                let (a, b) = (&own.attention, &foreign.attention);
+                assert_eq!(refused(tape.norm_project(&x, a.norm.gain, 1e-6, &b.projections)), Some("parameter"));
+                assert_eq!(refused(tape.norm_project(&x, b.norm.gain, 1e-6, &a.projections)), Some("parameter"));
+                Ok(())
+            }).unwrap();
+        }
+    }
+
+    /// What reads and writes by handle.
+    fn a_foreign_parameter_is_refused_by_what_holds_numbers(device: &Device) {
+        let (own, layout) = handles(0);
+        let mut weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let before = weights.sha256().unwrap();
+        let mut arena = arena(device);
+        let mut check = |handle: Parameter| {
+            let values = [0.25; WIDTH];
+            let stepped = arena.step(|step| {
+                Ok([refused(weights.lend(step, handle)), refused(gradients.lend_mut(step, handle))])
+            });
+            let [lent, lent_mut] = stepped.unwrap();
+            let read = [refused(layout.entry(handle)), refused(weights.read(handle)), refused(gradients.read(handle))];
+            [&read[..], &[lent, lent_mut, refused(weights.write(handle, &values))]].concat()
+        };
+        for foreign in strangers() {
+            assert_eq!(check(foreign.norm.gain), [Some("parameter"); 6]);
+        }
+        assert_eq!(check(own.norm.gain), [None; 6]);
+        let gain = weights.read(own.norm.gain).unwrap();
+        assert_eq!(gain, [0.25; WIDTH]);
+        weights.write(own.norm.gain, &[1.0; WIDTH]).unwrap();
+        assert_eq!(weights.sha256().unwrap(), before, "nothing else was written");
+        assert_eq!(refused(weights.write(own.norm.gain, &[1.0; WIDTH + 1])), Some("write"));
+    }
+
+    /// Clones of a layout are one: a model may have several sets of weights.
+    fn handles_serve_all_clones_of_a_layout(device: &Device) {
+        let (own, layout) = handles(0);
+        let [one, other] = [&layout, &layout.clone()].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let read = |weights: &Parameters| bits(&weights.read(own.linear.weight).unwrap());
+        assert_eq!(read(&one), read(&other));
+        let mut gradients = Gradients::zeros(&one).unwrap();
+        run(&mut arena(device), &other, &mut gradients, USES[8].1, &own).unwrap();
+        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a layout that was built alike");
+    }
+
+    /// Every op, in each place where it takes a variable; and the backward pass.
+    fn a_foreign_variable_is_refused(device: &Device) {
+        type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
+        const OPS: [(&str, Op); 14] = [
+            ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
+            ("tanh", |tape, _, x, _| tape.tanh(x)),
+            ("gelu", |tape, _, x, _| tape.gelu(x)),
+            ("mean_tokens", |tape, _, x, _| tape.mean_tokens(x)),
+            ("linear", |tape, _, x, h| tape.linear(x, h.linear.weight, None)),
+            ("linear_gelu", |tape, _, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+            ("linear_residual, x", |tape, own, x, h| tape.linear_residual(x, h.linear.weight, None, own)),
+            ("linear_residual, residual", |tape, own, x, h| tape.linear_residual(own, h.linear.weight, None, x)),
+            ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),
+            ("rms_norm", |tape, _, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
+            ("norm_project", |tape, _, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
+            ("attention", |tape, _, x, h| {
+                let qkv = tape.reshape(x, [1, BATCH, TOKENS, WIDTH])?;
+                tape.attention(&qkv, &h.attention.qk_norm, 1e-6, 0.125)
+            }),
+            ("cross_entropy", |tape, _, x, _| {
+                let labels = tape.step().empty([BATCH])?.save();
+                tape.cross_entropy(x, labels, 1.0)
+            }),
+            ("Attention", |tape, _, x, h| h.attention.forward(tape, x)),
+        ];
+        let (own, layout) = handles(0);
+        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        arena(device).step(|step| {
+            for (name, op) in OPS {
+                let (tape, other) = (Tape::new(step, &weights), Tape::new(step, &weights));
+                let x = ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?.save();
+                let (own_x, foreign) = (tape.input(x), other.input(x));
+                let made = other.tanh(&foreign)?;
+                for foreign in [foreign, made] {
+                    assert_eq!(refused(op(&tape, &own_x, &foreign, &own)), Some("tape"), "{name}");
+                }
+            }
+            // A variable outlives its tape's backward pass, and is still no other's.
+            let gone = Tape::new(step, &weights);
+            let x = gone.input(ops::fill(step, [1, 1], 0.5)?);
+            let loss = gone.tanh(&x)?;
+            gone.backward(&loss, &mut gradients)?;
+            for afresh in [false, true] {
+                let tape = Tape::new(step, &weights);
+                let backward = if afresh { Tape::backward_afresh } else { Tape::backward };
+                assert_eq!(refused(backward(tape, &loss, &mut gradients)), Some("tape"));
+            }
+            Ok(())
+        }).unwrap();
+    }
+
+    /// What an op's backward gives to a variable that is not its own.
+    fn a_backward_pass_adds_to_its_own_variables_alone(device: &Device) {
+        let weights = Parameters::new(device, &handles(0).1, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let before = gradients.flat().read().unwrap();
+        arena(device).step(|step| {
+            let mut pass = |shape: [usize; 2], to: &str| -> Result<_> {
+                let (tape, other) = (Tape::new(step, &weights), Tape::new(step, &weights));
+                let leaf = ops::fill(step, [1, 1], 0.5)?.save();
+                let [mine, theirs] = [&tape, &other].map(|tape| tape.tanh(&tape.input(leaf)));
+                let (mine, theirs) = (mine?, theirs?);
+                let later = Rc::new(Cell::new(None));
+                let (input, known) = (tape.input(leaf), Rc::clone(&later));
+                let to = to.to_owned();
+                let loss = custom(&tape, &mine, move |back, _| {
+                    let gradient = ops::fill(back.step(), shape, 1.0)?;
+                    match to.as_str() {
+                        "mine" => back.add(&mine, gradient),
+                        "input" => back.add(&input, gradient),
+                        "theirs" => back.add(&theirs, gradient),
+                        "wants theirs" => back.wants(&theirs).map(drop),
+                        _ => back.add(&known.get().unwrap(), gradient),
+                    }
+                });
+                later.set(Some(loss));
+                Ok(refused(tape.backward(&loss, &mut gradients)))
+            };
+            assert_eq!(pass([1, 1], "mine")?, None);
+            assert_eq!(pass([1, 1], "input")?, None);
+            assert_eq!(pass([1, 1], "theirs")?, Some("tape"));
+            assert_eq!(pass([1, 1], "wants theirs")?, Some("tape"));
+            assert_eq!(pass([1, 1], "itself")?, Some("backward"));
+            // The first gradient that comes is looked at like the others.
+            assert_eq!(pass([1, 2], "mine")?, Some("backward"));
+            assert_eq!(pass([2, 1], "input")?, Some("backward"));
+            Ok(())
+        }).unwrap();
+        assert_eq!(gradients.flat().read().unwrap(), before);
+    }
+
+    /// Gradients, moments and models of other layouts.
+    fn what_belongs_to_another_layout_is_refused(device: &Device) {
+        let ((own, layout), (_, alike)) = (handles(0), handles(0));
+        let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
+        let mut optimizer = AdamW::new(&weights, AdamWConfig::default()).unwrap();
+        optimizer.advance().unwrap();
+        let mut arena = arena(device);
+        assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[8].1, &own)), Some("backward"));
+        arena.step(|step| {
+            assert_eq!(refused(optimizer.apply(step, &mut others, &gradients)), Some("adamw"));
+            assert_eq!(refused(optimizer.apply(step, &mut weights, &others_gradients)), Some("adamw"));
+            optimizer.apply(step, &mut weights, &gradients).map(drop)
+        }).unwrap();
+        assert_eq!(optimizer.updates(), 1, "what was refused is no update");
+
+        // The same layout on another device.
+        let elsewhere = support::open(device.description().kind);
+        let far = Parameters::new(&elsewhere, &layout, 7).unwrap();
+        let mut far_gradients = Gradients::zeros(&far).unwrap();
+        assert_eq!(refused(run(&mut arena, &weights, &mut far_gradients, USES[1].1, &own)), Some("lend"));
+        assert_eq!(refused(run(&mut arena, &far, &mut gradients, USES[1].1, &own)), Some("lend"));
+    }
+
+    /// Stacks without a member are refused, and nothing panics.
+    fn an_empty_stack_is_refused(device: &Device) {
+        let mut layout = Layout::builder();
+        let gain = layout.add("gain", [WIDTH], Initializer::ONE);
+        let none = layout.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
+        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        arena(device).step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+            assert_eq!(refused(tape.norm_project(&x, gain, 1e-6, &none)), Some("stack"));
+            assert_eq!(refused(tape.linear_per_token(&x, &none, &none)), Some("stack"));
+            let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);
+            assert_eq!(refused(tape.attention(&qkv, &none, 1e-6, 0.125)), Some("stack"));
+            Ok(())
+        }).unwrap();
+    }
+}
