@@ -128,11 +128,9 @@ impl LayoutBuilder {
     pub fn build(self) -> Result<Layout> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
         let named = |entry: &Entry| format!("`{}` {}", short(&entry.name), entry.shape);
-        if let Some(first) = self.beyond {
-            return refused(
-                "parameters that memory can hold",
-                format!("{} behind {} elements", named(&self.entries[first]), self.elements),
-            );
+        if let Some(entry) = self.beyond.map(|first| &self.entries[first]) {
+            let got = format!("{} behind {} elements", named(entry), entry.start);
+            return refused("parameters that memory can hold", got);
         }
         let mut names: Vec<&str> = self.entries.iter().map(Entry::name).collect();
         names.sort_unstable();
