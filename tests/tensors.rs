@@ -5,8 +5,6 @@
 
 mod support;
 
-use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Seek, Write};
 use std::os::unix::fs::FileExt;
@@ -16,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::{AdamW, AdamWConfig, Checkpoint, Device, DeviceKind, Error, Initializer, Layout, Parameters};
+use support::forged::forge;
 
 /// Far more than a refusal takes, on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
@@ -249,27 +248,6 @@ fn a_file_that_changes_while_it_is_read_is_loaded_right_or_refused() {
     });
 }
 
-/// A checkpoint whose notes are others, with the digest put right.
-fn signed(path: &Path, change: &[(&str, &str)]) {
-    let bytes = fs::read(path).unwrap();
-    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-    let mut notes: BTreeMap<String, String> = header.metadata().clone().unwrap().into_iter().collect();
-    notes.remove("stepscope.sha256");
-    notes.extend(change.iter().map(|(key, value)| (key.to_string(), value.to_string())));
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let tensors: BTreeMap<_, _> = file.tensors().into_iter().collect();
-    let mut hash = Sha256::new();
-    for (key, value) in &notes {
-        hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
-    }
-    for (name, tensor) in &tensors {
-        hash.update(format!("{}:{name}{:?}", name.len(), tensor.shape()));
-        hash.update(tensor.data());
-    }
-    notes.insert("stepscope.sha256".into(), hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect());
-    fs::write(path, safetensors::serialize(tensors, Some(notes.into_iter().collect())).unwrap()).unwrap();
-}
-
 /// Numbers from which counting on would overflow.
 #[test]
 fn a_number_of_updates_that_no_run_reaches_is_refused() {
@@ -280,13 +258,13 @@ fn a_number_of_updates_that_no_run_reaches_is_refused() {
     Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap();
     let long = "9".repeat(1 << 20);
     for updates in [&u64::MAX.to_string(), &(u64::MAX / 2 + 1).to_string(), "-1", "1.0", "", &long] {
-        signed(&path, &[("stepscope.updates", updates)]);
+        forge(&path, &[("stepscope.updates", updates)]);
         let restored = Checkpoint::load(&path).unwrap().restore(&mut parameters, Some(&mut optimizer));
         let Err(Error::File { reason, .. }) = restored else { panic!("{restored:?}") };
         assert!(reason.contains("stepscope.updates") && reason.len() < SHORT, "{reason}");
         assert_eq!(optimizer.updates(), 0);
     }
-    signed(&path, &[("stepscope.updates", &(u64::MAX / 2).to_string())]);
+    forge(&path, &[("stepscope.updates", &(u64::MAX / 2).to_string())]);
     Checkpoint::load(&path).unwrap().restore(&mut parameters, Some(&mut optimizer)).unwrap();
     optimizer.advance().unwrap();
     assert_eq!(optimizer.updates(), u64::MAX / 2 + 1);

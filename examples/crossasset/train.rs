@@ -10,6 +10,7 @@ use stepscope::{
     ops, replace_file,
 };
 
+use crate::bars::shown;
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
@@ -22,6 +23,8 @@ use crate::trace::Trace;
 const POSITION: &str = "crossasset.position";
 /// The checkpoint's note with [`settings`].
 const SETTINGS: &str = "crossasset.settings";
+/// Characters of a note that a message shows.
+const SHOWN: usize = 1000;
 /// The learning rate at the end of a fold, as a share of `--learning-rate`.
 const FLOOR: f64 = 0.1;
 /// Events of the memory that are kept, at most: a batch of 256 steps of one sample has some 50,000.
@@ -269,11 +272,11 @@ fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<P
         return Err(refused(format!(
             "was made from other bars or with other settings, so going on would mix two runs: give those, files in the same order, or \
              train anew without --resume\n  expected: {}\n  got:      {ours}",
-            shown(theirs)
+            shown(theirs, SHOWN)
         )));
     }
     let position: Position = serde_json::from_str(checkpoint.note(POSITION)?)
-        .map_err(|reason| refused(format!("`{POSITION}`: {}", shown(&reason.to_string()))))?;
+        .map_err(|reason| refused(format!("`{POSITION}`: {}", shown(&reason.to_string(), SHOWN))))?;
     let Position { epochs, batches } = &position;
     let in_order =
         epochs.iter().enumerate().all(|(at, it)| (it.fold, it.epoch) == (at / args.epochs, at % args.epochs));
@@ -284,11 +287,6 @@ fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<P
         )));
     }
     Ok(position)
-}
-
-/// A text of a file as a message shows it.
-fn shown(text: &str) -> String {
-    text.chars().take(1000).map(|character| if character.is_control() { ' ' } else { character }).collect()
 }
 
 /// What decides the weights: the bars last, by their digest.
