@@ -108,11 +108,15 @@ fn check_plain(found: &Metadata) -> io::Result<()> {
 /// Temporary files of the same name that killed processes have left are removed first.
 ///
 /// # Errors
-/// [`Error::File`] with the system's reason; the old file is untouched then.
+/// [`Error::File`] with the system's reason, or when something else than a plain file is there; what was there is untouched then.
 pub fn replace_file(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     let path = path.as_ref();
     sweep(path);
     let replace = || {
+        // To rename over a device would take it away from everybody.
+        if let Ok(found) = fs::metadata(path) {
+            check_plain(&found)?;
+        }
         let mut file = temporary(path)?;
         file.write_all(bytes)?;
         file.as_file().sync_all()?;

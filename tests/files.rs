@@ -100,6 +100,11 @@ fn what_is_no_plain_file_is_refused_at_once() {
     }
     assert_eq!(PlainFile::open(folder.path().join("absent")).unwrap_err().kind(), ErrorKind::NotFound);
     assert!(start.elapsed() < Duration::from_secs(2));
+    for path in [&pipe, &link] {
+        let error = replace_file(path, b"bytes").unwrap_err().to_string();
+        assert!(error.contains("expected a plain file, got a pipe"), "{error}");
+    }
+    assert_eq!(names_in(folder.path()), ["link", "pipe"]);
     fs::write(folder.path().join("empty"), "").unwrap();
     assert!(PlainFile::open(folder.path().join("empty")).unwrap().is_empty());
 }
