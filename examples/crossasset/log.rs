@@ -19,9 +19,7 @@ pub(crate) fn start(log: Log) {
         Log::Json => LevelFilter::INFO,
     };
     let filter = EnvFilter::builder().with_default_directive(default.into()).from_env_lossy();
-    // Where a line cannot be written, neither can a word about that.
-    let lines = tracing_subscriber::fmt::layer().with_writer(stderr).log_internal_errors(false);
-    let lines = lines.with_span_events(FmtSpan::CLOSE);
+    let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_span_events(FmtSpan::CLOSE);
     let lines = match log {
         Log::Text => lines.with_ansi(stderr().is_terminal()).boxed(),
         Log::Json => lines.json().flatten_event(true).boxed(),
