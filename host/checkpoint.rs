@@ -5,34 +5,34 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
+use crate::files::{replace_file, sweep};
 use crate::finite::{Numbers, Quantity};
-use crate::memory::Mapped;
 use crate::optim::AdamW;
 use crate::params::{Entry, Layout, Parameters, hex};
 use crate::tensor::Shape;
+use crate::tensors::Tensors;
 use crate::upload::Transfer;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, HashMap};
-use std::fs;
-use std::io::Write;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "stepscope.format";
 const UPDATES: &str = "stepscope.updates";
+/// The most updates that a file may claim: counting on from there cannot overflow.
+const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note that tells a damaged file.
 const DIGEST: &str = "stepscope.sha256";
 /// Names of the moments' tensors, before the parameter's own name.
 const MOMENTS: [&str; 2] = ["adamw.first.", "adamw.second."];
 
-/// A checkpoint's file, known to be whole. It stays mapped, and must not be written to meanwhile; replacing it does no harm.
+/// What a checkpoint's file held when it was loaded, known to be whole. It takes as much of the host's memory as the file has bytes: drop
+/// it when all is restored. What becomes of the file does not matter any more.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
-    bytes: Mapped,
-    notes: HashMap<String, String>,
+    tensors: Tensors,
 }
 
 impl Checkpoint {
@@ -40,7 +40,8 @@ impl Checkpoint {
     /// file in the same folder is written, flushed to the disk and renamed. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] for weights or moments that are not finite, [`Error::File`] with the system's reason; the old file is untouched
+    /// [`Error::NotFinite`] for weights or moments that are not finite; [`Error::Misuse`] when two tensors would have one name, as a
+    /// parameter `adamw.first.w` and the first moment of `w` have; [`Error::File`] with the system's reason; the old file is untouched
     /// then.
     pub fn save(
         path: impl AsRef<Path>,
@@ -63,7 +64,7 @@ impl Checkpoint {
         numbers: Numbers,
     ) -> Result<()> {
         let layout = parameters.layout();
-        let mut notes: HashMap<String, String> =
+        let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
         let update = optimizer.map(AdamW::updates);
@@ -87,6 +88,11 @@ impl Checkpoint {
             })
             .collect();
         named.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+        let twice = named.windows(2).find(|pair| pair[0].0 == pair[1].0).map(|pair| pair[0].0.as_str());
+        if let Some(name) = twice {
+            let expected = "a different name for each parameter and moment";
+            return Err(Error::misuse("checkpoint", expected, format!("two named `{}`", short(name))));
+        }
         let contents = named.iter().map(|(name, shape, bytes)| (name.as_str(), shape.extents(), bytes.as_slice()));
         notes.insert(DIGEST.into(), digest(&notes, contents));
         let views = named
@@ -94,33 +100,30 @@ impl Checkpoint {
             .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.extents().to_vec(), bytes)?)))
             .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
             .map_err(|reason| Error::file(path, reason))?;
-        let file = safetensors::serialize(views, Some(notes)).map_err(|reason| Error::file(path, reason))?;
+        let file = safetensors::serialize(views, Some(notes.into_iter().collect()))
+            .map_err(|reason| Error::file(path, reason))?;
         replace_file(path, &file)
     }
 
-    /// Reads a checkpoint.
+    /// Reads a checkpoint: each byte once, and its digest is that of the bytes that were read. Temporary files that killed processes have
+    /// left beside it are removed.
     ///
     /// # Errors
-    /// [`Error::File`] when it is missing, torn or not of this format.
+    /// [`Error::File`] when it is missing, no plain file, cut, damaged, written to meanwhile, not of this format, or larger than the host's
+    /// available memory.
     pub fn load(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let bytes = Mapped::open(&path)?;
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|reason| Error::file(&path, reason))?;
-        let notes = header.metadata().clone().unwrap_or_default();
-        if notes.get(FORMAT).map(String::as_str) != Some("1") {
-            let found = notes.get(FORMAT);
-            return Err(Error::file(path, format!("`{FORMAT}` is {found:?}, this version reads \"1\"")));
-        }
-        let tensors = SafeTensors::deserialize(&bytes).map_err(|reason| Error::file(&path, reason))?;
-        let mut tensors = tensors.tensors();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let contents = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.shape(), tensor.data()));
-        let (found, computed) = (notes.get(DIGEST), digest(&notes, contents));
-        if found != Some(&computed) {
-            let reason = format!("damaged: `{DIGEST}` is {found:?}, and its contents have {computed}");
-            return Err(Error::file(path, reason));
-        }
-        Ok(Self { path, bytes, notes })
+        sweep(&path);
+        let tensors = Tensors::read(&path)?;
+        // What the file says, which must be so.
+        let check = |key, expected: &str, wrong: &str| {
+            let found = tensors.notes().get(key).map_or("", String::as_str);
+            let reason = || format!("{wrong}: expected `{key}` `{expected}`, got `{}`", short(found));
+            if found == expected { Ok(()) } else { Err(Error::file(&path, reason())) }
+        };
+        check(FORMAT, "1", "not a checkpoint of this version")?;
+        check(DIGEST, &digest(tensors.notes(), tensors.iter()), "damaged")?;
+        Ok(Self { path, tensors })
     }
 
     /// A note of the writer.
@@ -128,7 +131,11 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] when it is not there.
     pub fn note(&self, key: &str) -> Result<&str> {
-        self.notes.get(key).map(String::as_str).ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
+        self.tensors
+            .notes()
+            .get(key)
+            .map(String::as_str)
+            .ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
     }
 
     /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
@@ -140,7 +147,7 @@ impl Checkpoint {
         self.restore_with(parameters, optimizer, Transfer::new())
     }
 
-    /// [`Checkpoint::restore`] with a deadline, progress or numbers that are not finite: weights and moments are one upload, straight from the file.
+    /// [`Checkpoint::restore`] with a deadline, progress or numbers that are not finite: weights and moments are one upload.
     ///
     /// # Errors
     /// As for [`Checkpoint::restore`].
@@ -150,19 +157,23 @@ impl Checkpoint {
         optimizer: Option<&mut AdamW>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
-        self.bytes.check(&self.path)?;
-        let tensors = SafeTensors::deserialize(&self.bytes).map_err(|reason| Error::file(&self.path, reason))?;
         let layout = parameters.layout().clone();
-        let weights = self.region(&tensors, &layout, "")?;
+        let weights = self.region(&layout, "")?;
         let moments = match &optimizer {
             None => None,
             Some(optimizer) => {
                 optimizer.check_layout(&layout)?;
                 let updates = self.note(UPDATES)?;
-                let updates: u64 =
-                    updates.parse().map_err(|_| Error::file(&self.path, format!("`{UPDATES}` is `{updates}`")))?;
+                let number = updates.parse().ok().filter(|&updates: &u64| updates <= MOST_UPDATES);
+                let number = number.ok_or_else(|| {
+                    let got = short(updates);
+                    Error::file(
+                        &self.path,
+                        format!("expected `{UPDATES}` to be a number up to {MOST_UPDATES}, got `{got}`"),
+                    )
+                })?;
                 let [first, second] = MOMENTS;
-                Some((updates, self.region(&tensors, &layout, first)?, self.region(&tensors, &layout, second)?))
+                Some((number, self.region(&layout, first)?, self.region(&layout, second)?))
             }
         };
         let update = moments.as_ref().map(|(updates, ..)| *updates);
@@ -182,35 +193,23 @@ impl Checkpoint {
     }
 
     /// The bytes of the tensors whose names start with `prefix`, for each parameter.
-    fn region<'f>(&self, tensors: &SafeTensors<'f>, layout: &Layout, prefix: &str) -> Result<Vec<&'f [u8]>> {
+    fn region(&self, layout: &Layout, prefix: &str) -> Result<Vec<&[u8]>> {
         let bytes = |entry: &Entry| {
             let name = format!("{prefix}{}", entry.name());
-            let tensor =
-                tensors.tensor(&name).map_err(|reason| Error::file(&self.path, format!("`{name}`: {reason}")))?;
-            self.check(&name, entry, &tensor)?;
-            Ok(tensor.data())
+            self.tensors.expect(&name, entry.shape().extents()).map_err(|reason| Error::file(&self.path, reason))
         };
         layout.entries().iter().map(bytes).collect()
-    }
-
-    fn check(&self, name: &str, entry: &Entry, tensor: &TensorView<'_>) -> Result<()> {
-        let (shape, dtype) = (tensor.shape(), tensor.dtype());
-        if shape == entry.shape().extents() && dtype == Dtype::F32 {
-            return Ok(());
-        }
-        Err(Error::file(&self.path, format!("`{name}`: expected F32 {}, got {dtype:?} {shape:?}", entry.shape())))
     }
 }
 
 /// The SHA-256, in hexadecimal, over all notes but its own and then all tensors, each in the order of their names: for a
 /// note `LENGTH:KEY` and `LENGTH:VALUE`, for a tensor `LENGTH:NAME`, its shape as `[2, 3]`, and its bytes.
 fn digest<'t>(
-    notes: &HashMap<String, String>,
+    notes: &BTreeMap<String, String>,
     tensors: impl Iterator<Item = (&'t str, &'t [usize], &'t [u8])>,
 ) -> String {
     let mut hash = Sha256::new();
-    let notes: BTreeMap<_, _> = notes.iter().filter(|(key, _)| *key != DIGEST).collect();
-    for (key, value) in notes {
+    for (key, value) in notes.iter().filter(|(key, _)| *key != DIGEST) {
         hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
     }
     for (name, shape, bytes) in tensors {
@@ -222,29 +221,4 @@ fn digest<'t>(
 
 fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
-}
-
-/// Replaces a file as a whole: the new bytes are on the disk before the name points to them.
-///
-/// # Errors
-/// [`Error::File`] with the system's reason; the old file is untouched then.
-pub fn replace_file(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
-    let path = path.as_ref();
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let replace = || {
-        let mut options = tempfile::Builder::new();
-        // A temporary file is its owner's alone; a checkpoint is as readable as any file (the umask still applies).
-        #[cfg(unix)]
-        options.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let mut file = options.tempfile_in(folder)?;
-        file.write_all(bytes)?;
-        file.as_file().sync_all()?;
-        file.persist(path).map_err(|failed| failed.error)?;
-        // The rename itself is on the disk once the folder is.
-        fs::File::open(folder)?.sync_all()
-    };
-    replace().map_err(|reason: std::io::Error| Error::file(path, reason))
 }

@@ -7,6 +7,7 @@ use crate::finite::Quantity;
 use crate::memory::{ArenaReport, Cause, Refusal};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
+use std::fmt::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -200,6 +201,32 @@ impl Error {
 
     pub(crate) fn file(path: impl Into<PathBuf>, reason: impl ToString) -> Self {
         Self::File { path: path.into(), reason: reason.to_string() }
+    }
+}
+
+/// A text from outside as a message shows it: without control characters, and no longer than a line.
+pub(crate) fn short(text: &str) -> Short<'_> {
+    Short(text)
+}
+
+/// See [`short`].
+pub(crate) struct Short<'t>(&'t str);
+
+impl Short<'_> {
+    /// Characters that are shown.
+    const MOST: usize = 120;
+}
+
+impl fmt::Display for Short<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rest = self.0.chars();
+        for character in rest.by_ref().take(Self::MOST) {
+            f.write_char(if character.is_control() { char::REPLACEMENT_CHARACTER } else { character })?;
+        }
+        match rest.as_str().len() {
+            0 => Ok(()),
+            more => write!(f, ".. and {more} bytes more"),
+        }
     }
 }
 

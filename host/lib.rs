@@ -10,6 +10,7 @@ mod checkpoint;
 mod dlpack;
 mod driver;
 mod error;
+mod files;
 mod finite;
 mod initializer;
 mod launch;
@@ -25,6 +26,7 @@ mod random;
 mod state_dict;
 mod step;
 mod tensor;
+mod tensors;
 mod trainer;
 mod upload;
 
@@ -35,12 +37,13 @@ mod guide {}
 
 pub use autograd::{Backward, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
-pub use checkpoint::{Checkpoint, replace_file};
+pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;
 pub use driver::{
     DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
 };
 pub use error::{Error, Result};
+pub use files::{PlainFile, RunLock, replace_file};
 pub use finite::{Numbers, Quantity};
 pub use initializer::Initializer;
 pub use launch::{Lent, LentMut, Source, Target};

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::driver::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
 use crate::finite::Quantity;
 use crate::initializer::Initializer;
 use crate::launch::{Lent, LentMut, Memory};
@@ -14,6 +14,7 @@ use crate::memory::{ALIGN_BYTES, Buffer};
 use crate::random::SplitMix64;
 use crate::step::Step;
 use crate::tensor::Shape;
+use crate::tensors::NOTES;
 use crate::upload::{Content, Transfer};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
@@ -85,23 +86,32 @@ pub struct LayoutBuilder {
     identity: u64,
     entries: Vec<Entry>,
     elements: usize,
+    /// The first parameter with which the layout has more bytes than memory can have.
+    beyond: Option<usize>,
 }
 
 impl Default for LayoutBuilder {
     fn default() -> Self {
         // Tells handles of one layout from another's.
         static LAYOUTS: AtomicU64 = AtomicU64::new(0);
-        Self { identity: LAYOUTS.fetch_add(1, Ordering::Relaxed), entries: Vec::new(), elements: 0 }
+        Self { identity: LAYOUTS.fetch_add(1, Ordering::Relaxed), entries: Vec::new(), elements: 0, beyond: None }
     }
 }
 
 impl LayoutBuilder {
-    /// A parameter of a name and a shape.
+    /// A parameter of a name and a shape. What is wrong with either is an error of [`LayoutBuilder::build`].
     pub fn add(&mut self, name: impl Into<String>, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
         let shape = shape.into();
-        let entry = Entry { name: name.into(), shape, start: self.elements, initializer };
-        self.elements = entry.range().end.next_multiple_of(ALIGN_BYTES / size_of::<f32>());
-        self.entries.push(entry);
+        let end = shape.checked_elements().and_then(|elements| self.elements.checked_add(elements));
+        let end = end.and_then(|end| end.checked_next_multiple_of(ALIGN_BYTES / size_of::<f32>()));
+        let start = match end.filter(|&end| end <= isize::MAX as usize / size_of::<f32>()) {
+            Some(end) => std::mem::replace(&mut self.elements, end),
+            None => {
+                self.beyond.get_or_insert(self.entries.len());
+                self.elements
+            }
+        };
+        self.entries.push(Entry { name: name.into(), shape, start, initializer });
         Parameter { layout: self.identity, index: self.entries.len() - 1 }
     }
 
@@ -120,28 +130,30 @@ impl LayoutBuilder {
     /// The finished layout.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for no parameter, an empty one, or two of one name.
+    /// [`Error::Misuse`] for no parameter, an empty one, two of one name (as `b.c` in `a` and `c` in `a.b` are), one named `__metadata__`, as
+    /// no tensor of a file can be, or more bytes than memory can have.
     pub fn build(self) -> Result<Layout> {
+        let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
+        let named = |entry: &Entry| format!("`{}` {}", short(&entry.name), entry.shape);
+        if let Some(entry) = self.beyond.map(|first| &self.entries[first]) {
+            let got = format!("{} behind {} elements", named(entry), entry.start);
+            return refused("parameters that memory can hold", got);
+        }
         let mut names: Vec<&str> = self.entries.iter().map(Entry::name).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::misuse(
-                "layout",
-                "a different name for each parameter",
-                format!("two named `{}`", pair[0]),
-            ));
+            return refused("a different name for each parameter", format!("two named `{}`", short(pair[0])));
+        }
+        if names.binary_search(&NOTES).is_ok() {
+            return refused("names that a file's tensors can have", format!("`{NOTES}`, where a file has its notes"));
         }
         if let Some(empty) = self.entries.iter().find(|entry| entry.shape.elements() == 0) {
-            return Err(Error::misuse(
-                "layout",
-                "parameters with elements",
-                format!("`{}` {}", empty.name, empty.shape),
-            ));
+            return refused("parameters with elements", named(empty));
         }
         if self.entries.is_empty() {
-            return Err(Error::misuse("layout", "at least one parameter", "none"));
+            return refused("at least one parameter", "none".into());
         }
-        let Self { identity, entries, elements } = self;
+        let Self { identity, entries, elements, .. } = self;
         Ok(Layout { shared: Arc::new(Shared { identity, entries, elements }) })
     }
 }
@@ -347,7 +359,7 @@ impl Parameters {
     }
 
     /// Overwrites all weights with what `source` gives for each parameter, in the layout's order: its elements as
-    /// little-endian f32, row-major, at any alignment, from memory or from a mapped file. Small parameters share a copy, large ones take
+    /// little-endian f32, row-major, at any alignment, from memory that nobody changes meanwhile. Small parameters share a copy, large ones take
     /// several. The sources are not needed any more when it returns.
     ///
     /// # Errors
@@ -364,7 +376,7 @@ impl Parameters {
             let (expected, found) = (entry.bytes().len(), source(entry));
             found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
                 let got = found.map_or("none".into(), |bytes| format!("{} bytes", bytes.len()));
-                Error::misuse("load", format!("{expected} bytes for `{}` {}", entry.name, entry.shape), got)
+                Error::misuse("load", format!("{expected} bytes for `{}` {}", short(&entry.name), entry.shape), got)
             })
         };
         let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;

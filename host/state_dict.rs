@@ -6,13 +6,12 @@
 
 #![forbid(unsafe_code)]
 
-use crate::checkpoint::replace_file;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
+use crate::files::replace_file;
 use crate::finite::{Numbers, Quantity};
-use crate::memory::Mapped;
-use crate::params::{Entry, Parameters};
+use crate::params::{Entry, Layout, Parameters};
+use crate::tensors::Tensors;
 use crate::upload::Transfer;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -24,6 +23,18 @@ fn name(entry: &Entry) -> String {
         Some(before) if before.is_empty() || before.ends_with('.') => format!("{before}weight"),
         _ => name.to_owned(),
     }
+}
+
+/// The parameters by their names there.
+fn names(layout: &Layout) -> Result<BTreeMap<String, &Entry>> {
+    let mut names = BTreeMap::new();
+    for entry in layout.entries() {
+        if names.insert(name(entry), entry).is_some() {
+            let expected = "a different name for each parameter, where a gain is a weight";
+            return Err(Error::misuse("state_dict", expected, format!("two named `{}`", short(&name(entry)))));
+        }
+    }
+    Ok(names)
 }
 
 /// Its extents there.
@@ -53,18 +64,14 @@ impl Parameters {
         let path = path.as_ref();
         let values = self.flat().read()?;
         Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
-        let mut tensors = BTreeMap::new();
-        for entry in self.layout().entries() {
+        let tensor = |(name, entry): (String, &Entry)| {
             let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
-            let bytes = transposed(&words, entry.shape().extents());
-            if tensors.insert(name(entry), (shape(entry), bytes)).is_some() {
-                let expected = "a different name for each parameter, where a gain is a weight";
-                return Err(Error::misuse("state_dict", expected, format!("two named `{}`", name(entry))));
-            }
-        }
+            (name, shape(entry), transposed(&words, entry.shape().extents()))
+        };
+        let tensors: Vec<_> = names(self.layout())?.into_iter().map(tensor).collect();
         let refused = |reason: safetensors::SafeTensorError| Error::file(path, reason);
         let mut views = Vec::new();
-        for (name, (shape, bytes)) in &tensors {
+        for (name, shape, bytes) in &tensors {
             views.push((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(refused)?));
         }
         // What PyTorch's own files say of themselves, and some of its readers ask for.
@@ -73,31 +80,25 @@ impl Parameters {
     }
 
     /// Overwrites all weights with those of a file as [`Parameters::save_state_dict`] or `safetensors.torch.save_file(
-    /// model.state_dict(), path)` writes it.
+    /// model.state_dict(), path)` writes it. Such a file has no digest, so what it holds is taken as it is; but each byte is read once, all
+    /// of them before any is used, and a file that changes meanwhile is refused as far as its length and its time of modification tell.
+    /// Takes twice the file's bytes of the host's memory meanwhile.
     ///
     /// # Errors
-    /// [`Error::File`], before anything is changed, when the file cannot be read, lacks a parameter, has one more, or has one of another
-    /// shape or type than f32; as for [`Parameters::load`].
+    /// [`Error::File`], before anything is changed, when the file is no plain file, cannot be read whole, lacks a parameter, has one more, or
+    /// has one of another shape or type than f32; [`Error::Misuse`] when two parameters have one name there; as for [`Parameters::load`].
     pub fn load_state_dict(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let file = Mapped::open(path)?;
-        let tensors = SafeTensors::deserialize(&file).map_err(|reason| Error::file(path, reason))?;
-        let mut found: HashMap<String, TensorView<'_>> = tensors.tensors().into_iter().collect();
+        let names = names(self.layout())?;
+        let file = Tensors::read(path)?;
         let mut sources = HashMap::new();
-        for entry in self.layout().entries() {
-            let (name, shape) = (name(entry), shape(entry));
-            let Some(tensor) = found.remove(&name) else {
-                return Err(Error::file(path, format!("has no `{name}` for `{}`", entry.name())));
-            };
-            if tensor.shape() != shape || tensor.dtype() != Dtype::F32 {
-                let got = format!("{:?} {:?}", tensor.dtype(), tensor.shape());
-                return Err(Error::file(path, format!("`{name}`: expected F32 {shape:?}, got {got}")));
-            }
-            let (words, _) = tensor.data().as_chunks();
-            sources.insert(entry.name().to_owned(), transposed(words, &shape));
+        for (name, entry) in &names {
+            let shape = shape(entry);
+            let bytes = file.expect(name, &shape).map_err(|reason| Error::file(path, reason))?;
+            sources.insert(entry.name().to_owned(), transposed(bytes.as_chunks().0, &shape));
         }
-        if let Some(more) = found.keys().min() {
-            return Err(Error::file(path, format!("has `{more}`, which is no parameter of this model")));
+        if let Some((more, ..)) = file.iter().find(|(name, ..)| !names.contains_key(*name)) {
+            return Err(Error::file(path, format!("has `{}`, which is no parameter of this model", short(more))));
         }
         self.load(|entry| sources.get(entry.name()).map(Vec::as_slice), Transfer::new())
     }

@@ -124,6 +124,41 @@ fn a_missing_file() {
     workplace.refuses(&[&file], &[], &[&file.display().to_string(), "cannot be read"]);
 }
 
+/// None of them ends, as far as a reader knows; each is refused at once.
+#[cfg(unix)]
+#[test]
+fn what_is_no_plain_file() {
+    let workplace = Workplace::new();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let pipe = elsewhere.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for (path, kind) in [
+        (pipe.as_path(), "a pipe"),
+        (Path::new("/dev/zero"), "a pipe, a socket or a device"),
+        (Path::new("/"), "a folder"),
+    ] {
+        workplace.refuses(
+            &[path],
+            &[],
+            &[&format!("{}: cannot be read: expected a plain file, got {kind}", path.display())],
+        );
+    }
+}
+
+/// A tebibyte of NUL bytes, which takes no room on the disk.
+#[test]
+fn a_row_without_end() {
+    let workplace = Workplace::new();
+    let file = workplace.file("bars.csv", "");
+    fs::File::options().write(true).open(&file).unwrap().set_len(1 << 40).unwrap();
+    let mut command = Command::new(program());
+    command.args(["--device", "emulated", "--out"]).arg(workplace.out()).arg("--bars").arg(&file);
+    let output = command.output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains("line 1, column number 1: the row is longer than 1048576 bytes"), "{told}");
+}
+
 #[test]
 fn a_missing_column() {
     refused("open_time,open,high,low,volume\n", 1, "close", "the column is missing");

@@ -1,4 +1,4 @@
-//! What `crossasset` says on standard error when nobody sits before it: lines, or JSON objects.
+//! What `crossasset` says on standard error when nobody sits before it: lines, or JSON objects; and that nobody needs to hear it.
 //!
 //! Invariant: with `--log json` each line is one object, also when spans end and when the run fails.
 
@@ -9,6 +9,8 @@ mod example;
 
 use example::{SMALL, command, text};
 use serde_json::Value;
+use std::fs::File;
+use std::process::Stdio;
 use stepscope::{Device, DeviceKind};
 
 /// Runs `crossasset` with arguments, listening as closely as `level` says; whether it succeeded, and its lines.
@@ -73,4 +75,45 @@ fn json_tells_why_a_run_failed() {
     let last = objects.last().unwrap();
     let message = last["message"].as_str().unwrap();
     assert!(!success && last["level"] == "ERROR" && message.contains("of device memory refused"), "{last}");
+}
+
+/// Whichever output is closed, left by its reader or full, the run goes on to its report and checkpoint; the exit code tells of a line that
+/// somebody wanted.
+#[cfg(target_os = "linux")]
+#[test]
+fn outputs_that_take_nothing_lose_nothing() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let full = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    // A pipe that nobody reads.
+    let left = || Stdio::from(std::io::pipe().unwrap().1);
+    for (number, (output, errors, code)) in [
+        (left(), Stdio::piped(), 0),
+        (full(), Stdio::piped(), 1),
+        (Stdio::piped(), left(), 0),
+        (Stdio::piped(), full(), 0),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let folder = tempfile::tempdir().unwrap();
+        let log = if number % 2 == 0 { "json" } else { "text" };
+        let mut command = command("crossasset", &device, &[&SMALL[..], &["--log", log, "--out"]].concat());
+        command.arg(folder.path()).env("RUST_LOG", "info").stdout(output).stderr(errors);
+        let output = command.spawn().unwrap().wait_with_output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{number}: {said}");
+        assert!(!said.contains("panicked"), "{said}");
+        assert!(number != 1 || said.contains("error: standard output: No space left"), "{said}");
+        for name in ["report.json", "loss.svg", "model.safetensors"] {
+            assert!(folder.path().join(name).exists(), "{number}: {name}");
+        }
+    }
+    // Closed before it began: the shell's `>&-`.
+    let folder = tempfile::tempdir().unwrap();
+    let mut inner = command("crossasset", &device, &[&SMALL[..], &["--out"]].concat());
+    inner.arg(folder.path());
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" >&- 2>&-"]).arg(inner.get_program()).args(inner.get_args());
+    assert!(shell.status().unwrap().success());
+    assert!(folder.path().join("report.json").exists());
 }

@@ -213,9 +213,8 @@ on_each_device! {
         assert_eq!(held(&parameters), flat(&layout, &bytes[3..]));
     }
 
-    /// Cut while it is mapped: an error, and nothing is changed.
-    fn a_checkpoint_is_one_upload_from_a_file_that_must_stay_whole(device: &Device) {
-        let (device, plan) = small(device);
+    fn a_checkpoint_is_one_upload_of_what_was_loaded(device: &Device) {
+        let (device, _) = small(device);
         let layout = layout([3000, 64, 5]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
         let mut optimizer = AdamW::new(&parameters, AdamWConfig::default()).unwrap();
@@ -224,34 +223,15 @@ on_each_device! {
         Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap();
         let saved = held(&parameters);
         let checkpoint = Checkpoint::load(&path).unwrap();
+        std::fs::write(&path, "cut").unwrap();
         load(&mut parameters, &vec![1; 4 * layout.weights()], Transfer::new()).unwrap();
-        let (mut last, other) = (None, held(&parameters));
-        let file = std::fs::File::options().write(true).open(&path).unwrap();
-        let bytes = file.metadata().unwrap().len();
-        for length in [0, bytes / 2, bytes - 1, bytes + 1] {
-            file.set_len(length).unwrap();
-            let before = plan.count(Call::Upload);
-            let error = checkpoint.restore(&mut parameters, Some(&mut optimizer)).unwrap_err();
-            assert!(matches!(&error, Error::File { path: named, .. } if *named == path), "{error}");
-            assert!(error.to_string().contains(&bytes.to_string()), "{error}");
-            assert_eq!((plan.count(Call::Upload), held(&parameters)), (before, other.clone()));
-        }
-        drop(checkpoint);
-        std::fs::remove_file(&path).unwrap();
-        // Replaced as a whole, which is how it is meant to be: the old one stays readable.
-        load(&mut parameters, &vec![1; 4 * layout.weights()], Transfer::new()).unwrap();
-        Checkpoint::save(&path, &parameters, Some(&optimizer), &[]).unwrap();
-        let checkpoint = Checkpoint::load(&path).unwrap();
-        let mut fresh = Parameters::new(&device, &layout, 1).unwrap();
-        assert_eq!(held(&fresh), saved);
-        Checkpoint::save(&path, &fresh, None, &[]).unwrap();
+        let mut last = None;
         let mut tell = |progress| {
             last = Some(progress);
             Ok(())
         };
         checkpoint.restore_with(&mut parameters, Some(&mut optimizer), Transfer::new().progress(&mut tell)).unwrap();
-        checkpoint.restore(&mut fresh, None).unwrap();
-        assert_eq!((held(&parameters), held(&fresh)), (other.clone(), other));
+        assert_eq!(held(&parameters), saved);
         let Progress { done_bytes, total_bytes, .. } = last.expect("some progress");
         assert_eq!((done_bytes, total_bytes), (total_bytes, 3 * 4 * layout.elements() as u64));
     }

@@ -3,14 +3,20 @@
 //! Columns are found by name (letter case does not matter): `open_time` or `timestamp`, then `open`, `high`, `low`,
 //! `close`, `volume`; others are ignored. Every [`Bar`] holds finite numbers, prices above zero, `low <= open, close <=
 //! high` and a volume of at least zero; times rise strictly. Minutes may be missing. The first row that breaks a rule
-//! ends the reading with a [`BarsError`] that names file, line, column and rule.
+//! ends the reading with a [`BarsError`] that names file, line, column and rule, in few words, and after no more memory than
+//! the bars before it and one row of [`ROW_BYTES`] take.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use csv::{ByteRecord, ErrorKind, ReaderBuilder};
+use stepscope::PlainFile;
 use time::{Date, Month, Time, UtcOffset};
+
+/// The longest row, the header's included.
+const ROW_BYTES: usize = 1 << 20;
+/// Characters of a field that a message shows, and of the header.
+const SHOWN: [usize; 2] = [60, 300];
 
 /// The open, high, low and close price of one span of time, and the volume traded in it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,7 +39,7 @@ pub(crate) struct Bar {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum BarsError {
-    /// The file is missing, or may not be read to its end.
+    /// The file is missing, no plain file, written to meanwhile, or may not be read to its end.
     #[error("{}: cannot be read: {source}", file.display())]
     Read {
         /// The file asked for.
@@ -75,6 +81,8 @@ pub(crate) enum Rule {
     Missing { header: String },
     #[error("the column is there twice; the header has: {header}")]
     Twice { header: String },
+    #[error("the row is longer than {ROW_BYTES} bytes: is a quote not closed, or is this no CSV file?")]
+    Long,
     #[error("the row has {found} fields, the header {expected}")]
     Ragged { expected: u64, found: u64 },
     #[error(
@@ -106,7 +114,11 @@ pub(crate) enum Rule {
 /// [`BarsError`] for the first thing that is wrong.
 pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
     let unreadable = |source| BarsError::Read { file: path.to_owned(), source };
-    parse_bars(path, File::open(path).map_err(unreadable)?)
+    let mut file = PlainFile::open(path).map_err(unreadable)?;
+    let bars = parse_bars(path, &mut file);
+    // First, since it explains whatever was wrong in it.
+    file.check_unchanged().map_err(unreadable)?;
+    bars
 }
 
 pub(crate) fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Vec<Bar>, BarsError> {
@@ -127,15 +139,39 @@ enum Fault {
     Broken { byte: u64, column: String, rule: Rule },
 }
 
+/// A source that gives no more than [`ROW_BYTES`], beside what the CSV reader has ahead, until the next row is begun.
+struct Rows<R> {
+    source: R,
+    left: usize,
+}
+
+impl<R: Read> Read for Rows<R> {
+    fn read(&mut self, place: &mut [u8]) -> io::Result<usize> {
+        if self.left == 0 {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let most = place.len().min(self.left);
+        let read = self.source.read(&mut place[..most])?;
+        self.left -= read;
+        Ok(read)
+    }
+}
+
 fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
-    let mut reader = ReaderBuilder::new().buffer_capacity(1 << 16).from_reader(source);
-    let header = reader.byte_headers().map_err(|error| fault(&[], error))?;
+    let rows = Rows { source, left: ROW_BYTES };
+    let mut reader = ReaderBuilder::new().buffer_capacity(1 << 16).from_reader(rows);
+    let header = reader.byte_headers().map_err(|error| fault(&[], 0, error))?;
     let names: Vec<String> = header.iter().map(text).collect();
     let columns = Columns::find(&names, header.position().map_or(0, csv::Position::byte))?;
 
     let mut bars: Vec<Bar> = Vec::new();
     let (mut record, mut before) = (ByteRecord::new(), ByteRecord::new());
-    while reader.read_byte_record(&mut record).map_err(|error| fault(&names, error))? {
+    loop {
+        let start = reader.position().byte();
+        reader.get_mut().left = ROW_BYTES;
+        if !reader.read_byte_record(&mut record).map_err(|error| fault(&names, start, error))? {
+            return Ok(bars);
+        }
         let row = Row { names: &names, record: &record };
         let bar = row.bar(&columns)?;
         if let Some(last) = bars.last().filter(|last| last.time_ms >= bar.time_ms) {
@@ -148,7 +184,6 @@ fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
         bars.push(bar);
         std::mem::swap(&mut record, &mut before);
     }
-    Ok(bars)
 }
 
 /// Where each wanted column stands in a row.
@@ -161,7 +196,7 @@ struct Columns {
 impl Columns {
     fn find(names: &[String], byte: u64) -> Result<Self, Fault> {
         let broken = |column: &str, rule: fn(String) -> Rule| {
-            let header = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
+            let header = if names.is_empty() { "nothing".to_owned() } else { shown(&names.join(", "), SHOWN[1]) };
             Fault::Broken { byte, column: column.to_owned(), rule: rule(header) }
         };
         let position = |column: &str| {
@@ -233,10 +268,14 @@ impl Row<'_> {
     }
 }
 
-/// The CSV reader's error in our words; a ragged row's column is the first that it lacks or has too many.
-fn fault(names: &[String], error: csv::Error) -> Fault {
-    let byte = error.position().map_or(0, csv::Position::byte);
+/// The CSV reader's error in our words, for the row that starts at `byte`; a ragged row's column is the first that it lacks or has too many.
+fn fault(names: &[String], byte: u64, error: csv::Error) -> Fault {
+    let byte = error.position().map_or(byte, csv::Position::byte);
     match error.into_kind() {
+        ErrorKind::Io(source) if source.kind() == io::ErrorKind::FileTooLarge => {
+            let column = names.first().cloned().unwrap_or_else(|| "number 1".to_owned());
+            Fault::Broken { byte, column, rule: Rule::Long }
+        }
         ErrorKind::Io(source) => Fault::Read(source),
         ErrorKind::UnequalLengths { expected_len: expected, len: found, .. } => {
             let first = expected.min(found) as usize;
@@ -263,7 +302,17 @@ fn line_at(mut source: impl Read + Seek, byte: u64) -> io::Result<u64> {
 }
 
 fn text(field: &[u8]) -> String {
-    String::from_utf8_lossy(field.trim_ascii()).into_owned()
+    let field = field.trim_ascii();
+    // No character has more than four bytes, and a few bytes more are told as such.
+    shown(&String::from_utf8_lossy(&field[..field.len().min(8 * SHOWN[0])]), SHOWN[0])
+}
+
+/// A text from outside as a message shows it: its first so many characters, and none that steers a terminal.
+pub(crate) fn shown(text: &str, most: usize) -> String {
+    let mut rest = text.chars();
+    let start = rest.by_ref().take(most).map(|it| if it.is_control() { char::REPLACEMENT_CHARACTER } else { it });
+    let start: String = start.collect();
+    if rest.as_str().is_empty() { start } else { start + ".." }
 }
 
 /// Milliseconds since 1970-01-01 UTC from `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]` or whole seconds or milliseconds.
@@ -356,6 +405,48 @@ mod tests {
 
     fn message(text: &str) -> String {
         parse(text).expect_err("the text breaks a rule").to_string()
+    }
+
+    #[cfg_attr(miri, ignore = "megabytes take Miri many minutes")]
+    #[test]
+    fn a_row_without_end_is_refused_after_a_bounded_part_of_it() {
+        let columns = |count: usize| "x,".repeat(count);
+        let quoted = format!("\"{}", "\n".repeat(2 << 20));
+        for (text, line) in [
+            (columns(20_000_000), 1),
+            ("x".repeat(50_000_000), 1),
+            ("\0".repeat(50_000_000), 1),
+            (quoted.clone(), 1),
+            (format!("{HEADER}{GOOD}\n{}", columns(20_000_000)), 4),
+            (format!("{HEADER}{GOOD}{quoted}"), 3),
+        ] {
+            let mut source = io::Cursor::new(&text);
+            let error = parse_rows(&mut source).expect_err("a row that is too long");
+            assert!(matches!(error, Fault::Broken { rule: Rule::Long, .. }));
+            assert!(source.position() < 2 << 20, "{} bytes were read", source.position());
+            let told = message(&text);
+            assert!(told.starts_with(&format!("bars.csv, line {line}, column ")) && told.len() < 200, "{told}");
+        }
+        // A long row is none without end.
+        let note = "x".repeat(ROW_BYTES - 200);
+        let text = format!("note,{HEADER}{note},{GOOD}{note},{}", GOOD.replace("00:00:00", "00:01:00"));
+        assert_eq!(parse(&text).unwrap().len(), 2);
+    }
+
+    #[cfg_attr(miri, ignore = "megabytes take Miri many minutes")]
+    #[test]
+    fn messages_are_short_and_steer_no_terminal() {
+        let long = "9x".repeat(400_000);
+        for told in [
+            second(&format!("{long},10,12,9,11,1")),
+            second(&format!("2023-03-01 00:01:00+00:00,{long},12,9,11,1")),
+            message(&format!("{}\n", "name,".repeat(150_000))),
+            message(&format!("open,open,{long}\n")),
+        ] {
+            assert!(told.len() < 600 && told.contains(".."), "{told}");
+        }
+        let told = second("\x1b[2J\0,10,12,9,11,1");
+        assert!(told.contains("\"\u{fffd}[2J\u{fffd}\" is not a time"), "{told}");
     }
 
     /// The message for a second row whose fields are these.

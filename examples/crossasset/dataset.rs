@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use rayon::prelude::*;
+use sha2::{Digest, Sha256};
 
 use crate::bars::{Bar, BarsError};
 use crate::features::{Features, HISTORY_BARS, SAMPLE_LEN};
@@ -112,6 +113,7 @@ impl Fold {
 /// All samples, their folds, and the features of each on demand.
 pub(crate) struct Dataset {
     bars: usize,
+    sha256: String,
     features: Vec<Features>,
     samples: Vec<Sample>,
     folds: Vec<Fold>,
@@ -141,6 +143,7 @@ impl Dataset {
         let folds = (0..plan.folds).map(|index| fold(&samples, index, plan.folds)).collect();
         Ok(Self {
             bars: assets.iter().map(|asset| asset.bars.len()).sum(),
+            sha256: sha256(assets),
             features: assets.iter().map(|asset| Features::new(&asset.bars)).collect(),
             samples,
             folds,
@@ -150,6 +153,12 @@ impl Dataset {
     /// Bars of all assets.
     pub(crate) fn bars(&self) -> usize {
         self.bars
+    }
+
+    /// The SHA-256, in hexadecimal, over all bars in the order in which they were given: two data sets with the same one and the same plan
+    /// are the same. Names of files do not count.
+    pub(crate) fn sha256(&self) -> &str {
+        &self.sha256
     }
 
     /// The samples kept, by time, then by asset.
@@ -184,6 +193,19 @@ impl Dataset {
             *label = fold.label(self.samples[index].log_return);
         }
     }
+}
+
+/// See [`Dataset::sha256`]: for each asset the number of its bars, then theirs, all as little-endian words of 64 bits.
+fn sha256(assets: &[Asset]) -> String {
+    let mut hash = Sha256::new();
+    for asset in assets {
+        hash.update((asset.bars.len() as u64).to_le_bytes());
+        for Bar { time_ms, open, high, low, close, volume } in &asset.bars {
+            hash.update(time_ms.to_le_bytes());
+            [open, high, low, close, volume].iter().for_each(|number| hash.update(number.to_le_bytes()));
+        }
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Every bar of one asset with enough bars before and after it.

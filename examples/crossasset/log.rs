@@ -1,9 +1,9 @@
 //! What a run says of itself on standard error: text for people, or JSON objects for programs.
 //!
-//! Invariant: with `--log json` each line there is one object, whoever says it.
+//! Invariant: with `--log json` each line there is one object, whoever says it; what cannot be written ends nothing.
 
 use std::error::Error;
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, Write, stderr};
 
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt::format::FmtSpan;
@@ -39,7 +39,7 @@ fn profiler() -> bool {
 /// Says a sentence.
 pub(crate) fn say(log: Log, text: &str) {
     match log {
-        Log::Text => eprintln!("{text}"),
+        Log::Text => drop(writeln!(stderr(), "{text}")),
         Log::Json => tracing::info!("{text}"),
     }
 }
@@ -47,7 +47,7 @@ pub(crate) fn say(log: Log, text: &str) {
 /// Says why the run ends.
 pub(crate) fn failed(log: Log, error: &dyn Error) {
     match log {
-        Log::Text => eprintln!("error: {error}"),
+        Log::Text => drop(writeln!(stderr(), "error: {error}")),
         Log::Json => tracing::error!("{error}"),
     }
 }

@@ -6,7 +6,8 @@
 //! cargo run --release --features cuda --example crossasset -- --device cuda  # on the GPU
 //! ```
 //! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong; nothing was written.
-//! 130: stopped by Ctrl-C, with a checkpoint from which `--resume` goes on.
+//! 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on. A standard output that is full is a file
+//! that failed, once everything else is done; one that nobody reads any more is none.
 
 #![forbid(unsafe_code)]
 
@@ -28,36 +29,43 @@ mod trace;
 mod train;
 
 use std::error::Error;
-use std::fs;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::{fs, io, thread};
 
 use cli::{Args, DeviceChoice, Log};
 use dataset::{Asset, Dataset, Plan};
 use model::Model;
 use report::{ArenaUse, DataSize, ModelSize, Report};
-use stepscope::{Arena, Capacity, Checkpoint, Device, DeviceKind, Overflow};
+use screen::Screen;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use stepscope::{Arena, Capacity, Checkpoint, Device, DeviceKind, Overflow, RunLock};
 use train::Run;
 
-/// Set by Ctrl-C.
+/// Set by a signal.
 static STOP: AtomicBool = AtomicBool::new(false);
-/// The exit code behind Ctrl-C, as shells expect it: 128 and the signal's number.
+/// The exit code of a run that was stopped, as shells expect it behind Ctrl-C: 128 and the signal's number.
 const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::from_command_line();
     log::start(args.log);
-    let dataset = match load(&args) {
+    let mut screen = Screen::default();
+    let dataset = match listen(args.log).map_err(Into::into).and_then(|()| load(&args, &mut screen)) {
         Ok(dataset) => dataset,
         Err(error) => {
             log::failed(args.log, &*error);
             return ExitCode::from(2);
         }
     };
-    match run(&args, dataset) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(INTERRUPTED),
+    let ended = run(&args, dataset, &mut screen);
+    let told = screen.end().map_err(Into::into);
+    let stopped = matches!(ended, Ok(false));
+    match ended.and(told) {
+        Ok(()) if stopped => ExitCode::from(INTERRUPTED),
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log::failed(args.log, &*error);
             ExitCode::FAILURE
@@ -65,10 +73,38 @@ fn main() -> ExitCode {
     }
 }
 
+/// Listens to what asks for an end: Ctrl-C, SIGTERM, and SIGHUP unless the program was started with `nohup`. The first ends the run behind the
+/// update that is running, the second at once.
+fn listen(log: Log) -> io::Result<()> {
+    let mut wanted = vec![SIGINT, SIGTERM];
+    if !hangup_is_ignored() {
+        wanted.push(SIGHUP);
+    }
+    let mut signals = Signals::new(wanted)?;
+    let listen = move || {
+        for _ in &mut signals {
+            if STOP.swap(true, Ordering::Relaxed) {
+                std::process::exit(i32::from(INTERRUPTED));
+            }
+            log::say(log, "interrupted: writing a checkpoint behind this update");
+        }
+    };
+    thread::Builder::new().name("signals".into()).spawn(listen).map(drop)
+}
+
+/// Whether this program was told not to hear that its terminal has gone. Where there is no `/proc` it was not.
+fn hangup_is_ignored() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 1)
+}
+
 /// Bars to samples.
-fn load(args: &Args) -> Result<Dataset, Box<dyn Error>> {
+fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
     let assets = if args.bars.is_empty() {
-        println!("no --bars given: training on a synthetic market of {} bars, seed {}", synthetic::BARS, args.seed);
+        let (bars, seed) = (synthetic::BARS, args.seed);
+        screen.say(format_args!("no --bars given: training on a synthetic market of {bars} bars, seed {seed}"));
         vec![Asset { name: "synthetic market".into(), bars: synthetic::market(args.seed) }]
     } else {
         let read = |path: &std::path::PathBuf| Ok(Asset { name: path.clone(), bars: bars::read_bars(path)? });
@@ -79,17 +115,18 @@ fn load(args: &Args) -> Result<Dataset, Box<dyn Error>> {
 }
 
 /// Samples to weights and a report; false when it was stopped before its end.
-fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
+fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
+    fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
+    let _lock = RunLock::hold(&args.out)?;
     let device = Device::open(match args.device {
         DeviceChoice::Auto => DeviceKind::Auto,
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
-    fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
     let (_, layout) = Model::new()?;
     let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };
-    println!(
+    screen.say(format_args!(
         "{} tensors, {} weights; {} samples of {} bars; {} folds of {} epochs; on the {}",
         model.tensors,
         model.weights,
@@ -98,10 +135,8 @@ fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
         args.folds,
         args.epochs,
         device.description().name
-    );
+    ));
 
-    let log = args.log;
-    ctrlc::set_handler(move || interrupted(log))?;
     let overflow = match args.overflow_mib {
         0 => Overflow::Refuse,
         mebibytes => Overflow::pool(mebibytes << 20),
@@ -110,8 +145,8 @@ fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
     let (dataset, checkpoint) = (Arc::new(dataset), args.out.join("model.safetensors"));
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
     let mut run = Run::new(args, &dataset, &checkpoint, resumed.as_ref(), &STOP)?;
-    let Some(weights_sha256) = run.train(&mut arena, resumed.as_ref())? else {
-        println!("stopped; go on with --resume {}", checkpoint.display());
+    let Some(weights_sha256) = run.train(&mut arena, resumed)? else {
+        screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
         return Ok(false);
     };
 
@@ -126,15 +161,7 @@ fn run(args: &Args, dataset: Dataset) -> Result<bool, Box<dyn Error>> {
         weights_sha256,
     };
     report.write(&args.out)?;
-    println!("{}\n{}", screen::epoch_table(&report.epochs), report.arena.summary());
-    println!("weights {}\nresults in {}", report.weights_sha256, args.out.display());
+    screen.say(format_args!("{}\n{}", screen::epoch_table(&report.epochs), report.arena.summary()));
+    screen.say(format_args!("weights {}\nresults in {}", report.weights_sha256, args.out.display()));
     Ok(true)
-}
-
-/// Ctrl-C: the first asks for an end behind the update that is running, the second ends at once.
-fn interrupted(log: Log) {
-    if STOP.swap(true, Ordering::Relaxed) {
-        std::process::exit(i32::from(INTERRUPTED));
-    }
-    log::say(log, "interrupted: writing a checkpoint behind this update");
 }

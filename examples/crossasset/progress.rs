@@ -94,7 +94,9 @@ impl Progress {
                 overflows,
                 "training"
             ),
-            Log::Text if self.bar.is_hidden() => eprintln!("{name}  {done}/{total} samples  {}", standing.line()),
+            Log::Text if self.bar.is_hidden() => {
+                log::say(self.log, &format!("{name}  {done}/{total} samples  {}", standing.line()));
+            }
             Log::Text => self.bar.set_message(standing.table().to_string()),
         }
     }

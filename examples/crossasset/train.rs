@@ -10,6 +10,7 @@ use stepscope::{
     ops, replace_file,
 };
 
+use crate::bars::shown;
 use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
@@ -22,6 +23,8 @@ use crate::trace::Trace;
 const POSITION: &str = "crossasset.position";
 /// The checkpoint's note with [`settings`].
 const SETTINGS: &str = "crossasset.settings";
+/// Characters of a note that a message shows.
+const SHOWN: usize = 1000;
 /// The learning rate at the end of a fold, as a share of `--learning-rate`.
 const FLOOR: f64 = 0.1;
 /// Events of the memory that are kept, at most: a batch of 256 steps of one sample has some 50,000.
@@ -95,9 +98,8 @@ impl<'r> Run<'r> {
     ///
     /// # Errors
     /// Those of the device and the arena.
-    pub(crate) fn train(&mut self, arena: &mut Arena, resumed: Option<&Checkpoint>) -> Result<Option<String>> {
+    pub(crate) fn train(&mut self, arena: &mut Arena, mut resumed: Option<Checkpoint>) -> Result<Option<String>> {
         let (folds, epochs) = (self.args.folds, self.args.epochs);
-        let mut resumed = resumed;
         let mut sha256 = None;
         for (number, fold) in self.dataset.folds().iter().enumerate() {
             let (before, last) = (number * epochs, number + 1 == folds);
@@ -109,9 +111,10 @@ impl<'r> Run<'r> {
             let mut progress = EpochProgress::default();
             // Within this fold, or a checkpoint of the last one's end.
             if let Some(checkpoint) = resumed.take()
-                && (done > before || EpochProgress::of(checkpoint)?.updates > 0)
+                && (done > before || EpochProgress::of(&checkpoint)?.updates > 0)
             {
-                progress = trainer.restore(checkpoint)?;
+                progress = trainer.restore(&checkpoint)?;
+                self.check(&trainer, fold, done - before, progress)?;
             }
             for epoch in done.saturating_sub(before)..epochs {
                 if self.epoch(&mut trainer, fold, epoch, progress)? == Ended::Stopped {
@@ -125,6 +128,23 @@ impl<'r> Run<'r> {
             sha256 = Some(trainer.learner().parameters.sha256()?);
         }
         Ok(sha256)
+    }
+
+    /// An error unless a run comes to this progress, with so many updates, behind so many epochs of a fold.
+    fn check(&self, trainer: &Trainer<'_, Model>, fold: &Fold, epochs: usize, progress: EpochProgress) -> Result<()> {
+        let (samples, batch) = (fold.train.len() as u64, self.args.batch as u64);
+        let EpochProgress { updates, samples: done, .. } = progress;
+        let counted = trainer.learner().optimizer.updates();
+        let expected = updates.checked_add(epochs as u64 * samples.div_ceil(batch));
+        if updates <= samples.div_ceil(batch) && done == samples.min(updates * batch) && expected == Some(counted) {
+            return Ok(());
+        }
+        let path = self.args.resume.clone().unwrap_or_default();
+        let reason = format!(
+            "damaged: {updates} updates with {done} samples of {samples} in batches of {batch}, behind {epochs} epochs, are not \
+             {counted} updates in all"
+        );
+        Err(Error::File { path, reason })
     }
 
     /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
@@ -246,23 +266,35 @@ impl<'r> Run<'r> {
 
 /// Where a checkpoint stopped.
 fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<Position> {
-    let path = args.resume.clone().unwrap_or_default();
+    let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
     let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, dataset));
     if theirs != ours {
-        let reason = format!(
-            "was made with other settings, so going on would mix two runs:\n  there: {theirs}\n  here:  {ours}"
-        );
-        return Err(Error::File { path, reason });
+        return Err(refused(format!(
+            "was made from other bars or with other settings, so going on would mix two runs: give those, files in the same order, or \
+             train anew without --resume\n  expected: {}\n  got:      {ours}",
+            shown(theirs, SHOWN)
+        )));
     }
-    let unreadable = |reason| Error::File { path, reason: format!("`{POSITION}`: {reason}") };
-    serde_json::from_str(checkpoint.note(POSITION)?).map_err(unreadable)
+    let position: Position = serde_json::from_str(checkpoint.note(POSITION)?)
+        .map_err(|reason| refused(format!("`{POSITION}`: {}", shown(&reason.to_string(), SHOWN))))?;
+    let Position { epochs, batches } = &position;
+    let in_order =
+        epochs.iter().enumerate().all(|(at, it)| (it.fold, it.epoch) == (at / args.epochs, at % args.epochs));
+    if epochs.len() > args.folds * args.epochs || batches.len() > BATCHES_KEPT || !in_order {
+        let (epochs, batches) = (epochs.len(), batches.len());
+        return Err(refused(format!(
+            "`{POSITION}`: no run has these {epochs} epochs behind it, and {batches} batches"
+        )));
+    }
+    Ok(position)
 }
 
-/// What decides the weights besides the data's content.
+/// What decides the weights: the bars last, by their digest.
 fn settings(args: &Args, dataset: &Dataset) -> String {
+    let limit = args.sample_limit().map_or("none".into(), |limit| limit.to_string());
     format!(
         "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} horizon {} \
-         bars {} samples {}",
+         limit {limit} bars {}",
         args.seed,
         args.epochs,
         args.folds,
@@ -273,7 +305,6 @@ fn settings(args: &Args, dataset: &Dataset) -> String {
         args.clip,
         args.precision,
         args.horizon,
-        dataset.bars(),
-        dataset.samples().len()
+        dataset.sha256()
     )
 }

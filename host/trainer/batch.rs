@@ -2,7 +2,7 @@
 
 use crate::capture::Inputs;
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
 use std::fmt;
 use std::str::FromStr;
 
@@ -116,10 +116,14 @@ impl FromStr for EpochProgress {
             let mut words = text.split(' ');
             let (updates, samples, bits) = (words.next()?, words.next()?, words.next()?);
             let loss_sum = f64::from_bits(u64::from_str_radix(bits, 16).ok()?);
-            let whole = words.next().is_none();
-            whole.then_some(Self { updates: updates.parse().ok()?, samples: samples.parse().ok()?, loss_sum })
+            let (updates, samples) = (updates.parse().ok()?, samples.parse().ok()?);
+            // Each update has a sample, and counting on from there cannot overflow.
+            let sound = words.next().is_none() && updates <= samples && samples <= u64::MAX >> 1;
+            sound.then_some(Self { updates, samples, loss_sum })
         };
-        parse().ok_or_else(|| Error::misuse("progress", "updates, samples and the bits of a sum", format!("`{text}`")))
+        parse().ok_or_else(|| {
+            Error::misuse("progress", "updates, samples and the bits of a sum", format!("`{}`", short(text)))
+        })
     }
 }
 
@@ -143,7 +147,10 @@ mod tests {
         progress.add(&Update { number: 10, samples: 2, loss: f64::NAN, watched_l2: None });
         let back: EpochProgress = progress.to_string().parse().unwrap();
         assert_eq!((back.updates, back.samples, back.loss_sum.to_bits()), (2, 5, progress.loss_sum.to_bits()));
-        for wrong in ["", "1 2", "1 2 3 4", "1 -2 3", "1 2 x"] {
+        let most = u64::MAX;
+        for wrong in
+            ["", "1 2", "1 2 3 4", "1 -2 3", "1 2 x", "2 1 0", &format!("1 {most} 0"), &format!("{most} {most} 0")]
+        {
             assert!(wrong.parse::<EpochProgress>().unwrap_err().to_string().contains(&format!("`{wrong}`")), "{wrong}");
         }
     }

@@ -7,6 +7,7 @@
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
 
 pub(crate) mod example;
+pub(crate) mod forged;
 pub(crate) mod sources;
 
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.

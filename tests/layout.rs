@@ -1,0 +1,74 @@
+//! Layouts: names that collide and sizes that no memory has are refused by `build`, in few words, whatever came before them.
+
+#![forbid(unsafe_code)]
+
+use stepscope::{Error, Initializer, Layout, LayoutBuilder};
+
+/// What `build` got instead of what it expects.
+#[track_caller]
+fn refused(add: impl FnOnce(&mut LayoutBuilder)) -> String {
+    let mut layout = Layout::builder();
+    add(&mut layout);
+    let error = layout.build().unwrap_err();
+    assert!(error.to_string().len() < 1000, "{error}");
+    let Error::Misuse { op: "layout", got, .. } = error else { panic!("{error}") };
+    got
+}
+
+#[test]
+fn sizes_that_no_memory_has_are_refused_by_name() {
+    let huge = usize::MAX;
+    let most = isize::MAX as usize / 4;
+    for shape in
+        [[huge, 1, 1], [huge, huge, 1], [1 << 32, 1 << 32, 1], [huge / 2 + 1, 2, 1], [most, 1, 1], [huge, 2, 0]]
+    {
+        let got = refused(|layout| {
+            layout.add("small", [3], Initializer::ZERO);
+            layout.add("huge", shape, Initializer::ZERO);
+            layout.add("behind", [3], Initializer::ZERO);
+        });
+        assert_eq!(got, format!("`huge` {shape:?} behind 64 elements"));
+    }
+    // Each alone would do.
+    let got = refused(|layout| {
+        layout.add("first", [most / 2], Initializer::ZERO);
+        layout.add("second", [most / 2], Initializer::ZERO);
+    });
+    assert!(got.starts_with("`second` "), "{got}");
+    let got = refused(|layout| {
+        layout.add_stack(3, |number| number.to_string(), [most / 2], Initializer::ZERO);
+    });
+    assert!(got.starts_with("`1` "), "{got}");
+    // The largest that there can be, of which nothing is allocated.
+    let mut layout = Layout::builder();
+    let handle = layout.add("most", [most / 64 * 64], Initializer::ZERO);
+    let layout = layout.build().unwrap();
+    assert_eq!((layout.elements(), layout.entry(handle).range()), (most / 64 * 64, 0..most / 64 * 64));
+}
+
+#[test]
+fn names_that_collide_are_refused() {
+    let one = |layout: &mut LayoutBuilder, name: &str| {
+        layout.add(name, [1], Initializer::ZERO);
+    };
+    let got = refused(|layout| ["a", "b", "a"].iter().for_each(|name| one(layout, name)));
+    assert_eq!(got, "two named `a`");
+    // Once joined.
+    let got = refused(|layout| {
+        layout.names().at("a").at("b").add("c", [1], Initializer::ZERO);
+        layout.names().at("a").add("b.c", [2], Initializer::ZERO);
+    });
+    assert_eq!(got, "two named `a.b.c`");
+    let got = refused(|layout| one(layout, "__metadata__"));
+    assert_eq!(got, "`__metadata__`, where a file has its notes");
+    let long = "x".repeat(1_000_000);
+    let got = refused(|layout| [&long, &long].iter().for_each(|name| one(layout, name)));
+    assert!(got.starts_with("two named `xxxx") && got.ends_with(".. and 999880 bytes more`"), "{got}");
+    let got = refused(|layout| {
+        layout.add(&long, [0], Initializer::ZERO);
+    });
+    assert!(got.ends_with("more` [0]"), "{got}");
+    // What would steer a terminal is not passed on.
+    let got = refused(|layout| (0..2).for_each(|_| one(layout, "\x1b[2J\n")));
+    assert_eq!(got, "two named `\u{fffd}[2J\u{fffd}`");
+}
