@@ -17,7 +17,7 @@ use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
 use kernels::scalars;
 use std::cell::RefCell;
-use stepscope::{Arena, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
 
 /// Runs a kernel and keeps its results.
 pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
@@ -191,7 +191,9 @@ pub(crate) const CASES: [(&str, Case); 49] = [
     }),
     ("cross_entropy", |i| {
         i.rows(|i, logits| {
-            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &i.labels(logits)?, 0.1)?;
+            let labels = i.labels(logits)?;
+            let labels = i.step.lend(&labels, [labels.len()])?;
+            let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
             i.keep(&loss)?;
             i.keep(&dlogits)
         })
@@ -313,10 +315,11 @@ impl<'s> Inputs<'_, 's> {
         self.normals([x.shape().as_rows()[1]])
     }
 
-    /// A class for each row of `logits`, one beyond the last among them: a row that does not count.
-    fn labels(&self, logits: &Tensor<'s>) -> Result<Tensor<'s, u32>> {
+    /// A class for each row of `logits`, one beyond the last among them: a row that makes the loss NaN. Of a buffer's content the op
+    /// knows nothing; uploaded, such a label is an error.
+    fn labels(&self, logits: &Tensor<'s>) -> Result<Buffer<u32>> {
         let [rows, classes] = logits.shape().as_rows();
-        self.step.upload(&self.random.borrow_mut().belows(rows, classes as u32 + 1), [rows])
+        Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
     }
 
     /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths.

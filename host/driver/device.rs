@@ -537,10 +537,13 @@ impl Device {
             return call(&*self.shared.driver);
         }
         let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
+        // The emulator runs a launch in the mode of the thread that asks for it.
+        let mode = Mode::of_thread();
         // A call that stood behind a stuck one does not touch what is lost.
-        let unless_lost = move || match lost.get() {
-            Some(cause) => Err(Error::DeviceLost { cause: cause.clone() }),
-            None => call(&*driver),
+        let unless_lost = move || match (lost.get(), mode) {
+            (Some(cause), _) => Err(Error::DeviceLost { cause: cause.clone() }),
+            (None, None) => call(&*driver),
+            (None, Some(mode)) => mode.scope(|| call(&*driver)),
         };
         match self.shared.lane.run(deadline, unless_lost) {
             Ok(result) => result.map_err(|error| self.after(error)),

@@ -52,6 +52,11 @@ impl Mode {
         code()
     }
 
+    /// The mode of the [`Mode::scope`] in which this OS thread is, for whoever launches on another in its place.
+    pub fn of_thread() -> Option<Self> {
+        SCOPE.get()
+    }
+
     /// The mode of a launch that this OS thread makes now.
     ///
     /// # Panics
