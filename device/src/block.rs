@@ -217,7 +217,12 @@ impl ColumnTile {
     /// The grid over `rows` rows of `cols`.
     #[cfg(not(target_arch = "nvptx64"))]
     pub fn grid(rows: usize, cols: usize, chunk: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
-        cuda_std::launch::Grid::cover(rows.div_ceil(chunk) * cols.div_ceil(Self::COLUMNS as usize), 1)
+        use cuda_std::launch::{Grid, Size, Violation};
+        let chunks = Size::of(rows).div_ceil(chunk);
+        // Where a block's rows begin and end is computed before it is cut off at the end.
+        let ends = chunks.times(chunk).times(cols).at_most(usize::MAX);
+        Violation::unless(ends, "chunk", "at least 1, and chunks that end where an index can", chunk)?;
+        Grid::cover(chunks.times(cols.div_ceil(Self::COLUMNS as usize)), 1)
     }
 }
 

@@ -180,17 +180,22 @@ pub fn rows_at_once(threads: u32, cols: usize) -> usize {
 
 /// The rows of `cols` elements in `length`, or why they do not divide it.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn rows_in(argument: &'static str, length: usize, cols: usize) -> Result<usize, cuda_std::launch::Violation> {
+pub fn rows_in(
+    argument: &'static str,
+    length: usize,
+    cols: impl Into<cuda_std::launch::Size>,
+) -> Result<usize, cuda_std::launch::Violation> {
     use cuda_std::launch::Violation;
-    Violation::unless(cols > 0, "cols", "at least 1", cols)?;
-    if !length.is_multiple_of(cols) {
-        return Err(Violation::new(
+    let cols = cols.into();
+    Violation::unless(!cols.is(0), "cols", "at least 1", cols)?;
+    match cols.number().filter(|cols| length.is_multiple_of(*cols)) {
+        Some(cols) => Ok(length / cols),
+        None => Err(Violation::new(
             argument,
             std::format!("a multiple of cols = {cols} elements"),
             std::format!("{length}"),
-        ));
+        )),
     }
-    Ok(length / cols)
 }
 
 /// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first column and its

@@ -51,7 +51,9 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-contract! { rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, `y` as long, `gain` one row, `inverse_rms` one for each; a row is touched only where it begins
+// inside `x`.
+contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("y", k.x.len(), k.y.len())?;
@@ -339,14 +341,16 @@ pub unsafe fn rms_norm_backward(
     }
 }
 
-contract! { rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
+// SAFETY: `x` is whole rows of `cols`, `dx` as long, `dy` so many `parts` times, `gain` one row, `inverse_rms` one for each. `chunk` is the
+// number of rows for which the shared memory has room, and `dgain` has a row for each chunk.
+contract! { unsafe rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
     Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
-    Violation::unless_length("dy", k.parts * k.x.len(), k.dy.len())?;
+    Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
     Violation::unless(k.chunk == backward_rows(rows, k.cols), "chunk", "what `backward_rows` gives", k.chunk)?;
-    Violation::unless_length("dgain", rows.div_ceil(k.chunk) * k.cols, k.dgain.len())?;
+    Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
     Grid::cover(rows, k.chunk)
 }}

@@ -31,7 +31,8 @@ unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f
     }
 }
 
-contract! { softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, and `y` as long; a row is touched only where it begins inside `x`.
+contract! { unsafe softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
@@ -65,7 +66,8 @@ unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usi
     }
 }
 
-contract! { softmax_backward { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `y` is whole rows of `cols`, and `dy` and `dx` are as long; a row is touched only where it begins inside `y`.
+contract! { unsafe softmax_backward { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless_length("dy", k.y.len(), k.dy.len())?;
     Violation::unless_length("dx", k.y.len(), k.dx.len())?;
     crate::warp::Row::grid("y", k.y.len(), k.cols)

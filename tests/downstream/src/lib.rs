@@ -12,10 +12,7 @@ use stepscope::{Device, DeviceKind, Result, Source, Tape, Target, Var};
 pub fn open(kind: DeviceKind) -> Result<Device> {
     let builder = Device::builder(kind);
     #[cfg(feature = "cuda")]
-    let builder = builder.kernels(stepscope::Kernels {
-        package: "downstream-kernels",
-        ptx: include!(concat!(env!("OUT_DIR"), "/ptx.rs")),
-    });
+    let builder = builder.kernels(stepscope::kernels!());
     builder.open()
 }
 
