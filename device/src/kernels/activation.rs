@@ -119,7 +119,7 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);
-    // SAFETY: the caller's promise; only rows before the end are touched.
+    // SAFETY: only rows before the tile's end are touched, which lie inside `x`; `dy` and `dx` are as long.
     unsafe {
         // All reads first: the compiler moves none before a write.
         unroll_on_gpu!(at < EACH => {

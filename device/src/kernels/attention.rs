@@ -86,7 +86,8 @@ unsafe fn forward<const GROUPS: usize>(
     inverse_rms: *mut f32,
 ) {
     let Head { tokens, lane, exists, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the rest is the caller's promise.
+    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
+    // first instead.
     unsafe {
         let tile = |offset, len| head.tile(FORWARD_LEN, offset, len);
         let (q, k, p) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN), tile(2 * ROWS_LEN, PAIRS_LEN));
@@ -212,7 +213,8 @@ unsafe fn backward<const GROUPS: usize>(
     dgains: *mut f32,
 ) {
     let Head { tokens, lane, exists, length, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the rest is the caller's promise.
+    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
+    // first instead.
     unsafe {
         let tile = |offset, len| head.tile(BACKWARD_LEN, offset, len);
         let (x, y) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN));
@@ -327,7 +329,7 @@ unsafe fn gradient<const GROUPS: usize>(
         means.set(head.lane, sum4(sum) / HEAD as f32);
     }
     sync();
-    // SAFETY: the caller's promise.
+    // SAFETY: a head that exists has its tokens in `dqkv` and its row in `dgains`.
     unsafe {
         if head.exists {
             dgain.store(dgains, (head.number * 2 + part) * HEAD + head.column as usize);

@@ -57,7 +57,8 @@ unsafe fn loss_of_row<const HELD: usize>(
     weight: f32,
     dlogits: *mut f32,
 ) -> f32 {
-    // SAFETY: the caller's promise; the label is checked.
+    // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked; the label is compared
+    // before it is an index.
     unsafe {
         let label = load(labels, row.number);
         let place = label as usize;

@@ -32,7 +32,7 @@ unsafe fn forward<const HELD: usize>(
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
-    // SAFETY: the caller's promise.
+    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as is asked.
     unsafe {
         let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
         let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
@@ -121,7 +121,7 @@ impl Backward<'_> {
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.first) * Self::width(cols);
-        // SAFETY: the caller's promise.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as is asked.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
@@ -174,7 +174,7 @@ impl Backward<'_> {
     unsafe fn read_twice(self, pulls: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = backward_rows_at_once(cols);
-        // SAFETY: the caller's promise.
+        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
         unsafe {
             let mut next = Row::after(self.first, x.len(), cols);
             while let Some(row) = next

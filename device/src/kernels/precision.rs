@@ -248,7 +248,7 @@ impl Operand<'_> {
             && self.ld.is_multiple_of(F4::LEN)
             && self.stride.is_multiple_of(F4::LEN);
         // All reads first: the compiler moves none before a write.
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract has accepted the operand, and this square is one of it.
         let found = unsafe {
             match (is_along, is_whole) {
                 (true, true) => self.along::<F, true>(batch, row, p),
@@ -323,7 +323,7 @@ impl Operand<'_> {
                     let from = batch * self.stride + p * self.ld + row;
                     let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
                     let part = if whole { Part::Whole } else { Part::first(end - row) };
-                    // SAFETY: as above.
+                    // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
                     let four = unsafe { F4::load_part(self.x, from, part, 0.0) };
                     unroll_on_gpu!(of < 4 => { found[step][of][i] = four.0[of]; });
                 }

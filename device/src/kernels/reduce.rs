@@ -86,7 +86,7 @@ contract! { unsafe sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES
 /// [`sum_all`](fn@sum_all). Overwrites `out`.
 #[kernel]
 pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
-    // SAFETY: as in `sum_all`.
+    // SAFETY: a block has a place in `out`; all of its threads come here.
     unsafe {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
         let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
@@ -106,7 +106,7 @@ contract! { unsafe squared_norm { block: crate::block::BLOCK, shared: REDUCTION_
 /// Overwrites `out`.
 #[kernel]
 pub unsafe fn max_all(x: &[f32], out: *mut f32) {
-    // SAFETY: as in `sum_all`.
+    // SAFETY: a block has a place in `out`; all of its threads come here.
     unsafe {
         let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
         let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);

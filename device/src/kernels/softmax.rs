@@ -21,7 +21,7 @@ pub unsafe fn softmax_forward(x: &[f32], cols: usize, y: *mut f32) {
 /// The row lies inside `x` and `y`; its lanes call it together.
 #[inline(always)]
 unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the row lies inside `x` and `y`, and its lanes are together here, as is asked.
     unsafe {
         let exps = Exps::<HELD>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
@@ -51,7 +51,7 @@ pub unsafe fn softmax_backward(y: &[f32], dy: &[f32], cols: usize, dx: *mut f32)
 #[inline(always)]
 unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
     let mut dot = F4::splat(0.0);
-    // SAFETY: the caller's promise.
+    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are together here, as is asked.
     unsafe {
         let y = Share::<HELD>::new(row, y, row.start, cols, 0.0);
         let dy = Share::<HELD>::new(row, dy, row.start, cols, 0.0);

@@ -111,7 +111,7 @@ contract! { unsafe mean_tokens_backward { block: crate::block::BLOCK } |k| {
 /// `cols` is not 0.
 #[inline(always)]
 unsafe fn first_token(place: usize, tokens: usize, cols: usize) -> usize {
-    // SAFETY: the caller's contract.
+    // SAFETY: `cols` is not 0, as is asked.
     let (sample, column) = unsafe { divide(place, cols) };
     sample * tokens * cols + column
 }
