@@ -1,5 +1,5 @@
-//! With feature `cuda`: compiles the kernels to PTX for every architecture and writes `OUT_DIR/ptx.rs`, a table that
-//! `host/driver/ptx.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
+//! With feature `cuda`: compiles the kernels to PTX for every architecture and writes `OUT_DIR/kernels.rs`, a table that
+//! `kernels!` of `host/driver/ptx.rs` includes. Without it: nothing, so that neither CUDA nor a device compiler is needed.
 //!
 //! - `STEPSCOPE_ARCHS=sm_121,sm_90`: the architectures (this is the default).
 //! - `STEPSCOPE_PTX_DIR=DIR`: takes `DIR/ARCH.ptx`, made elsewhere, instead of compiling.
@@ -20,13 +20,12 @@ mod ptx {
     use std::{
         env,
         error::Error,
-        fmt::Write as _,
         fs,
         path::{Path, PathBuf},
         thread,
     };
 
-    use cuda_builder::{CudaBuilder, NvvmArch};
+    use cuda_builder::{CudaBuilder, NvvmArch, write_table};
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
@@ -44,20 +43,12 @@ mod ptx {
 
         let archs = archs(&env::var(ARCHS).unwrap_or_default())?;
         // At once: one compilation keeps a single core busy.
-        let ptx: Vec<Result<PathBuf, String>> = thread::scope(|scope| {
-            let threads: Vec<_> = archs.iter().map(|&arch| scope.spawn(move || made(arch))).collect();
+        let ptx: Result<Vec<(NvvmArch, PathBuf)>, String> = thread::scope(|scope| {
+            let threads: Vec<_> =
+                archs.iter().map(|&arch| scope.spawn(move || made(arch).map(|ptx| (arch, ptx)))).collect();
             threads.into_iter().map(|thread| thread.join().expect("a compilation panicked")).collect()
         });
-
-        let mut table =
-            String::from("/// The kernels: compute capability (121 is 12.1) and PTX, one entry for each.\n");
-        table += "pub(crate) static PTX: &[(u32, &str)] = &[\n";
-        for (arch, ptx) in archs.iter().zip(ptx) {
-            writeln!(table, "    ({}, include_str!({:?})),", arch.capability(), ptx?.display().to_string())?;
-        }
-        table += "];\n";
-        fs::write(out.join("ptx.rs"), table)?;
-        Ok(())
+        Ok(write_table("device", &ptx?)?)
     }
 
     /// The architectures asked for, each once; the project's own two when none is.

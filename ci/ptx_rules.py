@@ -117,7 +117,7 @@ def source_kernels(folder):
         text = re.sub(r"//[^\n]*", "", path.read_text())
         # What is for the emulator alone is no kernel here.
         text = re.sub(r'#\[cfg\(not\(target_arch = "nvptx64"\)\)\]\s*(?:contract!\(|\w+:)[^;]*;', "", text)
-        contracts |= set(re.findall(r"\bcontract!\s*[({]\s*(\w+)", text))
+        contracts |= set(re.findall(r"\bcontract!\s*[({]\s*unsafe\s+(\w+)", text))
         for match in re.finditer(r"#\[kernel\]", text):
             where = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
             function = re.match(r"(?:\s*#\[[^\]]*\])*\s*pub\s+unsafe\s+fn\s+(\$?\w+)", text[match.end() :])
@@ -338,12 +338,12 @@ def self_test(ptxas):
 
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        good = "/// #[kernel]\n#[kernel]\n#[inline]\npub unsafe fn one() {}\ncontract!(one { block: 1 });\n"
+        good = "/// #[kernel]\n#[kernel]\n#[inline]\npub unsafe fn one() {}\ncontract!(unsafe one { block: 1 });\n"
         made = (
             "macro_rules! entries {\n($($name:ident: $n:literal;)*) => {$(\n#[kernel]\npub unsafe fn $name() {}\n)*};\n}\n"
             "entries! {\n    /// Two.\n    two: 2;\n    three: 3;\n"
-            '    #[cfg(not(target_arch = "nvptx64"))]\n    on_cpu: 4;\n}\n#[cfg(not(target_arch = "nvptx64"))]\ncontract!(on_cpu {});\n'
-            "contract!(two {});\ncontract! { three {} |k| {\n}}\n"
+            '    #[cfg(not(target_arch = "nvptx64"))]\n    on_cpu: 4;\n}\n#[cfg(not(target_arch = "nvptx64"))]\ncontract!(unsafe on_cpu {});\n'
+            "contract!(unsafe two {});\ncontract! { unsafe three {} |k| {\n}}\n"
         )
         source = folder / "a.rs"
         source.write_text(good + made)
@@ -353,7 +353,7 @@ def self_test(ptxas):
         for bad in (
             "#[kernel]\nfn hidden() {}\n",
             "#[kernel]\npub unsafe fn no_contract() {}\n",
-            "contract!(no_kernel {});\n",
+            "contract!(unsafe no_kernel {});\n",
             "#[kernel]\npub unsafe fn one() {}\n",
             "macro_rules! m {\n() => {\n#[kernel]\npub unsafe fn $name() {}\n};\n}\n",
         ):

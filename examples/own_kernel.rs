@@ -26,9 +26,13 @@ pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     }
 }
 
-// What it asks of a launch, and how many blocks that takes: nothing runs before this has accepted the arguments.
-contract! { leaky_relu { block: BLOCK, align: 4 } |k| {
+// What it asks of a launch, and how many blocks that takes: nothing runs before this has accepted the arguments. That it asks
+// enough is a promise which nothing checks, so it says `unsafe`.
+// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; `y` is as
+// long.
+contract! { unsafe leaky_relu { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
+    Violation::unless(k.x.len() <= u32::MAX as usize, "x", "fewer elements than `index_1d` counts", k.x.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
 

@@ -39,6 +39,11 @@ pub use autograd::{Backward, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;
+/// What [`kernels!`] names, whatever the module that uses it calls by these names.
+#[doc(hidden)]
+pub mod of_core {
+    pub use core::{concat, env, include};
+}
 pub use driver::{
     DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
 };
@@ -99,6 +104,12 @@ mod threads {
     assert_not_impl_any!(LentMut<'static, 'static>: Send, Sync, Clone);
     assert_not_impl_any!(Tape<'static, 'static>: Send, Sync, Clone);
     assert_not_impl_any!(Var<'static>: Send, Sync);
+
+    // So does what a launch takes, and with it every kernel that names memory.
+    assert_not_impl_any!(kernel::Slice<'static, f32>: Send, Sync);
+    assert_not_impl_any!(kernel::Pointer<'static, f32>: Send, Sync);
+    assert_not_impl_any!(kernel::PointerMut<'static, f32>: Send, Sync, Clone);
+    assert_not_impl_any!(kernels::fill::fill<'static>: Send, Sync, Clone);
 
     // A capture goes where its state may go; while it is being recorded or replayed it is one thread's. What goes in, and
     // the names of what comes out, are plain values.

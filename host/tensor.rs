@@ -48,14 +48,16 @@ impl Shape {
         &self.extents[..self.rank]
     }
 
-    /// All elements.
+    /// All elements; `usize::MAX`, of which no tensor has as many, where their number does not fit.
     pub fn elements(&self) -> usize {
-        self.extents().iter().product()
+        self.checked_elements().unwrap_or(usize::MAX)
     }
 
-    /// All elements, or none if their number does not fit.
+    /// All elements, or none if the extents other than zero make a number that does not fit. So in the shape of a tensor every
+    /// product of some of its extents fits, also where another is zero.
     pub(crate) fn checked_elements(&self) -> Option<usize> {
-        self.extents().iter().try_fold(1usize, |product, &extent| product.checked_mul(extent))
+        let others = self.extents().iter().try_fold(1usize, |product, &extent| product.checked_mul(extent.max(1)))?;
+        Some(if self.extents().contains(&0) { 0 } else { others })
     }
 
     /// The same extents but the last.
@@ -66,10 +68,12 @@ impl Shape {
         self
     }
 
-    /// The extents as `[rows, cols]`: the last one, and the product of the others.
+    /// The extents as `[rows, cols]`: the last one, and the product of the others, as [`Shape::elements`] tells it.
     pub fn as_rows(&self) -> [usize; 2] {
-        let cols = self.extents().last().copied().unwrap_or(1);
-        [self.extents[..self.rank.saturating_sub(1)].iter().product(), cols]
+        match self.rank {
+            0 => [1, 1],
+            rank => [Self { extents: self.extents, rank: rank - 1 }.elements(), self.extents[rank - 1]],
+        }
     }
 }
 

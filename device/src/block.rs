@@ -63,7 +63,7 @@ pub fn vector_grid(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::la
 #[inline(always)]
 pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: the caller's contract; the check would be a call of a panic.
+    // SAFETY: `divisor` is not 0, as is asked of who calls; the check would be a call of a panic.
     unsafe {
         core::hint::assert_unchecked(divisor != 0);
     }
@@ -102,7 +102,7 @@ pub fn again(value: u32) -> u32 {
 /// All threads of a block of [`BLOCK`] call it together.
 #[inline(always)]
 pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
-    // SAFETY: whole warps, as the caller promises.
+    // SAFETY: all 256 threads call this together, as is asked, so all lanes of each warp do.
     let value = unsafe { combine_lanes(u32::MAX, LANES, value, &combine) };
     if warp::lane_id() == 0 {
         tile.set(thread::thread_idx_x() / LANES, value);
@@ -172,7 +172,7 @@ impl ColumnTile {
     /// `cols` is not 0.
     #[inline(always)]
     pub unsafe fn new(length: usize, cols: usize, chunk: usize) -> Self {
-        // SAFETY: at least one tile, as the caller promises.
+        // SAFETY: `cols` is not 0, as is asked, so there is a tile.
         let (number, tile) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(Self::COLUMNS as usize)) };
         let start = tile * Self::COLUMNS as usize;
         let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
@@ -217,7 +217,12 @@ impl ColumnTile {
     /// The grid over `rows` rows of `cols`.
     #[cfg(not(target_arch = "nvptx64"))]
     pub fn grid(rows: usize, cols: usize, chunk: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
-        cuda_std::launch::Grid::cover(rows.div_ceil(chunk) * cols.div_ceil(Self::COLUMNS as usize), 1)
+        use cuda_std::launch::{Grid, Size, Violation};
+        let chunks = Size::of(rows).div_ceil(chunk);
+        // Where a block's rows begin and end is computed before it is cut off at the end.
+        let ends = chunks.times(chunk).times(cols).at_most(usize::MAX);
+        Violation::unless(ends, "chunk", "at least 1, and chunks that end where an index can", chunk)?;
+        Grid::cover(chunks.times(cols.div_ceil(Self::COLUMNS as usize)), 1)
     }
 }
 

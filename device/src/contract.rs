@@ -1,46 +1,68 @@
 //! `contract!`: what a kernel asks of a launch, beside the kernel.
 //!
 //! ```text
-//! contract!(gelu_forward { block: 256 } |k| {
+//! // SAFETY: a thread touches the element of its index in `x` and `y`, and only where `x` has one; `y` is as long.
+//! contract! { unsafe leaky_relu { block: 128, align: 4 } |k| {
 //!     Violation::unless_length("y", k.x.len(), k.y.len())?;
-//!     Grid::cover(k.x.len(), 256 * 4)
-//! });
+//!     Grid::cover(k.x.len(), 128)
+//! }}
 //! ```
 //! After `block`, in this order, may stand `shared: BYTES` (default 0) and `align: BYTES` (default 16, what a
 //! 4-wide access needs). The closure gets the kernel's arguments, checks every length that the kernel's index
 //! arithmetic relies on, and returns the grid. Invariant: a launch whose closure returns `Ok` stays inside its
-//! arguments. On the GPU the macro is empty, so the same file compiles with rust-cuda.
+//! arguments.
+//!
+//! That is the author's promise, which nothing else checks, hence the word `unsafe`. The arguments may be any numbers: sums and
+//! products of them are made with [`Size`](cuda_std::launch::Size), which an overflow does not wrap, and clippy refuses `*`, `+` and
+//! `-` in a contract. On the GPU the macro is empty, so the same file compiles with rust-cuda.
 
 /// Gives a kernel its contract; see the module.
 #[cfg(not(target_arch = "nvptx64"))]
 #[macro_export]
 macro_rules! contract {
-    ($kernel:ident { block: $block:expr $(,)? } $($rest:tt)*) => {
-        $crate::contract!($kernel { block: $block, shared: 0, align: 16 } $($rest)*);
+    ($unsafe:tt $kernel:ident { block: $block:expr $(,)? } $($rest:tt)*) => {
+        $crate::contract!($unsafe $kernel { block: $block, shared: 0, align: 16 } $($rest)*);
     };
-    ($kernel:ident { block: $block:expr, shared: $shared:expr $(,)? } $($rest:tt)*) => {
-        $crate::contract!($kernel { block: $block, shared: $shared, align: 16 } $($rest)*);
+    ($unsafe:tt $kernel:ident { block: $block:expr, shared: $shared:expr $(,)? } $($rest:tt)*) => {
+        $crate::contract!($unsafe $kernel { block: $block, shared: $shared, align: 16 } $($rest)*);
     };
-    ($kernel:ident { block: $block:expr, align: $align:expr $(,)? } $($rest:tt)*) => {
-        $crate::contract!($kernel { block: $block, shared: 0, align: $align } $($rest)*);
+    ($unsafe:tt $kernel:ident { block: $block:expr, align: $align:expr $(,)? } $($rest:tt)*) => {
+        $crate::contract!($unsafe $kernel { block: $block, shared: 0, align: $align } $($rest)*);
     };
-    ($kernel:ident { block: $block:expr, shared: $shared:expr, align: $align:expr $(,)? } |$arguments:ident| $grid:expr) => {
+    ($unsafe:tt $kernel:ident { block: $block:expr, shared: $shared:expr, align: $align:expr $(,)? }
+        |$arguments:ident| $grid:expr) => {
+        // Where `unsafe` is refused, so is the contract: the compiler would not look for the word in this macro.
+        ::cuda_std::written_unsafe!($unsafe);
         const _: () = {
             #[allow(unused_imports)]
-            use ::cuda_std::launch::{Contract, Grid, Violation};
+            use ::cuda_std::launch::{Contract, Grid, Size, Violation};
 
-            // SAFETY: the closure checks every length on which the kernel's indices depend, as its author states.
+            // SAFETY: the author has written `unsafe` for it, and why at the same place.
             unsafe impl Contract for $kernel<'_> {
-                const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
-                const BLOCK: u32 = $block as u32;
-                const SHARED_BYTES: u32 = $shared as u32;
+                const PACKAGE: &'static str =
+                    $crate::package(concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION")), env!("CARGO_MANIFEST_DIR"));
+                const BLOCK: u32 = {
+                    assert!($block as u64 <= 1024, "a block has at most 1024 threads");
+                    $block as u32
+                };
+                const SHARED_BYTES: u32 = {
+                    assert!($shared as u64 <= u32::MAX as u64, "shared bytes below 2^32");
+                    $shared as u32
+                };
                 const ALIGN: u64 = $align as u64;
+                #[deny(clippy::arithmetic_side_effects)]
                 fn grid(&self) -> Result<Grid, Violation> {
                     let $arguments = self;
                     $grid
                 }
             }
         };
+    };
+    ($($other:tt)*) => {
+        ::core::compile_error!(
+            "a contract is `contract! { unsafe KERNEL { block: THREADS } |arguments| GRID }`: nothing else checks that the kernel \
+             stays inside what it accepts, so its author says `unsafe`"
+        );
     };
 }
 
@@ -49,4 +71,27 @@ macro_rules! contract {
 #[macro_export]
 macro_rules! contract {
     ($($contract:tt)*) => {};
+}
+
+/// The package that a contract is written in, as `name@version`; not one that would be taken for this one.
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+pub const fn package(package: &'static str, folder: &str) -> &'static str {
+    const OWN: &str = concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION"));
+    let is_own = same(folder, env!("CARGO_MANIFEST_DIR"));
+    assert!(
+        is_own || !same(package, OWN),
+        "a package with the name of stepscope's kernels would launch those: rename it"
+    );
+    package
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+const fn same(a: &str, b: &str) -> bool {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut at = 0;
+    while at < a.len() && at < b.len() && a[at] == b[at] {
+        at += 1;
+    }
+    at == a.len() && at == b.len()
 }

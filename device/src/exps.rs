@@ -28,7 +28,7 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
     pub unsafe fn new(row: Row, x: &'k [f32], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
-        // SAFETY: the caller's promise.
+        // SAFETY: the row lies inside `x`, suits `HELD` and has its lanes together here, as is asked.
         unsafe {
             let mut share = Share::<HELD>::new(row, x, row.start, cols, f32::NEG_INFINITY);
             for_each_vector!(HELD, row, cols, |at, column, part| {
@@ -52,7 +52,7 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
     /// As for [`Share::get`].
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
-        // SAFETY: the caller's promise.
+        // SAFETY: column and number are those of `for_each_vector` over the row, as is asked.
         let own = unsafe { self.share.get(at, column, part) };
         if HELD > 0 { own } else { map4!(own - F4::splat(self.largest), math::exp_negative) }
     }

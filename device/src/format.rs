@@ -59,7 +59,7 @@ macro_rules! mma {
                     c3: f32,
                 ) -> Sums;
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: all lanes of the warp are here, as is asked of who calls `mma`.
             let sums = unsafe { multiply(a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]) };
             [sums.0, sums.1, sums.2, sums.3]
         }

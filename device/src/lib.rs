@@ -15,6 +15,9 @@
 extern crate std;
 
 mod contract;
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+pub use contract::package;
 
 pub mod block;
 pub mod exps;

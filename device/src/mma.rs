@@ -92,7 +92,7 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
         unroll_on_gpu!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
-            // SAFETY: the caller's promise.
+            // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
             let new = unsafe { F::mma(rows, b[column], old) };
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });
@@ -104,7 +104,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
             for lane in 0..again(4) {
                 stay_rolled();
                 unroll_on_gpu!(half < 2 => {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: all lanes are here together, as is asked of who calls `multiply`, and count the same
+                    // turns.
                     let [rows, [c0, c1, c2, c3], [c4, c5, c6, c7]] = unsafe {
                         [
                             [0, 1, 2, 3].map(|i| others.word(4 * g + lane, |[a, _]| a[i][half])),
@@ -125,7 +126,7 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
                 });
             }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
         unsafe { meet(&[a, b], product) };
     }
 }
@@ -144,7 +145,7 @@ unsafe fn meet<T>(own: &T, then: impl FnOnce(Others<'_, T>)) {
     {
         then(Others { lanes: cuda_std::emulator::lanes(own), own: core::marker::PhantomData });
         // What a lane has stays until all are done with it.
-        // SAFETY: the caller's promise.
+        // SAFETY: all lanes call `meet` together, as it asks.
         unsafe { warp::sync_warp(u32::MAX) };
     }
 }
@@ -168,7 +169,8 @@ impl<T> Others<'_, T> {
     /// All lanes of the warp make the call, with the same `select`.
     #[inline(always)]
     unsafe fn word(&self, lane: u32, select: impl Fn(&T) -> u32) -> u32 {
-        // SAFETY: the caller's promise; what the lanes have stays while they meet.
+        // SAFETY: all lanes ask for a word together and with the same `select`, as is asked; what they have stays until
+        // the `sync_warp` of `meet`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             return crate::warp::of_lane(u32::MAX, select(self.own), lane);

@@ -38,7 +38,8 @@ macro_rules! element {
             #[inline(always)]
             unsafe fn load_shared(address: u32) -> Self {
                 let value: $ty;
-                // SAFETY: the caller's contract. No `pure`: another thread's write may change what it reads.
+                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks. No `pure`: another
+                // thread's write may change what it reads.
                 unsafe {
                     core::arch::asm!(
                         concat!("ld.shared.", $suffix, " {0}, [{1}];"),
@@ -51,7 +52,7 @@ macro_rules! element {
             #[cfg(target_arch = "nvptx64")]
             #[inline(always)]
             unsafe fn store_shared(self, address: u32) {
-                // SAFETY: the caller's contract.
+                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks.
                 unsafe {
                     core::arch::asm!(
                         concat!("st.shared.", $suffix, " [{0}], {1};"),
@@ -83,7 +84,8 @@ impl<T: Element> SharedTile<T> {
     ///
     /// # Safety
     /// The tile lies inside the shared memory that the kernel's contract declares, and tiles of different types do not
-    /// overlap.
+    /// overlap. Every index that the tile is asked for lies inside it, and is as aligned as it is asked for: the CPU checks
+    /// the first, the GPU nothing.
     #[inline(always)]
     pub unsafe fn new(byte_offset: u32, len: u32) -> Self {
         let base = shared::dynamic_shared_mem::<u8>();
@@ -123,7 +125,7 @@ impl<T: Element> SharedTile<T> {
     #[track_caller]
     pub fn set(self, index: u32, value: T) {
         self.writes(index, 1);
-        // SAFETY: as in `get`.
+        // SAFETY: inside the tile, which `new` promised to lie inside shared memory.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             value.store_shared(self.address + index * 4);
@@ -212,7 +214,7 @@ impl SharedTile<f32> {
     #[track_caller]
     pub fn set_run<const N: usize>(self, index: u32, values: [f32; N]) {
         self.writes(index, N as u32);
-        // SAFETY: as in `get4`.
+        // SAFETY: inside the tile, as has just been checked; of any alignment.
         unsafe { self.pointer.add(index as usize).cast::<[f32; N]>().write_unaligned(values) };
     }
 
@@ -221,7 +223,7 @@ impl SharedTile<f32> {
     #[track_caller]
     pub fn set4(self, index: u32, value: F4) {
         self.writes(index, 4);
-        // SAFETY: as in `get4`.
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -269,7 +271,8 @@ impl SharedTile<f32> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
-        // SAFETY: as in `copy`.
+        // SAFETY: inside the tile and, where it is there, inside `x`, as is asked and on the CPU checked; both on 16
+        // bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(
@@ -290,7 +293,7 @@ impl SharedTile<f32> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
-        // SAFETY: as in `copy`.
+        // SAFETY: inside the tile and inside `x`, as is asked and on the CPU checked; both on 16 bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(

@@ -66,7 +66,8 @@ impl F4 {
     pub unsafe fn load(x: &[f32], index: usize) -> Self {
         reads(x.as_ptr(), index, Self::LEN);
         check_range(index, Self::LEN, x.len());
-        // SAFETY: the range lies inside `x`; the caller keeps the alignment.
+        // SAFETY: the range lies inside `x`, and its start on 16 bytes: `x` does, and `index` is a multiple of four, as
+        // is asked.
         unsafe { Self::at(x.as_ptr(), index) }
     }
 
@@ -78,7 +79,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
         reads(x, index, Self::LEN);
-        // SAFETY: the caller's contract.
+        // SAFETY: the elements may be read and lie on 16 bytes, as is asked.
         unsafe { Self::at(x, index) }
     }
 
@@ -91,7 +92,7 @@ impl F4 {
     pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
         reads(x.as_ptr(), index, part.count());
         check_range(index, part.count(), x.len());
-        // SAFETY: the caller's contract.
+        // SAFETY: the elements lie inside `x`, as is asked and on the CPU checked; a whole vector lies on 16 bytes.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
@@ -103,7 +104,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
         reads(x, index, part.count());
-        // SAFETY: the caller's contract.
+        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as is asked.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
@@ -111,7 +112,7 @@ impl F4 {
     /// As for [`F4::load_raw`].
     #[inline(always)]
     unsafe fn at(x: *const f32, index: usize) -> Self {
-        // SAFETY: the caller's contract.
+        // SAFETY: the four elements may be read and lie on 16 bytes, as is asked.
         unsafe { x.add(index).cast::<Self>().read() }
     }
 
@@ -119,7 +120,7 @@ impl F4 {
     /// As for [`F4::load_part_raw`].
     #[inline(always)]
     unsafe fn part_at(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
-        // SAFETY: the caller's contract.
+        // SAFETY: the elements of the part may be read, as is asked; of others nothing is.
         unsafe {
             match part {
                 Part::Whole => Self::at(x, index),
@@ -140,7 +141,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn store(self, out: *mut f32, index: usize) {
         writes(out, index, Self::LEN);
-        // SAFETY: the caller's contract.
+        // SAFETY: the four elements may be written and lie on 16 bytes, as is asked.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -164,7 +165,7 @@ impl F4 {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store_part(self, out: *mut f32, index: usize, part: Part) {
-        // SAFETY: the caller's contract.
+        // SAFETY: the elements of the part may be written, as is asked; no other is.
         unsafe {
             match part {
                 Part::Whole => self.store(out, index),
@@ -272,7 +273,7 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     reads(x.as_ptr(), index, 1);
     check_range(index, 1, x.len());
-    // SAFETY: the caller's contract.
+    // SAFETY: `index` lies inside `x`, as is asked and on the CPU checked.
     unsafe { *x.as_ptr().add(index) }
 }
 
@@ -289,7 +290,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 
     reads(x.as_ptr(), index, 2);
     check_range(index, 2, x.len());
-    // SAFETY: the caller's contract.
+    // SAFETY: both elements lie inside `x`, as is asked and on the CPU checked, on 8 bytes since `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
@@ -302,7 +303,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 #[track_caller]
 pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
     check_range(index, N, x.len());
-    // SAFETY: the caller's contract.
+    // SAFETY: the range has just been checked.
     unsafe { load_run_raw(x.as_ptr(), index) }
 }
 
@@ -315,7 +316,7 @@ pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
 #[track_caller]
 pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32; N] {
     reads(x, index, N);
-    // SAFETY: the caller's contract.
+    // SAFETY: these elements may be read, as is asked; of any alignment.
     unsafe { x.add(index).cast::<[f32; N]>().read_unaligned() }
 }
 
@@ -328,7 +329,7 @@ pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32;
 #[track_caller]
 pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f32; N]) {
     writes(out, index, N);
-    // SAFETY: the caller's contract.
+    // SAFETY: these elements may be written, as is asked; of any alignment.
     unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
 }
 
@@ -340,7 +341,7 @@ pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f3
 #[track_caller]
 pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
     writes(out, index, 1);
-    // SAFETY: the caller's contract.
+    // SAFETY: the element may be written, as is asked.
     unsafe { *out.add(index) = value }
 }
 
@@ -355,7 +356,7 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
         reads(out, index, 1);
     }
     writes(out, index, 1);
-    // SAFETY: the caller's contract.
+    // SAFETY: the element may be read and written, as is asked.
     unsafe {
         let out = out.add(index);
         *out = if accumulate == 0 { value } else { *out + value }

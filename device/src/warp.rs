@@ -81,7 +81,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn combine<T: Copy>(self, value: T, combine: impl Fn(T, T) -> T) -> T {
-        // SAFETY: the mask names the lanes of the row, as the caller promises.
+        // SAFETY: the mask names the lanes of the row, which are all here, as is asked.
         unsafe { combine_lanes(self.mask, self.lanes, value, combine) }
     }
 
@@ -91,7 +91,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn sum(self, value: F4) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: all lanes of the row are here, as is asked.
         unsafe { self.combine(sum4(value), add) }
     }
 
@@ -101,7 +101,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn max(self, value: F4) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: all lanes of the row are here, as is asked.
         unsafe { self.combine(max4(value), max) }
     }
 
@@ -180,17 +180,22 @@ pub fn rows_at_once(threads: u32, cols: usize) -> usize {
 
 /// The rows of `cols` elements in `length`, or why they do not divide it.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn rows_in(argument: &'static str, length: usize, cols: usize) -> Result<usize, cuda_std::launch::Violation> {
+pub fn rows_in(
+    argument: &'static str,
+    length: usize,
+    cols: impl Into<cuda_std::launch::Size>,
+) -> Result<usize, cuda_std::launch::Violation> {
     use cuda_std::launch::Violation;
-    Violation::unless(cols > 0, "cols", "at least 1", cols)?;
-    if !length.is_multiple_of(cols) {
-        return Err(Violation::new(
+    let cols = cols.into();
+    Violation::unless(!cols.is(0), "cols", "at least 1", cols)?;
+    match cols.number().filter(|cols| length.is_multiple_of(*cols)) {
+        Some(cols) => Ok(length / cols),
+        None => Err(Violation::new(
             argument,
             std::format!("a multiple of cols = {cols} elements"),
             std::format!("{length}"),
-        ));
+        )),
     }
-    Ok(length / cols)
 }
 
 /// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first column and its
@@ -274,7 +279,8 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         let mut value = value;
         let mut distance = lanes / 2;
         while distance > 0 {
-            // SAFETY: the caller's promise; the source lane lies in the same segment.
+            // SAFETY: the lanes in `mask` are all here, as is asked; the other lane is in the same segment of `lanes`,
+            // since `distance` is less.
             let other = unsafe { of_other_lane(mask, value, distance) };
             value = combine(value, other);
             distance /= 2;
@@ -306,7 +312,7 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
 #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
 #[inline(always)]
 unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
-    // SAFETY: the caller's promise.
+    // SAFETY: the lanes in `mask` are all here, the other one among them, as is asked.
     unsafe { warp::warp_shuffle_xor(mask, value, distance, LANES).0 }
 }
 
@@ -325,7 +331,8 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     }
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;
-    // SAFETY: the caller's promise; the words that are moved have the size of `T`.
+    // SAFETY: the lanes in `mask` are all here, the other one among them, as is asked; the words that are moved have
+    // the size of `T`.
     unsafe {
         let moved = |word| shuffle_xor(mask as i32, word, distance as i32, clamp);
         if size_of::<T>() == 4 {
@@ -347,7 +354,7 @@ pub(crate) unsafe fn of_lane(mask: u32, value: u32, lane: u32) -> u32 {
         #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
         fn shuffle_idx(mask: i32, value: i32, lane: i32, clamp: i32) -> i32;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the lanes in `mask` are all here, `lane` among them, as is asked.
     unsafe { shuffle_idx(mask as i32, value as i32, lane as i32, LANES as i32 - 1) as u32 }
 }
 

@@ -10,6 +10,7 @@ use super::faults::{FaultPlan, Faulty};
 use super::lane::{Lane, TimedOut};
 use super::lends::{Lending, Lends, Use};
 use super::pins::{PinTable, Pins};
+use super::ptx::check_names;
 use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, Retired};
 use super::staging::{RingSize, Staging};
@@ -67,7 +68,7 @@ impl DeviceBuilder {
         self
     }
 
-    /// Kernels of another package than stepscope's; may be called for each.
+    /// Kernels of another package than stepscope's, made by [`kernels!`](crate::kernels) there; to be called once for each package.
     #[must_use]
     pub fn kernels(mut self, kernels: Kernels) -> Self {
         self.kernels.push(kernels);
@@ -85,8 +86,10 @@ impl DeviceBuilder {
     ///
     /// # Errors
     /// [`Error::NoDevice`] when it is not there or this build cannot drive it, with what to do; [`Error::Timeout`] when
-    /// the driver does not answer; [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED`.
+    /// the driver does not answer; [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED`, and for kernels of two packages of one
+    /// name, or of one that is named like stepscope's own.
     pub fn open(self) -> Result<Device> {
+        check_names(&self.kernels)?;
         let checks = Checks { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
             wanted: "any",

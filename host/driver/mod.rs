@@ -27,7 +27,7 @@ pub(crate) use graphs::SealedGraph;
 pub(crate) use landing::Landing;
 pub(crate) use lends::Lending;
 pub(crate) use pins::Pins;
-pub use ptx::ptx_digests;
+pub use ptx::{Kernels, ptx_digests};
 pub(crate) use rehearsal::Launch;
 pub(crate) use retired::Retired;
 pub(crate) use staging::Fill;
@@ -56,15 +56,6 @@ pub struct Description {
     pub processors: u32,
     /// Compute capability times ten (121 for GB10); none on the emulator.
     pub capability: Option<u32>,
-}
-
-/// The kernels of a package as PTX, for a GPU; the emulator needs none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kernels {
-    /// The package that defines them: `env!("CARGO_PKG_NAME")` there.
-    pub package: &'static str,
-    /// Compute capability times ten (121 for GB10), and the PTX for it.
-    pub ptx: &'static [(u32, &'static str)],
 }
 
 /// A memory pool of a driver.

@@ -102,7 +102,12 @@ fn form(op: &'static str, qkv: Shape, gains: Shape) -> Result<[usize; 3]> {
         return Err(Error::misuse(op, format!("{} gains", 2 * HEAD), gains.to_string()));
     }
     match *qkv.extents() {
-        [3, batch, tokens, width] if (1..=kernel::MAX_TOKENS).contains(&tokens) && width > 0 && width % HEAD == 0 => {
+        [3, batch, tokens, width]
+            if (1..=kernel::MAX_TOKENS).contains(&tokens)
+                && width > 0
+                && width % HEAD == 0
+                && width / HEAD <= u32::MAX as usize =>
+        {
             Ok([batch, tokens, width / HEAD])
         }
         _ => {

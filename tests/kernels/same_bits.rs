@@ -19,6 +19,7 @@ const LIBRARY: &str = include_str!("../../device/src/lib.rs");
 fn contracts(source: &str) -> Vec<String> {
     let name = |rest: &str| -> String {
         let start = rest.trim_start_matches(|c: char| c.is_whitespace() || c == '{' || c == '(');
+        let start = start.strip_prefix("unsafe ").unwrap_or_default();
         start.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
     };
     source.split("contract!").skip(1).map(name).filter(|name| !name.is_empty()).collect()
@@ -49,10 +50,34 @@ fn every_kernel_has_a_case() {
     }
 }
 
+/// The `contract!` lines that no `// SAFETY:` comment stands before.
+fn unexplained(source: &str) -> Vec<&str> {
+    let lines: Vec<&str> = source.lines().map(str::trim).collect();
+    let explains = |at: usize| {
+        let before = lines[..at].iter().rev().skip_while(|line| line.starts_with("#["));
+        before.take_while(|line| line.starts_with("//")).any(|line| line.starts_with("// SAFETY:"))
+    };
+    let contracts = (0..lines.len()).filter(|&at| lines[at].starts_with("contract!"));
+    contracts.filter(|&at| !explains(at)).map(|at| lines[at]).collect()
+}
+
+#[test]
+fn every_contract_says_why_it_is_enough() {
+    let bare = "// SAFETY: of another.\nlet a = 1;\n// No reason.\ncontract! { unsafe a {} |k| {\n";
+    assert_eq!(unexplained(bare), ["contract! { unsafe a {} |k| {"]);
+    assert_eq!(unexplained("// SAFETY: because\n// it is so.\n#[cfg(x)]\ncontract!(unsafe a {});\n"), [""; 0]);
+    for (file, source) in SOURCES {
+        assert_eq!(unexplained(source), [""; 0], "{file}");
+    }
+}
+
 #[test]
 fn contracts_are_found_in_any_form() {
-    assert_eq!(contracts("use crate::{contract};\ncontract! { add { block: 1 } |k| {}}"), ["add"]);
-    assert_eq!(contracts("contract!(\n    tile_1x2 { block: 1 } | p | {}\n);\ncontract!(b{"), ["tile_1x2", "b"]);
+    assert_eq!(contracts("use crate::{contract};\ncontract! { unsafe add { block: 1 } |k| {}}"), ["add"]);
+    assert_eq!(
+        contracts("contract!(\n    unsafe tile_1x2 { block: 1 } | p | {}\n);\ncontract!(unsafe b{"),
+        ["tile_1x2", "b"]
+    );
 }
 
 pub(crate) fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {

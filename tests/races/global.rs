@@ -21,7 +21,8 @@ pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
     }
 }
 
-contract! { off_by_one_tail { block: BLOCK } |k| {
+// SAFETY: none: the bug is one element beyond `out`, which race mode refuses before it is written.
+contract! { unsafe off_by_one_tail { block: BLOCK } |k| {
     Violation::unless_length("out", k.length, k.out.len())?;
     kernels::block::vector_grid(k.length)
 }}
@@ -44,7 +45,8 @@ macro_rules! maxima {
                 }
             }
         }
-        contract! { $name { block: ROW_BLOCK } |k| {
+        // SAFETY: a row begins inside `x`, and `out` has an element for each; where that is the bug, race mode refuses it first.
+        contract! { unsafe $name { block: ROW_BLOCK } |k| {
             let rows = kernels::warp::rows_in("x", k.x.len(), k.cols)?;
             Violation::unless_length("out", rows, k.out.len())?;
             Row::grid("x", k.x.len(), k.cols)
@@ -72,8 +74,10 @@ pub(crate) unsafe fn cross_block_write(x: &[f32], out: *mut f32) {
     }
 }
 
-contract! { cross_block_write { block: BLOCK, shared: REDUCTION_BYTES } |k| {
-    Violation::unless_length("out", k.x.len().div_ceil(2 * CHUNK), k.out.len())?;
+// SAFETY: a block writes the element of its chunk or of the one before: `out` has an element for every two. Which block is last is
+// the bug.
+contract! { unsafe cross_block_write { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", Size::of(k.x.len()).div_ceil(2 * CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), CHUNK)
 }}
 
@@ -88,7 +92,8 @@ pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
     }
 }
 
-contract! { block_stride_overlap { block: BLOCK } |k| {
+// SAFETY: a thread touches the elements from an index on that is no larger than its own, as far as `x` has them; `out` is as long.
+contract! { unsafe block_stride_overlap { block: BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     kernels::block::vector_grid(k.x.len())
 }}

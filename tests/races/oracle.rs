@@ -76,7 +76,8 @@ unsafe fn script(program: &[u32], memory: *mut u32) {
 
 const ONE: kernels::vector::Part = kernels::vector::Part::First(1);
 
-contract! { script { block: THREADS, shared: WORDS * 4, align: 4 } |k| {
+// SAFETY: the tests make programs whose words lie inside the tile and inside `memory`, which have the same number of them.
+contract! { unsafe script { block: THREADS, shared: WORDS * 4, align: 4 } |k| {
     Violation::unless_length("memory", WORDS as usize, k.memory.len())?;
     Grid::new(2, 1, 1)
 }}

@@ -72,7 +72,9 @@ macro_rules! pairwise {
                 store(out, index, tile.get(own ^ 1) + tile.get(own));
             }
         }
-        contract! { $name { block: 64, shared: 256 } |k| {
+        // SAFETY: each thread has its own element of `x` and of `out`, which are whole blocks of 64; the tile fills the shared memory.
+        contract! { unsafe $name { block: 64, shared: 256 } |k| {
+            Violation::unless(k.x.len().is_multiple_of(64), "x", "a multiple of 64 elements", k.x.len())?;
             Violation::unless_length("out", k.x.len(), k.out.len())?;
             Grid::cover(k.x.len(), 64)
         }}
@@ -116,7 +118,8 @@ macro_rules! attention {
                 store(out, thread as usize, pairs.get(thread));
             }
         }
-        contract! { $name { block: TOKENS * TOKENS, shared: TOKENS * TOKENS * 4 } |k| {
+        // SAFETY: one block of 64 threads, each with its own element of `x` and `out`; the tile fills the shared memory.
+        contract! { unsafe $name { block: TOKENS * TOKENS, shared: TOKENS * TOKENS * 4 } |k| {
             Violation::unless_length("x", 64, k.x.len())?;
             Violation::unless_length("out", 64, k.out.len())?;
             Grid::new(1, 1, 1)
@@ -156,18 +159,21 @@ pub(crate) unsafe fn double_buffer_index(x: &[f32], depths: u32, out: *mut f32) 
     }
 }
 
-contract! { double_buffer_index { block: STAGE, shared: 2 * STAGE * 4 } |k| {
-    Violation::unless_length("x", (k.depths * STAGE) as usize, k.x.len())?;
+// SAFETY: one block, of as many threads as a depth has elements; `x` has `depths` of them, `out` one.
+contract! { unsafe double_buffer_index { block: STAGE, shared: 2 * STAGE * 4 } |k| {
+    Violation::unless_length("x", Size::of(k.depths).times(STAGE), k.x.len())?;
     Violation::unless_length("out", STAGE as usize, k.out.len())?;
     Grid::new(1, 1, 1)
 }}
 
-contract! { missing_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+// SAFETY: a block reads its own chunk of `x` and writes the element that `out` has for it.
+contract! { unsafe missing_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless_length("out", k.x.len().div_ceil(CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), CHUNK)
 }}
 
-contract! { missing_last_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
-    Violation::unless_length("out", 2 * k.x.len().div_ceil(CHUNK), k.out.len())?;
+// SAFETY: a block reads its own chunk of `x` and writes the two elements that `out` has for it.
+contract! { unsafe missing_last_barrier { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+    Violation::unless_length("out", Size::of(k.x.len()).div_ceil(CHUNK).times(2), k.out.len())?;
     Grid::cover(k.x.len(), CHUNK)
 }}

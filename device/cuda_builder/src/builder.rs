@@ -263,7 +263,7 @@ fn workspace_of(crate_path: &Path, compiler: &DeviceCompiler) -> Result<PathBuf,
     Ok(manifest.parent().filter(|_| output.status.success()).unwrap_or(crate_path).to_owned())
 }
 
-fn start_error(command: &Command, source: std::io::Error) -> CudaBuilderError {
+pub(crate) fn start_error(command: &Command, source: std::io::Error) -> CudaBuilderError {
     CudaBuilderError::Start { program: command.get_program().to_string_lossy().into_owned(), source }
 }
 

@@ -23,9 +23,9 @@ pub enum CudaBuilderError {
     },
 
     /// The folder holds no crate.
-    #[error("no kernel crate at {}: there is no Cargo.toml in it", .path.display())]
+    #[error("no kernel crate at {}: there is no Cargo.toml in it, or cargo cannot read it", .path.display())]
     NoCrate {
-        /// The folder given to `CudaBuilder::new`.
+        /// The folder given.
         path: PathBuf,
     },
 
@@ -75,6 +75,10 @@ pub enum CudaBuilderError {
         /// What is wrong with it.
         reason: String,
     },
+
+    /// `write_table` outside a build script.
+    #[error("OUT_DIR is not set: `write_table` is for a build script, which cargo runs")]
+    NoBuildScript,
 
     /// A file could not be read or written.
     #[error("cannot {action} {}: {source}", .path.display())]

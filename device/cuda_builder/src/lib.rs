@@ -21,8 +21,10 @@ mod arch;
 mod builder;
 mod compiler;
 mod error;
+mod table;
 
 pub use arch::NvvmArch;
 pub use builder::CudaBuilder;
 pub use compiler::{DeviceCompiler, Library, Search};
 pub use error::CudaBuilderError;
+pub use table::write_table;

@@ -15,7 +15,8 @@
 #[inline(always)]
 pub unsafe fn begin() {
     #[cfg(grid_dependency)]
-    // SAFETY: the target has the instruction; the caller's promise.
+    // SAFETY: `cfg(grid_dependency)` is set for targets that have the instruction; nothing has touched memory, as is
+    // asked.
     unsafe {
         wait();
     }

@@ -1,14 +1,24 @@
 //! What a host needs to launch a kernel: its typed arguments, its contract, and its packed words.
 //!
 //! Invariant: a [`Kernel`] is inert. Only a [`Contract`], written beside the kernel, turns arguments into a
-//! launch, and it checks every length first; a host never chooses a grid.
+//! launch, and it checks every length first; a host never chooses a grid. What a kernel takes is one of the types here: how an
+//! argument is packed is nobody else's to say.
+
+mod size;
+#[doc(hidden)]
+pub mod unpack;
 
 use crate::emulator::Block;
 use core::fmt;
 use core::marker::PhantomData;
+pub use size::Size;
 
 /// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
 /// started, one after another, each to its end.
+///
+/// To be called with the words that the same kernel's [`Kernel::pack`] has written, for a block of a grid that its [`Contract`]
+/// has accepted with these arguments, while their memory is borrowed; and on a processor, and in a mode, that suits the
+/// [version](Versions).
 pub type Threads = unsafe fn(*const u64, &Block);
 
 /// A kernel on the CPU, compiled for several processors.
@@ -42,9 +52,10 @@ pub unsafe trait Kernel: fmt::Debug {
 /// What a kernel demands of a launch and promises in return; stands beside the kernel, made by `contract!`.
 ///
 /// # Safety
-/// When `grid` returns `Ok`, running that grid touches nothing outside the arguments' lengths.
+/// When `grid` returns `Ok`, for arguments of any value, running that grid in blocks of `BLOCK` threads with `SHARED_BYTES` touches
+/// nothing outside the arguments' lengths, and writes only through the kernel's `*mut` parameters.
 pub unsafe trait Contract: Kernel {
-    /// The package that the kernel is compiled in, by which a driver finds its PTX.
+    /// The package that the kernel is compiled in, as `name@version`, by which a driver finds its PTX.
     const PACKAGE: &'static str;
     /// Threads in a block, at most 1024.
     const BLOCK: u32;
@@ -56,13 +67,17 @@ pub unsafe trait Contract: Kernel {
     fn grid(&self) -> Result<Grid, Violation>;
 
     /// The kernel as a driver knows it.
-    const ENTRY: Entry = Entry {
-        package: Self::PACKAGE,
-        name: Self::NAME,
-        block: Self::BLOCK,
-        shared_bytes: Self::SHARED_BYTES,
-        versions: Self::VERSIONS,
-        pointers: Self::POINTERS,
+    const ENTRY: Entry = {
+        assert!(Self::BLOCK >= 1 && Self::BLOCK <= 1024, "a block has 1 to 1024 threads");
+        assert!(Self::ALIGN.is_power_of_two(), "an alignment is a power of two");
+        Entry {
+            package: Self::PACKAGE,
+            name: Self::NAME,
+            block: Self::BLOCK,
+            shared_bytes: Self::SHARED_BYTES,
+            versions: Self::VERSIONS,
+            pointers: Self::POINTERS,
+        }
     };
 }
 
@@ -102,17 +117,21 @@ pub struct Grid {
 
 impl Grid {
     /// As many blocks along x as cover `items` with `per_block` each.
-    pub fn cover(items: usize, per_block: usize) -> Result<Self, Violation> {
-        Self::new(items.div_ceil(per_block), 1, 1)
+    pub fn cover(items: impl Into<Size>, per_block: usize) -> Result<Self, Violation> {
+        Self::new(Size::of(items).div_ceil(per_block), 1, 1)
     }
 
     /// The blocks along each axis, within CUDA's limits.
-    pub fn new(x: usize, y: usize, z: usize) -> Result<Self, Violation> {
-        let limit = |axis, blocks: usize, most: usize| match blocks {
-            blocks if blocks <= most => Ok(blocks as u32),
-            blocks => Err(Violation::new(axis, format!("at most {most} blocks"), format!("{blocks} blocks"))),
+    pub fn new(x: impl Into<Size>, y: impl Into<Size>, z: impl Into<Size>) -> Result<Self, Violation> {
+        let limit = |axis, blocks: Size, most: u32| {
+            let fits = blocks.number().and_then(|blocks| u32::try_from(blocks).ok()).filter(|&blocks| blocks <= most);
+            fits.ok_or_else(|| Violation::new(axis, format!("at most {most} blocks"), format!("{blocks} blocks")))
         };
-        Ok(Self { x: limit("grid.x", x, 0x7fff_ffff)?, y: limit("grid.y", y, 65_535)?, z: limit("grid.z", z, 65_535)? })
+        Ok(Self {
+            x: limit("grid.x", x.into(), 0x7fff_ffff)?,
+            y: limit("grid.y", y.into(), 65_535)?,
+            z: limit("grid.z", z.into(), 65_535)?,
+        })
     }
 
     /// The place of the block that is the `index`th, x first.
@@ -146,8 +165,9 @@ impl Violation {
     }
 
     /// Ok when `length` is `expected`.
-    pub fn unless_length(argument: &'static str, expected: usize, length: usize) -> Result<(), Self> {
-        if length == expected {
+    pub fn unless_length(argument: &'static str, expected: impl Into<Size>, length: usize) -> Result<(), Self> {
+        let expected = expected.into();
+        if expected.is(length) {
             return Ok(());
         }
         Err(Self::new(argument, format!("{expected} elements"), format!("{length}")))
@@ -162,11 +182,14 @@ impl Violation {
 macro_rules! device_memory {
     ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal, $written:literal;)*) => {$(
         $(#[$doc])*
+        ///
+        /// It stays on its thread, as what it points to does.
         pub struct $name<'a, T> {
             device: u64,
             address: u64,
             length: usize,
-            borrow: PhantomData<$borrow>,
+            // The raw pointer makes it neither `Send` nor `Sync`.
+            borrow: PhantomData<($borrow, *mut ())>,
         }
 
         impl<T> $name<'_, T> {
@@ -182,7 +205,8 @@ macro_rules! device_memory {
 
             /// No elements, on any device: what stands for an argument that is not there.
             pub fn empty() -> Self {
-                // Aligned for any element, and never read.
+                const { assert!(align_of::<T>() <= 256, "no memory of a device is aligned to more than 256 bytes") };
+                // Aligned for the element, and never read.
                 Self { device: ANY_DEVICE, address: 256, length: 0, borrow: PhantomData }
             }
 
@@ -210,6 +234,8 @@ macro_rules! device_memory {
                 write!(f, "{:#x}[{}]", self.address, self.length)
             }
         }
+
+        impl<T> sealed::Sealed for $name<'_, T> {}
 
         impl<T> Argument for $name<'_, T> {
             #[inline]
@@ -258,14 +284,19 @@ shared! { Slice Pointer }
 /// The device of memory that is not there.
 const ANY_DEVICE: u64 = u64::MAX;
 
-/// Something that a launch passes to a kernel.
-pub trait Argument {
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// Something that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`] or [`Scalar`], and nothing else, because
+/// `unsafe impl Kernel` relies on how many words each is.
+pub trait Argument: sealed::Sealed {
     /// Adds its words.
     fn pack(&self, words: &mut Words);
 }
 
-/// A number that fits a word.
-pub trait Scalar: Copy {
+/// A number that fits a word: `u32`, `i32`, `u64`, `usize` or `f32`.
+pub trait Scalar: Argument + Copy {
     /// The number in the low bytes of a word.
     fn to_word(self) -> u64;
     /// The number from the low bytes of a word.
@@ -274,6 +305,8 @@ pub trait Scalar: Copy {
 
 macro_rules! scalar {
     ($($ty:ty: |$value:ident| $to:expr, |$word:ident| $from:expr;)*) => {$(
+        impl sealed::Sealed for $ty {}
+
         impl Scalar for $ty {
             #[inline(always)]
             fn to_word(self) -> u64 { let $value = self; $to }
@@ -336,13 +369,13 @@ impl Words {
 
     /// Adds a word.
     #[inline]
-    pub fn push(&mut self, word: u64) {
+    fn push(&mut self, word: u64) {
         self.words.push(word);
     }
 
     /// Adds the address of memory on a device.
     #[inline]
-    pub fn push_pointer(&mut self, device: u64, extent: Extent) {
+    fn push_pointer(&mut self, device: u64, extent: Extent) {
         if device != ANY_DEVICE {
             // One device is named once, as nearly all launches do.
             self.devices.extend((self.devices.last() != Some(&device)).then_some(device));

@@ -15,6 +15,8 @@
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
 
 pub use stepscope_cuda_std_macros::kernel;
+#[doc(hidden)]
+pub use stepscope_cuda_std_macros::written_unsafe;
 
 mod float;
 #[cfg(target_arch = "nvptx64")]

@@ -49,7 +49,7 @@ index! {
     grid_dim_z: _grid_dim_z, grid_dim[2];
 }
 
-/// This thread's place in a one-dimensional grid.
+/// This thread's place in a one-dimensional grid, in 32 bits: beyond 2^32 threads it begins anew, so a contract allows no more.
 #[inline(always)]
 pub fn index_1d() -> u32 {
     block_idx_x() * block_dim_x() + thread_idx_x()

@@ -21,7 +21,8 @@ pub unsafe fn tanh_forward(x: &[f32], y: *mut f32) {
     });
 }
 
-contract! { tanh_forward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `y` is as long.
+contract! { unsafe tanh_forward { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     crate::block::vector_grid(k.x.len())
 }}
@@ -39,7 +40,8 @@ pub unsafe fn tanh_backward(y: &[f32], dy: &[f32], dx: *mut f32) {
     });
 }
 
-contract! { tanh_backward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `y` has them; `dy` and `dx` are as long.
+contract! { unsafe tanh_backward { block: crate::block::BLOCK } |k| {
     Violation::unless_length("dy", k.y.len(), k.dy.len())?;
     Violation::unless_length("dx", k.y.len(), k.dx.len())?;
     crate::block::vector_grid(k.y.len())
@@ -56,7 +58,8 @@ pub unsafe fn gelu_forward(x: &[f32], y: *mut f32) {
     });
 }
 
-contract! { gelu_forward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `y` is as long.
+contract! { unsafe gelu_forward { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     crate::block::vector_grid(k.x.len())
 }}
@@ -74,7 +77,8 @@ pub unsafe fn gelu_backward(x: &[f32], dy: &[f32], dx: *mut f32) {
     });
 }
 
-contract! { gelu_backward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `dy` and `dx` are as long.
+contract! { unsafe gelu_backward { block: crate::block::BLOCK } |k| {
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
     crate::block::vector_grid(k.x.len())
@@ -115,7 +119,7 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);
-    // SAFETY: the caller's promise; only rows before the end are touched.
+    // SAFETY: only rows before the tile's end are touched, which lie inside `x`; `dy` and `dx` are as long.
     unsafe {
         // All reads first: the compiler moves none before a write.
         unroll_on_gpu!(at < EACH => {
@@ -135,10 +139,12 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     sum
 }
 
-contract! { gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
+// SAFETY: `x` is whole rows of `cols`, of which a `ColumnTile` has no column beyond its grid; `dy` and `dx` are as long, and `db` has a
+// row for each chunk of rows. The shared bytes are what the tile's sums fill.
+contract! { unsafe gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless_length("db", rows.div_ceil(BIAS_ROWS) * k.cols, k.db.len())?;
+    Violation::unless_length("db", Size::of(rows).div_ceil(BIAS_ROWS).times(k.cols), k.db.len())?;
     ColumnTile::grid(rows, k.cols, BIAS_ROWS)
 }}

@@ -80,7 +80,9 @@ pub unsafe fn adamw(
     });
 }
 
-contract! { adamw { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long. What else it reads are
+// places of `hyper` and the one element of `squared_norm`.
+contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;

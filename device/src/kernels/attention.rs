@@ -14,6 +14,8 @@ use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::vector::{F4, load, store};
 use crate::warp::{LANES, larger, sum4};
 use crate::{contract, math, unroll_on_gpu};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::launch::{Size, Violation};
 use cuda_std::{GpuFloat, prelude::*};
 use head::*;
 
@@ -59,12 +61,14 @@ pub unsafe fn attention_forward(
     }
 }
 
-contract! { attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
+// SAFETY: `heads` is what a whole number of samples has, and a half warp beyond it computes the first head again and writes nothing.
+// A head's tokens, at most 16, lie inside `qkv` and `out`, its pairs and its factors inside the arguments that hold one for each.
+contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
     Violation::unless_length("out", k.qkv.len() / 3, k.out.len())?;
-    Violation::unless_length("probabilities", heads * (k.tokens * k.tokens) as usize, k.probabilities.len())?;
-    Violation::unless_length("inverse_rms", 2 * heads * k.tokens as usize, k.inverse_rms.len())?;
+    Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
+    Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
     Grid::cover(heads, HEADS as usize)
 }}
 
@@ -82,7 +86,8 @@ unsafe fn forward<const GROUPS: usize>(
     inverse_rms: *mut f32,
 ) {
     let Head { tokens, lane, exists, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the rest is the caller's promise.
+    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
+    // first instead.
     unsafe {
         let tile = |offset, len| head.tile(FORWARD_LEN, offset, len);
         let (q, k, p) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN), tile(2 * ROWS_LEN, PAIRS_LEN));
@@ -180,14 +185,16 @@ pub unsafe fn attention_backward(
     }
 }
 
-contract! { attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
+// SAFETY: as for `attention_forward`: a head's tokens lie inside `qkv`, `dout` and `dqkv`, its pairs and factors inside the arguments
+// that hold one for each, and its gains' gradient is a row of `dgains`.
+contract! { unsafe attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
-    Violation::unless_length("inverse_rms", 2 * heads * k.tokens as usize, k.inverse_rms.len())?;
-    Violation::unless_length("probabilities", heads * (k.tokens * k.tokens) as usize, k.probabilities.len())?;
+    Violation::unless_length("inverse_rms", heads.times(k.tokens).times(2), k.inverse_rms.len())?;
+    Violation::unless_length("probabilities", heads.times(k.tokens).times(k.tokens), k.probabilities.len())?;
     Violation::unless_length("dout", k.qkv.len() / 3, k.dout.len())?;
     Violation::unless_length("dqkv", k.qkv.len(), k.dqkv.len())?;
-    Violation::unless_length("dgains", heads * 2 * HEAD, k.dgains.len())?;
+    Violation::unless_length("dgains", heads.times(2 * HEAD), k.dgains.len())?;
     Grid::cover(heads, HEADS as usize)
 }}
 
@@ -206,7 +213,8 @@ unsafe fn backward<const GROUPS: usize>(
     dgains: *mut f32,
 ) {
     let Head { tokens, lane, exists, length, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the rest is the caller's promise.
+    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
+    // first instead.
     unsafe {
         let tile = |offset, len| head.tile(BACKWARD_LEN, offset, len);
         let (x, y) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN));
@@ -321,7 +329,7 @@ unsafe fn gradient<const GROUPS: usize>(
         means.set(head.lane, sum4(sum) / HEAD as f32);
     }
     sync();
-    // SAFETY: the caller's promise.
+    // SAFETY: a head that exists has its tokens in `dqkv` and its row in `dgains`.
     unsafe {
         if head.exists {
             dgain.store(dgains, (head.number * 2 + part) * HEAD + head.column as usize);
@@ -338,10 +346,9 @@ unsafe fn gradient<const GROUPS: usize>(
 
 /// How many (sample, head) pairs there are in q, k and v of `length` floats in all, or what is wrong with the shape.
 #[cfg(not(target_arch = "nvptx64"))]
-fn heads_in(length: usize, tokens: u32, heads: u32) -> Result<usize, cuda_std::launch::Violation> {
-    use cuda_std::launch::Violation;
+fn heads_in(length: usize, tokens: u32, heads: u32) -> Result<Size, Violation> {
     Violation::unless((1..=MAX_TOKENS as u32).contains(&tokens), "tokens", "1 to 16", tokens)?;
     Violation::unless(heads > 0, "heads", "at least 1", heads)?;
-    let samples = crate::warp::rows_in("qkv", length, 3 * tokens as usize * heads as usize * HEAD)?;
-    Ok(samples * heads as usize)
+    let samples = crate::warp::rows_in("qkv", length, Size::of(tokens).times(heads).times(3 * HEAD))?;
+    Ok(Size::of(samples).times(heads))
 }

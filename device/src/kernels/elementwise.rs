@@ -20,7 +20,8 @@ pub unsafe fn add(a: &[f32], b: &[f32], out: *mut f32) {
     });
 }
 
-contract! { add { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `a` has them; `b` and `out` are as long.
+contract! { unsafe add { block: crate::block::BLOCK } |k| {
     Violation::unless_length("b", k.a.len(), k.b.len())?;
     Violation::unless_length("out", k.a.len(), k.out.len())?;
     crate::block::vector_grid(k.a.len())
@@ -38,7 +39,8 @@ pub unsafe fn add_assign(a: &[f32], out: *mut f32) {
     });
 }
 
-contract! { add_assign { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `a` has them; `out` is as long.
+contract! { unsafe add_assign { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.a.len(), k.out.len())?;
     crate::block::vector_grid(k.a.len())
 }}
@@ -54,7 +56,8 @@ pub unsafe fn scale(x: &[f32], factor: f32, out: *mut f32) {
     });
 }
 
-contract! { scale { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long.
+contract! { unsafe scale { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     crate::block::vector_grid(k.x.len())
 }}
@@ -70,7 +73,8 @@ pub unsafe fn scale_by(x: &[f32], factor: &[f32], out: *mut f32) {
     });
 }
 
-contract! { scale_by { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long, and `factor` has its one element.
+contract! { unsafe scale_by { block: crate::block::BLOCK } |k| {
     Violation::unless_length("factor", 1, k.factor.len())?;
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     crate::block::vector_grid(k.x.len())
@@ -93,7 +97,9 @@ pub unsafe fn add_bias(x: &[f32], bias: &[f32], cols: usize, out: *mut f32) {
     });
 }
 
-contract! { add_bias { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long. A column is a remainder by `cols`,
+// which is not 0, so `bias` has it.
+contract! { unsafe add_bias { block: crate::block::BLOCK } |k| {
     crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("bias", k.cols, k.bias.len())?;
     Violation::unless_length("out", k.x.len(), k.out.len())?;

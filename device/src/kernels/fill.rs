@@ -15,7 +15,8 @@ pub unsafe fn fill(out: *mut f32, length: usize, value: f32) {
     });
 }
 
-contract! { fill { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `length` goes; `out` is as long.
+contract! { unsafe fill { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.length, k.out.len())?;
     crate::block::vector_grid(k.length)
 }}
@@ -29,7 +30,8 @@ pub unsafe fn copy(x: &[f32], out: *mut f32) {
     });
 }
 
-contract! { copy { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long.
+contract! { unsafe copy { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     crate::block::vector_grid(k.x.len())
 }}

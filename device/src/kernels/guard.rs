@@ -19,13 +19,15 @@ pub unsafe fn guard_write(block: *mut u32, length: usize, start: usize) {
     }
 }
 
-contract! {
-    guard_write { block: 64, align: 4 } |k| {
-        Violation::unless_length("block", k.length, k.block.len())?;
-        Violation::unless(k.start <= k.length, "start", "a place inside the block", k.start)?;
-        Grid::cover(k.length - k.start, 64)
-    }
-}
+// SAFETY: a thread writes one word from `start` on, and none beyond `length`, which is that of `block`; with fewer than 2^32 threads no
+// index comes twice.
+contract! { unsafe guard_write { block: 64, align: 4 } |k| {
+    Violation::unless_length("block", k.length, k.block.len())?;
+    Violation::unless(k.start <= k.length, "start", "a place inside the block", k.start)?;
+    let behind = Size::of(k.length).less(k.start);
+    Violation::unless(behind.at_most(u32::MAX as usize), "start", "fewer than 2^32 words behind it", k.start)?;
+    Grid::cover(behind, 64)
+}}
 
 /// `found[place]` = the first word of `block[start..]` that does not hold [`PATTERN`], or `block.len()`; `block`: `[length]`,
 /// `found`: `[places]`. One thread.
@@ -44,11 +46,10 @@ pub unsafe fn guard_check(block: &[u32], start: usize, place: usize, found: *mut
     }
 }
 
-contract! {
-    guard_check { block: 32, align: 4 } |k| {
-        Violation::unless(k.start <= k.block.len(), "start", "a place inside the block", k.start)?;
-        Violation::unless(k.block.len() <= u32::MAX as usize, "block", "fewer than 2^32 words", k.block.len())?;
-        Violation::unless(k.place < k.found.len(), "place", "a place inside `found`", k.place)?;
-        Grid::new(1, 1, 1)
-    }
-}
+// SAFETY: one thread reads words of `block` from `start` on, none beyond its end, and writes one place, which `found` has.
+contract! { unsafe guard_check { block: 32, align: 4 } |k| {
+    Violation::unless(k.start <= k.block.len(), "start", "a place inside the block", k.start)?;
+    Violation::unless(k.block.len() <= u32::MAX as usize, "block", "fewer than 2^32 words", k.block.len())?;
+    Violation::unless(k.place < k.found.len(), "place", "a place inside `found`", k.place)?;
+    Grid::new(1, 1, 1)
+}}

@@ -57,7 +57,8 @@ unsafe fn loss_of_row<const HELD: usize>(
     weight: f32,
     dlogits: *mut f32,
 ) -> f32 {
-    // SAFETY: the caller's promise; the label is checked.
+    // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked; the label is compared
+    // before it is an index.
     unsafe {
         let label = load(labels, row.number);
         let place = label as usize;
@@ -77,7 +78,9 @@ unsafe fn loss_of_row<const HELD: usize>(
     }
 }
 
-contract! { cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
+// SAFETY: `logits` is whole rows of `classes`, `dlogits` as long, `labels` has one for each row, and `losses` one for each block of rows. A
+// row is looked at only where it begins inside `logits`, a label only where it is a class.
+contract! { unsafe cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
     let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
     Violation::unless_length("labels", rows, k.labels.len())?;

@@ -156,7 +156,10 @@ macro_rules! matmul_tiles {
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X256];
 
-/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
+/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: every batch of `a` and `b` lies
+/// inside its argument, every matrix of a batch and chunk inside `out` (and `c`, `pre`, `bias` where they are used), none over
+/// another, and rows, columns and k are few enough that those of a tile beyond the end have numbers too. What lies beyond
+/// is read from the last row, or not at all, and never written.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $rows:expr, $cols:expr) => {{
@@ -164,36 +167,35 @@ macro_rules! grid {
         let chunks = sum_chunks!(p);
         check_factors!(p);
         check_outputs!(p, chunks);
-        let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        let tiles = tiles(p.m, $rows).saturating_mul(tiles(p.n, $cols));
-        Grid::new(tiles, chunks, p.batches as usize)
+        Grid::new(Size::of(p.m).div_ceil($rows).times(Size::of(p.n).div_ceil($cols)), chunks, p.batches)
     }};
 }
 
-contract!(
-    matmul_16x16 { block: T16X16.threads(), shared: T16X16.shared_bytes() }
-        | p
-        | grid!(p, T16X16.rows(), T16X16.cols())
-);
-contract!(
-    matmul_32x32 { block: T32X32.threads(), shared: T32X32.shared_bytes() }
-        | p
-        | grid!(p, T32X32.rows(), T32X32.cols())
-);
-contract!(
-    matmul_32x64 { block: T32X64.threads(), shared: T32X64.shared_bytes() }
-        | p
-        | grid!(p, T32X64.rows(), T32X64.cols())
-);
-contract!(
-    matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() }
-        | p
-        | grid!(p, T64X128.rows(), T64X128.cols())
-);
-contract!(
-    matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() }
-        | p
-        | grid!(p, T128X256.rows(), T128X256.cols())
-);
+// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
+contract! { unsafe matmul_16x16 { block: T16X16.threads(), shared: T16X16.shared_bytes() } |p| {
+    grid!(p, T16X16.rows(), T16X16.cols())
+}}
+
+// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
+contract! { unsafe matmul_32x32 { block: T32X32.threads(), shared: T32X32.shared_bytes() } |p| {
+    grid!(p, T32X32.rows(), T32X32.cols())
+}}
+
+// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
+contract! { unsafe matmul_32x64 { block: T32X64.threads(), shared: T32X64.shared_bytes() } |p| {
+    grid!(p, T32X64.rows(), T32X64.cols())
+}}
+
+// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
+contract! { unsafe matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
+    grid!(p, T64X128.rows(), T64X128.cols())
+}}
+
+// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
+contract! { unsafe matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
+    grid!(p, T128X256.rows(), T128X256.cols())
+}}
+
+// SAFETY: `grid!` says why, for the rows and columns of `cpu`.
 #[cfg(not(target_arch = "nvptx64"))]
-contract!(matmul_on_cpu { block: cpu::THREADS, shared: cpu::SHARED_BYTES } | p | grid!(p, cpu::ROWS, cpu::COLS));
+contract!(unsafe matmul_on_cpu { block: cpu::THREADS, shared: cpu::SHARED_BYTES } |p| grid!(p, cpu::ROWS, cpu::COLS));

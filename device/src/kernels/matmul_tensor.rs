@@ -134,14 +134,16 @@ macro_rules! matmul_tensor_tiles {
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: &[Tile] = &[T64X64, T64X128, T128X128, T128X256];
 
-/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch.
+/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: of each batch of `a` and `b` all
+/// fragments lie inside the argument, on boundaries of 16 bytes, and a chunk begins with one; outputs are as in
+/// [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:ident) => {{
         let p = $p;
         for (name, len, rows, stride) in [("a", p.a.len(), p.m, p.stride_a), ("b", p.b.len(), p.n, p.stride_b)] {
             let words = fragments::<$format>([rows as usize, p.k as usize]);
-            checks::holds(name, len, p.batches as usize, stride, [1, words], words)?;
+            checks::holds(name, len, p.batches, stride, [1, words], words)?;
         }
         let chunks = sum_chunks!(p);
         check_outputs!(p, chunks);
@@ -154,28 +156,46 @@ macro_rules! grid {
             "whole steps of k",
             p.chunk,
         )?;
-        let tiles = |extent: u32, tile: u32| extent.div_ceil(tile) as usize;
-        Grid::new(tiles(p.m, $tile.rows()).saturating_mul(tiles(p.n, $tile.cols())), chunks, p.batches as usize)
+        Grid::new(Size::of(p.m).div_ceil($tile.rows()).times(Size::of(p.n).div_ceil($tile.cols())), chunks, p.batches)
     }};
 }
 
-contract!(matmul_tf32_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } | p | grid!(p, Tf32, T64X64));
-contract!(
-    matmul_tf32_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } | p | grid!(p, Tf32, T64X128)
-);
-contract!(
-    matmul_tf32_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } | p | grid!(p, Tf32, T128X128)
-);
-contract!(
-    matmul_tf32_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } | p | grid!(p, Tf32, T128X256)
-);
-contract!(matmul_bf16_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } | p | grid!(p, Bf16, T64X64));
-contract!(
-    matmul_bf16_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } | p | grid!(p, Bf16, T64X128)
-);
-contract!(
-    matmul_bf16_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } | p | grid!(p, Bf16, T128X128)
-);
-contract!(
-    matmul_bf16_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } | p | grid!(p, Bf16, T128X256)
-);
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_tf32_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } |p| {
+    grid!(p, Tf32, T64X64)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_tf32_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
+    grid!(p, Tf32, T64X128)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_tf32_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } |p| {
+    grid!(p, Tf32, T128X128)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_tf32_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
+    grid!(p, Tf32, T128X256)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_bf16_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } |p| {
+    grid!(p, Bf16, T64X64)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_bf16_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
+    grid!(p, Bf16, T64X128)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_bf16_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } |p| {
+    grid!(p, Bf16, T128X128)
+}}
+
+// SAFETY: `grid!` says why.
+contract! { unsafe matmul_bf16_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
+    grid!(p, Bf16, T128X256)
+}}

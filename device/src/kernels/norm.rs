@@ -32,7 +32,7 @@ unsafe fn forward<const HELD: usize>(
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
-    // SAFETY: the caller's promise.
+    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as is asked.
     unsafe {
         let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
         let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
@@ -51,7 +51,9 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-contract! { rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, `y` as long, `gain` one row, `inverse_rms` one for each; a row is touched only where it begins
+// inside `x`.
+contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("y", k.x.len(), k.y.len())?;
@@ -119,7 +121,7 @@ impl Backward<'_> {
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.first) * Self::width(cols);
-        // SAFETY: the caller's promise.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as is asked.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
@@ -172,7 +174,7 @@ impl Backward<'_> {
     unsafe fn read_twice(self, pulls: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = backward_rows_at_once(cols);
-        // SAFETY: the caller's promise.
+        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
         unsafe {
             let mut next = Row::after(self.first, x.len(), cols);
             while let Some(row) = next
@@ -339,14 +341,16 @@ pub unsafe fn rms_norm_backward(
     }
 }
 
-contract! { rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
+// SAFETY: `x` is whole rows of `cols`, `dx` as long, `dy` so many `parts` times, `gain` one row, `inverse_rms` one for each. `chunk` is the
+// number of rows for which the shared memory has room, and `dgain` has a row for each chunk.
+contract! { unsafe rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
     Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
-    Violation::unless_length("dy", k.parts * k.x.len(), k.dy.len())?;
+    Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
     Violation::unless(k.chunk == backward_rows(rows, k.cols), "chunk", "what `backward_rows` gives", k.chunk)?;
-    Violation::unless_length("dgain", rows.div_ceil(k.chunk) * k.cols, k.dgain.len())?;
+    Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
     Grid::cover(rows, k.chunk)
 }}

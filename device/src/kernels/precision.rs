@@ -19,7 +19,7 @@ use crate::unroll_on_gpu;
 use crate::vector::{F4, Part, load_pair};
 use crate::warp::LANES;
 #[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::launch::{PointerMut, Slice};
+use cuda_std::launch::{PointerMut, Size, Slice, Violation};
 use cuda_std::prelude::*;
 use cuda_std::warp;
 
@@ -248,7 +248,7 @@ impl Operand<'_> {
             && self.ld.is_multiple_of(F4::LEN)
             && self.stride.is_multiple_of(F4::LEN);
         // All reads first: the compiler moves none before a write.
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract has accepted the operand, and this square is one of it.
         let found = unsafe {
             match (is_along, is_whole) {
                 (true, true) => self.along::<F, true>(batch, row, p),
@@ -323,7 +323,7 @@ impl Operand<'_> {
                     let from = batch * self.stride + p * self.ld + row;
                     let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
                     let part = if whole { Part::Whole } else { Part::first(end - row) };
-                    // SAFETY: as above.
+                    // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
                     let four = unsafe { F4::load_part(self.x, from, part, 0.0) };
                     unroll_on_gpu!(of < 4 => { found[step][of][i] = four.0[of]; });
                 }
@@ -341,19 +341,17 @@ fn check<F: Format>(
     [rows, cols, ld]: [usize; 3],
     [batches, stride]: [usize; 2],
     sides: u32,
-) -> Result<usize, cuda_std::launch::Violation> {
-    use cuda_std::launch::Violation;
-
+) -> Result<Size, Violation> {
     super::matmul::checks::holds(argument, len, batches, stride, [rows, cols], ld)?;
-    let squares = batches.saturating_mul(rows.div_ceil(SQUARE)).saturating_mul(cols.div_ceil(SQUARE));
-    Violation::unless(squares < 1 << 28, argument, "below 2^28 squares of 32 x 32", len)?;
-    let mut turns = 0;
+    let squares = Size::of(batches).times(rows.div_ceil(SQUARE)).times(cols.div_ceil(SQUARE));
+    Violation::unless(squares.at_most((1 << 28) - 1), argument, "below 2^28 squares of 32 x 32", squares)?;
+    let mut turns = Size::of(0);
     for (form, name, len, extents) in
         [(ALONG, along, along_len, [rows, cols]), (ACROSS, across, across_len, [cols, rows])]
     {
         if side(sides, form) != 0 {
-            Violation::unless_length(name, batches * fragments::<F>(extents), len)?;
-            turns += squares;
+            Violation::unless_length(name, Size::of(batches).times(fragments::<F>(extents)), len)?;
+            turns = turns.plus(squares);
         }
     }
     Ok(turns)
@@ -384,9 +382,12 @@ macro_rules! grid {
             [p.c_batches, p.c_stride],
             bits(p.sides, 2),
         )?;
-        Grid::new((a + b + c).div_ceil(WARPS), 1, 1)
+        Grid::cover(a.plus(b).plus(c), WARPS)
     }};
 }
 
-contract!(round_to_tf32 { block: BLOCK, shared: 0 } | p | grid!(p, Tf32));
-contract!(round_to_bf16 { block: BLOCK, shared: 0 } | p | grid!(p, Bf16));
+// SAFETY: `check` has found every batch of an operand inside its argument, and the fragments of each form that `sides` names as many as
+// its output holds. A warp beyond these turns returns.
+contract!(unsafe round_to_tf32 { block: BLOCK, shared: 0 } |p| grid!(p, Tf32));
+// SAFETY: as for `round_to_tf32`.
+contract!(unsafe round_to_bf16 { block: BLOCK, shared: 0 } |p| grid!(p, Bf16));

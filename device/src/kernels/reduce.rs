@@ -30,7 +30,8 @@ pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, o
     }
 }
 
-contract! { sum_columns { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+contract! { unsafe sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
     crate::warp::Row::grid("x", k.x.len(), k.cols)
@@ -53,11 +54,13 @@ pub unsafe fn sum_rows(x: &[f32], cols: usize, chunk: usize, scale: f32, accumul
     }
 }
 
-contract! { sum_rows { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
+// SAFETY: `x` is whole rows of `cols`, of which a `ColumnTile` has no column beyond its grid, and whose chunks end where an index can;
+// `out` has a row for each. The shared bytes are what the tile's sums fill.
+contract! { unsafe sum_rows { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless(k.chunk > 0, "chunk", "at least 1", k.chunk)?;
-    Violation::unless_length("out", rows.div_ceil(k.chunk) * k.cols, k.out.len())?;
-    ColumnTile::grid(rows, k.cols, k.chunk)
+    let grid = ColumnTile::grid(rows, k.cols, k.chunk)?;
+    Violation::unless_length("out", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.out.len())?;
+    Ok(grid)
 }}
 
 /// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
@@ -73,7 +76,8 @@ pub unsafe fn sum_all(x: &[f32], scale: f32, accumulate: u32, out: *mut f32) {
     }
 }
 
-contract! { sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+contract! { unsafe sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
@@ -82,7 +86,7 @@ contract! { sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| 
 /// [`sum_all`](fn@sum_all). Overwrites `out`.
 #[kernel]
 pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
-    // SAFETY: as in `sum_all`.
+    // SAFETY: a block has a place in `out`; all of its threads come here.
     unsafe {
         let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
         let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
@@ -92,7 +96,8 @@ pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
     }
 }
 
-contract! { squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+contract! { unsafe squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
@@ -101,7 +106,7 @@ contract! { squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES }
 /// Overwrites `out`.
 #[kernel]
 pub unsafe fn max_all(x: &[f32], out: *mut f32) {
-    // SAFETY: as in `sum_all`.
+    // SAFETY: a block has a place in `out`; all of its threads come here.
     unsafe {
         let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
         let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
@@ -111,7 +116,8 @@ pub unsafe fn max_all(x: &[f32], out: *mut f32) {
     }
 }
 
-contract! { max_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+contract! { unsafe max_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
@@ -134,7 +140,8 @@ pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
     }
 }
 
-contract! { max_columns { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+contract! { unsafe max_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
     crate::warp::Row::grid("x", k.x.len(), k.cols)
@@ -164,7 +171,8 @@ pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
     }
 }
 
-contract! { argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
+// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+contract! { unsafe argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;

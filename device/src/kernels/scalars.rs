@@ -41,7 +41,8 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
     });
 }
 
-contract! { scalars { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is that of `y`.
+contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
     Violation::unless(k.function <= RSQRT, "function", "a number of this module", k.function)?;
     crate::block::vector_grid(k.length)

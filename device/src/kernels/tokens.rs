@@ -52,10 +52,12 @@ pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length:
     });
 }
 
-contract! { mean_tokens_forward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is that of `y`; each is one of whole
+// rows of `cols`, so its `tokens` elements lie inside `x`, which has so many times as many.
+contract! { unsafe mean_tokens_forward { block: crate::block::BLOCK } |k| {
     Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
     crate::warp::rows_in("y", k.length, k.cols)?;
-    Violation::unless_length("x", k.length * k.tokens, k.x.len())?;
+    Violation::unless_length("x", Size::of(k.length).times(k.tokens), k.x.len())?;
     Violation::unless_length("y", k.length, k.y.len())?;
     crate::block::vector_grid(k.length)
 }}
@@ -94,10 +96,12 @@ pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *
     });
 }
 
-contract! { mean_tokens_backward { block: crate::block::BLOCK } |k| {
+// SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them; each is one of whole rows of `cols`, so its
+// `tokens` elements lie inside `dx`, which has so many times as many.
+contract! { unsafe mean_tokens_backward { block: crate::block::BLOCK } |k| {
     Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
     crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
-    Violation::unless_length("dx", k.dy.len() * k.tokens, k.dx.len())?;
+    Violation::unless_length("dx", Size::of(k.dy.len()).times(k.tokens), k.dx.len())?;
     crate::block::vector_grid(k.dy.len())
 }}
 
@@ -107,7 +111,7 @@ contract! { mean_tokens_backward { block: crate::block::BLOCK } |k| {
 /// `cols` is not 0.
 #[inline(always)]
 unsafe fn first_token(place: usize, tokens: usize, cols: usize) -> usize {
-    // SAFETY: the caller's contract.
+    // SAFETY: `cols` is not 0, as is asked.
     let (sample, column) = unsafe { divide(place, cols) };
     sample * tokens * cols + column
 }

@@ -1,10 +1,9 @@
 //! The PTX that launches come from: the library's own, and what other packages bring.
 //!
-//! Invariant: a kernel is looked up in its own package's PTX alone, so two packages may use one name.
+//! Invariant: a kernel is looked up in its own package's PTX alone, so two packages may use one name for a kernel.
 
 use super::{DEFAULT_SHARED_BYTES, check};
-use crate::driver::Kernels;
-use crate::driver::ptx::PTX;
+use crate::driver::ptx::{Kernels, OWN};
 use crate::error::{Error, Result};
 use cuda_std::launch::Entry;
 use cust::module::Module;
@@ -12,9 +11,6 @@ use cust::sys::{self, CUfunction};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
-
-/// The library's kernels.
-const OWN: Kernels = Kernels { package: "stepscope-kernels", ptx: PTX };
 
 /// A kernel of a loaded module.
 #[derive(Clone, Copy)]
@@ -51,6 +47,7 @@ impl Modules {
     pub(super) fn load(capability: u32, name: &str, others: &[Kernels]) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let mut modules = HashMap::new();
+        // Each name once: `DeviceBuilder::open` has looked.
         for Kernels { package, ptx } in [&[OWN], others].concat() {
             let chosen = choose(ptx, capability).ok_or_else(|| {
                 let built: Vec<String> = ptx.iter().map(|(arch, _)| format!("sm_{arch}")).collect();

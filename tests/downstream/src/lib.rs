@@ -9,10 +9,7 @@ use stepscope::{Device, DeviceBuilder, DeviceKind, Result, Source, Tape, Target,
 pub fn builder(kind: DeviceKind) -> DeviceBuilder {
     let builder = Device::builder(kind);
     #[cfg(feature = "cuda")]
-    let builder = builder.kernels(stepscope::Kernels {
-        package: "downstream-kernels",
-        ptx: include!(concat!(env!("OUT_DIR"), "/ptx.rs")),
-    });
+    let builder = builder.kernels(stepscope::kernels!());
     builder
 }
 

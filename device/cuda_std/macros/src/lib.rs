@@ -2,11 +2,12 @@
 //!
 //! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
 //! Invariant: parameters reach the function in the same order and width on every device. A slice is a pointer
-//! and a length, everything else is one 8-byte word.
+//! and a length, everything else is one 8-byte word. And the word `unsafe` is the author's: what these macros write for him
+//! that is unsafe, a module that forbids unsafe code refuses.
 
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
-use quote::{format_ident, quote};
+use quote::{format_ident, quote, quote_spanned};
 use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
 
 /// Makes a `pub unsafe fn` a kernel.
@@ -27,6 +28,14 @@ pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
         .into();
     }
     expand(&item).unwrap_or_else(Error::into_compile_error).into()
+}
+
+/// `written_unsafe!(unsafe)`: an empty unsafe block where the author wrote the word. The compiler's lint `unsafe_code` does not
+/// look into what a macro of another crate writes; this has the author's place, so the lint sees it there.
+#[proc_macro]
+pub fn written_unsafe(input: TokenStream) -> TokenStream {
+    let word = parse_macro_input!(input as syn::Token![unsafe]);
+    quote_spanned!(word.span=> #[allow(unused_unsafe)] const _: () = unsafe {};).into()
 }
 
 enum Kind {
@@ -50,13 +59,16 @@ fn expand(item: &ItemFn) -> syn::Result<Tokens> {
             "a kernel must be `unsafe`: its pointers are checked by its contract alone",
         ));
     }
+    if signature.constness.is_some() || signature.asyncness.is_some() || signature.abi.is_some() {
+        return Err(Error::new(signature.span(), "a kernel is a plain `unsafe fn`: not const, async or extern"));
+    }
     if !matches!(signature.output, ReturnType::Default) {
         return Err(Error::new(
             signature.output.span(),
             "a kernel returns nothing: write through a `*mut T` parameter",
         ));
     }
-    if !signature.generics.params.is_empty() {
+    if !signature.generics.params.is_empty() || signature.generics.where_clause.is_some() {
         return Err(Error::new(signature.generics.span(), "a kernel cannot be generic: its name is its PTX entry"));
     }
     let parameters = signature.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
@@ -89,7 +101,10 @@ fn parameter(argument: &FnArg) -> syn::Result<Parameter> {
     };
     let kind = match &*typed.ty {
         Type::Reference(reference) => match &*reference.elem {
-            Type::Slice(slice) if reference.mutability.is_none() => Kind::Slice((*slice.elem).clone()),
+            // A named lifetime could outlive the launch.
+            Type::Slice(slice) if reference.mutability.is_none() && reference.lifetime.is_none() => {
+                Kind::Slice((*slice.elem).clone())
+            }
             _ => {
                 return Err(Error::new(
                     typed.ty.span(),
@@ -142,7 +157,7 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
 
 fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
     let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
-    let (body, inputs) = (&item.block, &item.sig.inputs);
+    let (body, signature) = (&item.block, &item.sig);
     let text = name.to_string();
     let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
     let lifetime = if borrows { quote!(<'a>) } else { quote!() };
@@ -162,25 +177,22 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
     let packed = parameters.iter().map(|Parameter { name, .. }| quote!(#launch::Argument::pack(&self.#name, words)));
     let pointers = parameters.iter().filter(|p| !matches!(p.kind, Kind::Scalar(_))).map(|p| p.name.to_string());
     let mut word = 0usize;
-    let unpacked: Vec<Tokens> = parameters
-        .iter()
-        .map(|Parameter { kind, .. }| {
-            let at = word;
-            word += 1;
-            match kind {
-                Kind::Slice(element) => {
-                    word += 1;
-                    quote!(::core::slice::from_raw_parts(*words.add(#at) as usize as *const #element, *words.add(#at + 1) as usize))
-                }
-                Kind::Pointer(element) => quote!(*words.add(#at) as usize as *const #element),
-                Kind::PointerMut(element) => quote!(*words.add(#at) as usize as *mut #element),
-                Kind::Scalar(scalar) => quote!(<#scalar as #launch::Scalar>::from_word(*words.add(#at))),
-            }
-        })
-        .collect();
+    let unpacked = parameters.iter().map(|Parameter { kind, .. }| {
+        let (read, words) = match kind {
+            Kind::Slice(_) => (quote!(slice), 2),
+            Kind::Pointer(_) => (quote!(pointer), 1),
+            Kind::PointerMut(_) => (quote!(pointer_mut), 1),
+            Kind::Scalar(_) => (quote!(scalar), 1),
+        };
+        let at = word;
+        word += words;
+        quote!(#launch::unpack::#read(words, #at))
+    });
+    let unpacked: Vec<Tokens> = unpacked.collect();
     let threads = quote! {
         while block.begin() {
-            // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
+            // SAFETY: the emulator passes the words that this kernel's `pack` wrote, for a grid that its contract accepted with
+            // them, and their memory is borrowed for the launch: `Versions` asks no less. A place is where `pack` put the argument.
             unsafe { #name(#(#unpacked),*) }
             block.end();
         }
@@ -189,7 +201,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
         #[inline(always)]
-        #visibility unsafe fn #name(#inputs) #body
+        #visibility #signature #body
 
         #[cfg(not(target_arch = "nvptx64"))]
         #(#documents)*
@@ -206,24 +218,25 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
             unsafe fn fused(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: the emulator watches nothing.
+                // SAFETY: this is `Versions::fused`, which runs only where nothing is watched.
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl"))]
             unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: the emulator watches nothing.
+                // SAFETY: this is `Versions::wide`, which runs only where nothing is watched.
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
             unsafe fn watched(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: the emulator watches.
+                // SAFETY: this is `Versions::watched`, which runs only where the launch is watched.
                 unsafe { ::cuda_std::emulator::access::assume_watched(true) };
                 #threads
             }
 
-            // SAFETY: `pack` writes one word for each parameter and two for a slice, as `threads` reads them.
+            // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` two words, anything else one. In that order
+            // and at those places `threads` reads them.
             unsafe impl #launch::Kernel for #name #elided {
                 const NAME: &'static str = #text;
                 const VERSIONS: #launch::Versions = #launch::Versions { portable, fused, wide, watched };

@@ -73,7 +73,7 @@ impl Head {
     pub(super) unsafe fn new(length: usize, tokens: u32, heads: u32) -> Self {
         let (thread, length, stride) = (thread::thread_idx_x(), length / 3, heads as usize * HEAD);
         let number = (thread::block_idx_x() * HEADS + thread / OWN_LANES) as usize;
-        // SAFETY: the caller's contract.
+        // SAFETY: `heads` is not 0, as is asked.
         let (sample, head) = unsafe { divide(number, heads as usize) };
         let first = sample * tokens as usize * stride + head * HEAD;
         let exists = first < length;
@@ -113,7 +113,7 @@ impl Head {
     #[inline(always)]
     pub(super) unsafe fn tile(self, whole: u32, offset: u32, len: u32) -> SharedTile<f32> {
         let own = thread::thread_idx_x() / OWN_LANES * whole;
-        // SAFETY: the caller's contract.
+        // SAFETY: the tile is part of the head's, which lies inside shared memory, as is asked.
         unsafe { SharedTile::new((own + offset) * 4, len) }
     }
 
@@ -124,7 +124,7 @@ impl Head {
     #[inline(always)]
     pub(super) unsafe fn copy<const GROUPS: usize>(self, to: SharedTile<f32>, x: &[f32], from: usize) {
         for_each_token!(GROUPS, self.tokens, |row| {
-            // SAFETY: the caller's contract.
+            // SAFETY: the head's rows lie inside `x` from `from` on, as is asked, and in each this lane's four columns.
             unsafe { to.copy4(row as u32 * ROW + self.column, x, from + self.index(row)) };
         });
     }

@@ -1,7 +1,15 @@
 //! What the contracts of matrix multiply check: every element that a batch reads or writes lies inside its argument, and
 //! no two batches write the same one.
 
-use cuda_std::launch::Violation;
+use cuda_std::launch::{Size, Violation};
+
+/// The most rows, columns or k: a kernel numbers them in 32 bits, also those of a tile or a stage that lie beyond the end.
+const MOST: u32 = 1 << 31;
+
+/// Ok for rows, columns or k that a kernel can number.
+pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Violation> {
+    Violation::unless(extent <= MOST, argument, "at most 2^31", extent)
+}
 
 /// `a` and `b` of a multiply.
 macro_rules! check_factors {
@@ -9,9 +17,8 @@ macro_rules! check_factors {
         let [m, n, k, lda, ldb] = [$p.m, $p.n, $p.k, $p.lda, $p.ldb].map(|x| x as usize);
         let (a_rows, a_cols) = if $p.flags & TRANSPOSE_A != 0 { (k, m) } else { (m, k) };
         let (b_rows, b_cols) = if $p.flags & TRANSPOSE_B != 0 { (n, k) } else { (k, n) };
-        let batches = $p.batches as usize;
-        checks::holds("a", $p.a.len(), batches, $p.stride_a, [a_rows, a_cols], lda)?;
-        checks::holds("b", $p.b.len(), batches, $p.stride_b, [b_rows, b_cols], ldb)?;
+        checks::holds("a", $p.a.len(), $p.batches, $p.stride_a, [a_rows, a_cols], lda)?;
+        checks::holds("b", $p.b.len(), $p.batches, $p.stride_b, [b_rows, b_cols], ldb)?;
     };
 }
 pub(super) use check_factors;
@@ -19,8 +26,9 @@ pub(super) use check_factors;
 /// The chunks of k of a multiply, after which nothing may follow where there are several.
 macro_rules! sum_chunks {
     ($p:ident) => {{
+        checks::countable("k", $p.k)?;
         Violation::unless($p.chunk > 0, "chunk", "at least one", $p.chunk)?;
-        let chunks = $p.k.div_ceil($p.chunk).max(1) as usize;
+        let chunks = $p.k.div_ceil($p.chunk).max(1);
         let sum_alone = $p.bias.is_empty() && $p.beta == 0.0 && $p.flags & (GELU | KEEP) == 0;
         Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", $p.chunk)?;
         chunks
@@ -31,8 +39,10 @@ pub(crate) use sum_chunks;
 /// What the sums meet and where they go: `$chunks` matrices for each batch, and one bias.
 macro_rules! check_outputs {
     ($p:ident, $chunks:expr) => {
-        let [m, n, ldc, batches] = [$p.m, $p.n, $p.ldc, $p.batches].map(|x| x as usize);
-        let matrices = batches.saturating_mul($chunks);
+        checks::countable("m", $p.m)?;
+        checks::countable("n", $p.n)?;
+        let [m, n, ldc] = [$p.m, $p.n, $p.ldc].map(|x| x as usize);
+        let matrices = Size::of($p.batches).times($chunks);
         checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
         if $p.beta != 0.0 {
             checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
@@ -41,11 +51,11 @@ macro_rules! check_outputs {
             checks::holds("pre", $p.pre.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
         if !$p.bias.is_empty() {
-            checks::holds("bias", $p.bias.len(), batches, $p.stride_bias, [1, n], n)?;
+            checks::holds("bias", $p.bias.len(), $p.batches, $p.stride_bias, [1, n], n)?;
         }
-        let rows_apart = $p.stride_c >= m.saturating_mul(ldc);
-        let columns_apart = $p.stride_c >= n && ldc >= matrices.saturating_mul($p.stride_c);
-        let apart = matrices <= 1 || rows_apart || columns_apart;
+        let rows_apart = Size::of(m).times(ldc).at_most($p.stride_c);
+        let columns_apart = $p.stride_c >= n && matrices.times($p.stride_c).at_most(ldc);
+        let apart = matrices.at_most(1) || rows_apart || columns_apart;
         Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.stride_c)?;
     };
 }
@@ -55,20 +65,17 @@ pub(crate) use check_outputs;
 pub(crate) fn holds(
     argument: &'static str,
     len: usize,
-    matrices: usize,
+    matrices: impl Into<Size>,
     stride: usize,
     [rows, cols]: [usize; 2],
     ld: usize,
 ) -> Result<(), Violation> {
-    if matrices == 0 || rows == 0 || cols == 0 {
+    let matrices = matrices.into();
+    if matrices.is(0) || rows == 0 || cols == 0 {
         return Ok(());
     }
-    let last = (|| {
-        let matrix = (matrices - 1).checked_mul(stride)?;
-        let row = (rows - 1).checked_mul(ld)?;
-        matrix.checked_add(row)?.checked_add(cols)
-    })();
-    if ld >= cols && last.is_some_and(|last| last <= len) {
+    let last = matrices.less(1).times(stride).plus(Size::of(rows).less(1).times(ld)).plus(cols);
+    if ld >= cols && last.at_most(len) {
         return Ok(());
     }
     let expected = std::format!("{matrices} matrices of {rows} x {cols}, rows {ld} and matrices {stride} apart");

@@ -182,7 +182,8 @@ impl Operand<'_> {
     #[inline(always)]
     fn runs<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
         let mut runs = [[0.0; RUN]; 4];
-        // SAFETY: as the caller says. No closure: it would stay a call.
+        // SAFETY: four runs inside the operand, which `panel` has compared with its rows and k. No closure: it would
+        // stay a call.
         unroll!(at < 4 => { runs[at] = unsafe { load_run(self.values, from + at * self.stride as usize) }; });
         let at = place_in_panel(self.along_k && !ACROSS, i, p);
         if self.along_k && ACROSS {

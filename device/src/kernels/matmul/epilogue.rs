@@ -121,7 +121,8 @@ impl Epilogue<'_> {
     pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
         let Self { bias, bias_start, c, out, pre, start, ldc, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
-        // SAFETY: as above.
+        // SAFETY: a run that lies inside the output lies inside `out`, and so do `c`, `pre` and `bias` hold it where
+        // they are used, by the contract.
         unsafe {
             if !bias.is_empty() {
                 let bias = load_run::<N>(bias, bias_start + j as usize);

@@ -129,10 +129,13 @@ fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
     sum
 }
 
-contract! { sum_splits { block: THREADS } |p| {
-    let [splits, m, n, batches] = [p.splits, p.m, p.n, p.batches].map(|x| x as usize);
-    Violation::unless(splits > 0, "splits", "at least one", splits)?;
-    checks::holds("partials", p.partials.len(), batches.saturating_mul(splits), m.saturating_mul(n), [m, n], n)?;
+// SAFETY: `partials` holds `splits` packed matrices for each batch, `out` and what else is used the matrices of `check_outputs!`. A
+// thread's columns are cut off at `n`, its row and batch looked at first.
+contract! { unsafe sum_splits { block: THREADS } |p| {
+    let [m, n] = [p.m, p.n].map(|x| x as usize);
+    Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;
+    let partials = Size::of(p.batches).times(p.splits);
+    checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
     check_outputs!(p, 1);
-    Grid::new(m.saturating_mul(n.div_ceil(COLUMNS)), batches, 1)
+    Grid::new(Size::of(m).times(n.div_ceil(COLUMNS)), p.batches, 1)
 }}

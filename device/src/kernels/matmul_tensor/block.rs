@@ -160,7 +160,7 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
 ) {
     unroll_on_gpu!(row < ROWS => {
         unroll_on_gpu!(col < COLS => {
-            // SAFETY: the caller's promise.
+            // SAFETY: all lanes of the warp are here, as is asked.
             unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
         });
     });

@@ -27,8 +27,11 @@ pub unsafe fn leaky_relu(x: &[f32], slope: f32, y: *mut f32) {
     }
 }
 
-contract! { leaky_relu { block: BLOCK, align: 4 } |k| {
+// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; `y` is as
+// long.
+contract! { unsafe leaky_relu { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
+    Violation::unless(k.x.len() <= u32::MAX as usize, "x", "fewer elements than `index_1d` counts", k.x.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
 
@@ -45,9 +48,12 @@ pub unsafe fn leaky_relu_backward(x: &[f32], dy: &[f32], slope: f32, dx: *mut f3
     }
 }
 
-contract! { leaky_relu_backward { block: BLOCK, align: 4 } |k| {
+// SAFETY: a thread touches the element of its index, which counts up to 2^32, in each argument, and only where `x` has one; the
+// others are as long.
+contract! { unsafe leaky_relu_backward { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+    Violation::unless(k.x.len() <= u32::MAX as usize, "x", "fewer elements than `index_1d` counts", k.x.len())?;
     Grid::cover(k.x.len(), BLOCK)
 }}
 
@@ -59,7 +65,8 @@ pub unsafe fn endless(flag: *mut u32) {
     while unsafe { flag.read_volatile() } != 1 {}
 }
 
-contract! { endless { block: 32, align: 4 } |k| {
+// SAFETY: every thread reads the first element of `flag`, which has one.
+contract! { unsafe endless { block: 32, align: 4 } |k| {
     Violation::unless_length("flag", 1, k.flag.len())?;
     Grid::cover(1, 1)
 }}

@@ -1,0 +1,15 @@
+//! What a launch takes stays on its thread: a kernel that names a step's memory is launched where the step is.
+
+use kernels::fill::fill;
+use stepscope::{Arena, Capacity, Device, DeviceKind, Target};
+
+fn main() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut other = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let _ = arena.step(|step| {
+        let mut x = step.empty::<f32>([4])?;
+        let kernel = fill { out: x.out(), length: 4, value: 1.0 };
+        std::thread::scope(|threads| threads.spawn(move || other.step(|step| step.launch(kernel))).join().unwrap())
+    });
+}
