@@ -278,12 +278,14 @@ impl<'s> Step<'s> {
     ///
     /// # Errors
     /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
+    #[track_caller]
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
         launch_on(self.device(), &kernel)
     }
 }
 
 /// Queues a kernel on a device; [`Step::launch`] for what is not a step's.
+#[track_caller]
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
     let grid = kernel.grid().map_err(refused)?;

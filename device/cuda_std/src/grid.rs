@@ -15,7 +15,7 @@
 #[inline(always)]
 pub unsafe fn begin() {
     #[cfg(grid_dependency)]
-    // SAFETY: the target has the instruction; the caller's promise.
+    // SAFETY: the build sets `grid_dependency` where the target has the instruction; every thread of the grid is here.
     unsafe {
         wait();
     }

@@ -6,6 +6,7 @@
 use crate::emulator::Block;
 use core::fmt;
 use core::marker::PhantomData;
+use core::panic::Location;
 
 /// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
 /// started, one after another, each to its end.
@@ -317,7 +318,7 @@ impl Extent {
 }
 
 /// A launch's packed arguments.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Words {
     words: Vec<u64>,
     /// What the pointers among the words point to.
@@ -325,12 +326,21 @@ pub struct Words {
     /// The device of the first address that names one, and whether all agree.
     device: Option<u64>,
     mixed: bool,
+    /// The line that asked for the launch.
+    site: &'static Location<'static>,
 }
 
 impl Words {
-    /// The arguments of `kernel`.
+    /// The arguments of `kernel`, for a launch that the caller's line asks for.
+    #[track_caller]
     pub fn of(kernel: &impl Kernel) -> Self {
-        let mut words = Self { words: Vec::with_capacity(16), extents: Vec::with_capacity(8), ..Self::default() };
+        let mut words = Self {
+            words: Vec::with_capacity(16),
+            extents: Vec::with_capacity(8),
+            device: None,
+            mixed: false,
+            site: Location::caller(),
+        };
         kernel.pack(&mut words);
         words
     }
@@ -354,6 +364,11 @@ impl Words {
     /// The words in order.
     pub fn as_slice(&self) -> &[u64] {
         &self.words
+    }
+
+    /// The line that asked for the launch.
+    pub fn site(&self) -> &'static Location<'static> {
+        self.site
     }
 
     /// What the pointers among the words point to, in order.

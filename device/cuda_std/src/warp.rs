@@ -57,7 +57,7 @@ pub fn activemask() -> u32 {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn sync_warp(mask: u32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: every lane in `mask` makes the call, the caller among them.
     #[cfg(target_arch = "nvptx64")]
     unsafe {
         bar_warp_sync(mask as i32)
@@ -73,7 +73,7 @@ pub unsafe fn sync_warp(mask: u32) {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: every lane in `mask` makes the call, the caller among them.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_all(mask as i32, predicate) };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -89,7 +89,7 @@ pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_any(mask: u32, predicate: bool) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: every lane in `mask` makes the call, the caller among them.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_any(mask as i32, predicate) };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -105,7 +105,7 @@ pub unsafe fn warp_vote_any(mask: u32, predicate: bool) -> bool {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_ballot(mask: u32, predicate: bool) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: every lane in `mask` makes the call, the caller among them.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_ballot(mask as i32, predicate) as u32 };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -122,7 +122,8 @@ macro_rules! shuffle {
         /// in this lane's segment of `width` lanes (if not, the value is the caller's own).
         ///
         /// # Safety
-        /// Every lane in `mask` makes this call, and the caller and its source lane are among them.
+        /// Every lane in `mask` makes this call with the same `T`, which has no padding, and the caller and its source lane are
+        /// among them.
         #[inline(always)]
         #[track_caller]
         pub unsafe fn $name<T: Copy>(mask: u32, value: T, $operand: u32, $width: u32) -> (T, bool) {
@@ -134,7 +135,7 @@ macro_rules! shuffle {
             {
                 let clamp = (((32 - $width) << 8) | 31) as i32;
                 let (mask, operand) = (mask as i32, $operand as i32);
-                // SAFETY: the caller's promise; `T` has the size of the words that are moved.
+                // SAFETY: the lanes of the mask make this call together; `T` has the size of the words that are moved.
                 unsafe {
                     if size_of::<T>() == 4 {
                         let moved = $gpu(mask, transmute_copy(&value), operand, clamp);
@@ -148,12 +149,13 @@ macro_rules! shuffle {
             }
             #[cfg(not(target_arch = "nvptx64"))]
             {
-                // SAFETY: `T` is plain data of 4 or 8 bytes, checked above.
+                // SAFETY: reads as many bytes as `T` has, all of them set, since it has no padding.
                 let word = unsafe {
                     if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
                 };
                 let moved = Collective::Shuffle { mask, source: if inside { source } else { $lane } }.wait(word);
-                // SAFETY: as above; the word came from a `T`.
+                // SAFETY: the word is what the source lane brought to this very shuffle, made from the same `T`: the emulator
+                // refuses a source outside the mask, and lanes that meet from different lines.
                 let moved = unsafe {
                     if size_of::<T>() == 4 { transmute_copy::<u32, T>(&(moved as u32)) } else { transmute_copy::<u64, T>(&moved) }
                 };

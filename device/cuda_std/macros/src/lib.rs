@@ -4,6 +4,8 @@
 //! Invariant: parameters reach the function in the same order and width on every device. A slice is a pointer
 //! and a length, everything else is one 8-byte word.
 
+mod pointers;
+
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
 use quote::{format_ident, quote};
@@ -142,7 +144,9 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
 
 fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
     let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
-    let (body, inputs) = (&item.block, &item.sig.inputs);
+    let raw = parameters.iter().filter(|p| matches!(p.kind, Kind::Pointer(_) | Kind::PointerMut(_)));
+    let body = pointers::told(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
+    let inputs = &item.sig.inputs;
     let text = name.to_string();
     let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
     let lifetime = if borrows { quote!(<'a>) } else { quote!() };
@@ -178,10 +182,31 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
             }
         })
         .collect();
-    let threads = quote! {
-        while block.begin() {
+    // Outputs are taken, and looked up, once for all threads of the block that follow each other; the rest stays where it is,
+    // and needs no place on the stack of a thread that waits.
+    let is_output = |parameter: &Parameter| matches!(parameter.kind, Kind::PointerMut(_));
+    let output = |at: usize| format_ident!("output{at}");
+    let arguments = parameters.iter().zip(&unpacked).enumerate();
+    let arguments: Vec<Tokens> = (arguments.clone())
+        .map(|(at, (parameter, unpacked))| {
+            let output = output(at);
+            if is_output(parameter) { quote!(#output) } else { unpacked.clone() }
+        })
+        .collect();
+    let outputs = parameters.iter().zip(&unpacked).enumerate().filter(|(_, (parameter, _))| is_output(parameter));
+    let outputs = outputs.map(|(at, (_, unpacked))| {
+        let output = output(at);
+        quote! {
             // SAFETY: `words` holds the arguments in order, written by `Kernel::pack`.
-            unsafe { #name(#(#unpacked),*) }
+            let #output = unsafe { #unpacked };
+            ::cuda_std::emulator::access::look_up(#output);
+        }
+    });
+    let threads = quote! {
+        #(#outputs)*
+        while block.begin() {
+            // SAFETY: as above; a contract has accepted the arguments.
+            unsafe { #name(#(#arguments),*) }
             block.end();
         }
     };
