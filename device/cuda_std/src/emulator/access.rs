@@ -43,13 +43,13 @@ pub(super) fn watch(watch: Watch) {
 fn is_watched() -> bool {
     let word = WATCH.with(Cell::as_ptr).cast::<u64>();
     let watched: u64;
-    // SAFETY: reads one word that is there as long as the OS thread. `nomem` says more than is so: that no write to memory
-    // changes the outcome. No write of a kernel does: the word is set by `watch` alone, between kernel calls, in a function that
-    // is inlined nowhere.
     #[allow(
         clippy::pointers_in_nomem_asm_block,
         reason = "the word is constant for as long as two looks can be merged"
     )]
+    // SAFETY: reads one word that is there as long as the OS thread. `nomem` says more than is so: that no write to memory
+    // changes the outcome. No write of a kernel does: the word is set by `watch` alone, between kernel calls, in a function that
+    // is inlined nowhere.
     unsafe {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         asm!("mov {0}, qword ptr [{1}]", lateout(reg) watched, in(reg) word, options(pure, nomem, nostack, preserves_flags));
@@ -70,13 +70,13 @@ fn reach(base: u64) -> Reach {
     const { assert!(offset_of!(Bounds, factor) == 0 && offset_of!(Bounds, slots) == 8) };
     const { assert!(offset_of!(Slot, base) == 0 && offset_of!(Slot, reach) == 8 && size_of::<Slot>() == 16) };
     let watch = WATCH.with(Cell::as_ptr).cast_const();
-    // SAFETY: reads a word of the OS thread's own, as in `is_watched`, and `Bounds` where it points, which live unchanged as
-    // long as kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     #[allow(
         clippy::pointers_in_nomem_asm_block,
         reason = "the words are constant for as long as two looks can be merged"
     )]
+    // SAFETY: reads a word of the OS thread's own, as in `is_watched`, and `Bounds` where it points, which live unchanged as
+    // long as kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
     unsafe {
         let reach: u64;
         #[cfg(target_arch = "x86_64")]
