@@ -278,6 +278,7 @@ impl<'s> Step<'s> {
     ///
     /// # Errors
     /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
+    #[track_caller]
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
         let launched = launch_within(self.device(), &kernel, self.region().time_left());
         launched.map_err(|error| self.region().with_report(error))
@@ -285,6 +286,7 @@ impl<'s> Step<'s> {
 }
 
 /// Queues a kernel on a device; [`Step::launch`] for what is not a step's.
+#[track_caller]
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
     launch_within(device, kernel, device.deadline())
 }

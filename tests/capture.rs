@@ -542,7 +542,7 @@ fn an_overrun_in_a_graph_is_named_at_the_replay() {
     let mut captured = memory
         .capture((), &inputs[0], |step, (), slots| {
             let mut x = ops::fill(step, [100], 1.0)?;
-            if slots.variant() == 1 { step.launch(one_too_far { out: x.out(), length: 100 }) } else { Ok(()) }
+            if slots.variant() == 1 { step.launch(one_too_far(x.out())) } else { Ok(()) }
         })
         .unwrap();
     captured.replay(&inputs[0]).unwrap();

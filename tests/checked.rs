@@ -67,7 +67,7 @@ fn a_write_behind_a_tensor_is_named() {
     for length in [1usize, 63, 64, 100] {
         let outcome = arena.step(|step| {
             let mut x = step.empty([length])?;
-            step.launch(one_too_far { out: x.out(), length })
+            step.launch(one_too_far(x.out()))
         });
         overrun(outcome, &format!("f32[{length}]"), 4 * length);
         // The arena goes on.
@@ -76,7 +76,7 @@ fn a_write_behind_a_tensor_is_named() {
     let outcome = arena.step(|step| {
         step.scratch(|inner| {
             let mut x = inner.empty([2, 3])?;
-            inner.launch(one_too_far { out: x.out(), length: 6 })
+            inner.launch(one_too_far(x.out()))
         })
     });
     overrun(outcome, "f32[2, 3]", 24);
@@ -90,7 +90,7 @@ fn overflow_blocks_are_guarded_too() {
         Arena::builder(&device).capacity(Capacity::Bytes(256)).overflow(overflow).checked(true).build().unwrap();
     let outcome = arena.step(|step| {
         let mut x = step.empty([300])?;
-        step.launch(one_too_far { out: x.out(), length: 300 })
+        step.launch(one_too_far(x.out()))
     });
     overrun(outcome, "f32[300]", 1200);
     assert_eq!(arena.report().overflow.live_blocks, 0);

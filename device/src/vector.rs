@@ -4,9 +4,9 @@
 //! 16-byte aligned (the host's arena aligns to 256 bytes and checks other bases at launch). What is left over at the
 //! end of a row is moved element by element, so that the result of a kernel never depends on which of the two was used.
 //!
-//! On the CPU a read outside a slice panics with the index and the length; on the GPU nothing is checked. Every access of a
-//! kernel to global memory goes through this file, which tells the emulator of it where that watches for races: kernels
-//! pass a pointer as they got it, and the index.
+//! On the CPU a read outside a slice panics with the index and the length, and the emulator refuses an access through a pointer
+//! that leaves its argument; on the GPU nothing is checked. Every access of a kernel to global memory goes through this file:
+//! kernels pass a pointer as they got it, and the index.
 
 use crate::map4;
 use core::ops::{Add, Div, Mul, Neg, Sub};
@@ -64,7 +64,7 @@ impl F4 {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load(x: &[f32], index: usize) -> Self {
-        reads(x.as_ptr(), index, Self::LEN);
+        reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
         // SAFETY: the range lies inside `x`, and its start on 16 bytes: `x` does, and `index` is a multiple of four, as
         // is asked.
@@ -90,7 +90,7 @@ impl F4 {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
-        reads(x.as_ptr(), index, part.count());
+        reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
         // SAFETY: the elements lie inside `x`, as is asked and on the CPU checked; a whole vector lies on 16 bytes.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
@@ -271,7 +271,7 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
-    reads(x.as_ptr(), index, 1);
+    reads_slice(x, index, 1);
     check_range(index, 1, x.len());
     // SAFETY: `index` lies inside `x`, as is asked and on the CPU checked.
     unsafe { *x.as_ptr().add(index) }
@@ -288,7 +288,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
     #[repr(C, align(8))]
     struct Pair([f32; 2]);
 
-    reads(x.as_ptr(), index, 2);
+    reads_slice(x, index, 2);
     check_range(index, 2, x.len());
     // SAFETY: both elements lie inside `x`, as is asked and on the CPU checked, on 8 bytes since `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
@@ -302,12 +302,13 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
+    reads_slice(x, index, N);
     check_range(index, N, x.len());
-    // SAFETY: the range has just been checked.
-    unsafe { load_run_raw(x.as_ptr(), index) }
+    // SAFETY: the range lies inside `x`, which has just been checked.
+    unsafe { x.as_ptr().add(index).cast::<[f32; N]>().read_unaligned() }
 }
 
-/// The same from a pointer, unchecked.
+/// The same from a pointer.
 ///
 /// # Safety
 /// `x` is valid for reads of these elements.
@@ -363,7 +364,17 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
     }
 }
 
-/// Tells the emulator of a read before it happens.
+/// Tells the emulator of a read from a slice, whose length is compared apart.
+#[inline(always)]
+#[track_caller]
+fn reads_slice<T>(x: &[T], index: usize, count: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    access::slice(x, index, count);
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (x, index, count);
+}
+
+/// Tells the emulator of a read through a pointer before it happens; it judges it.
 #[inline(always)]
 #[track_caller]
 fn reads<T>(x: *const T, index: usize, count: usize) {
@@ -373,7 +384,7 @@ fn reads<T>(x: *const T, index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a write before it happens.
+/// Tells the emulator of a write before it happens; it judges it.
 #[inline(always)]
 #[track_caller]
 fn writes<T>(out: *mut T, index: usize, count: usize) {

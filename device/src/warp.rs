@@ -271,7 +271,7 @@ macro_rules! with_held {
 /// `combine` commutative, so that every lane gets the same.
 ///
 /// # Safety
-/// The lanes in `mask`, a segment of `lanes`, call it together.
+/// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no padding.
 #[inline(always)]
 pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
     #[cfg(target_arch = "nvptx64")]
@@ -293,7 +293,8 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         if lanes == 1 {
             return value;
         }
-        let mut values = cuda_std::emulator::gather(mask, lanes, value);
+        // SAFETY: the lanes of the mask call this together, with the same `T`, which has no padding.
+        let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
         let mut distance = lanes as usize / 2;
         while distance > 0 {
             for lane in 0..distance {

@@ -7,16 +7,18 @@ use super::rehearsal::Launch;
 use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
 use crate::error::{Error, Result};
 use crate::memory::Situation;
-use cuda_std::emulator;
+use cuda_std::emulator::Machine;
 use cuda_std::launch::{Entry, Grid, Words};
 use memmap2::MmapMut;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 #[derive(Debug)]
 pub(super) struct Emulated {
     description: Description,
+    machine: Machine,
     memory: Mutex<Memory>,
     graphs: Mutex<Graphs>,
 }
@@ -67,7 +69,7 @@ const INVALID_VALUE: &str = "CUDA_ERROR_INVALID_VALUE (1): invalid argument";
 /// Anonymous mappings: page-aligned, and backed by the system only where they are touched.
 #[derive(Debug, Default)]
 struct Memory {
-    used: HashMap<u64, MmapMut>,
+    used: BTreeMap<u64, MmapMut>,
     /// What was given back to each pool, by size.
     pools: HashMap<Pool, HashMap<usize, Vec<MmapMut>>>,
     pools_made: u64,
@@ -85,7 +87,7 @@ impl Emulated {
             processors,
             capability: None,
         };
-        Self { description, memory: Mutex::default(), graphs: Mutex::default() }
+        Self { description, machine: Machine::default(), memory: Mutex::default(), graphs: Mutex::default() }
     }
 
     fn graphs(&self) -> MutexGuard<'_, Graphs> {
@@ -118,6 +120,17 @@ impl Emulated {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Runs a kernel to its end.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn run(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
+        let mapping = |address| self.memory().mapping_of(address);
+        // SAFETY: `Driver::launch`'s caller has the contract's word for the arguments. Mappings are memory of this device, on
+        // which launches and copies exclude each other.
+        unsafe { self.machine.launch(entry, grid, words, &mapping) }.map_err(Error::from)
+    }
+
     fn map(&self, bytes: usize) -> Result<MmapMut> {
         MmapMut::map_anon(bytes).map_err(|reason| Error::DeviceMemory {
             device: self.description.name.clone(),
@@ -133,6 +146,12 @@ impl Memory {
         let address = mapping.as_mut_ptr() as u64;
         self.used.insert(address, mapping);
         address
+    }
+
+    /// The addresses of the mapping that holds one.
+    fn mapping_of(&self, address: u64) -> Option<Range<u64>> {
+        let (&start, mapping) = self.used.range(..=address).next_back()?;
+        Some(start..start + mapping.len() as u64).filter(|mapping| mapping.contains(&address))
     }
 
     fn take_back(&mut self, address: u64) -> Result<MmapMut> {
@@ -265,7 +284,7 @@ unsafe impl Driver for Emulated {
         }
         // SAFETY: the contract accepted these words for this grid, and their memory is mapped (`Driver::launch`). No other call
         // touches it meanwhile.
-        unsafe { emulator::launch(entry, grid, words) }.map_err(Error::from)
+        unsafe { self.run(entry, grid, words) }
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -317,7 +336,7 @@ unsafe impl Driver for Emulated {
         for node in &*nodes {
             if let Node::Launch(Launch { entry, grid, words }) = node {
                 // SAFETY: recorded by `launch` with what it asks, and their memory is still mapped (`Driver::replay`).
-                unsafe { emulator::launch(entry, *grid, words) }?;
+                unsafe { self.run(entry, *grid, words) }?;
             }
         }
         Ok(())

@@ -122,7 +122,7 @@ fn off_by_one_tail_is_found() {
         let mut out = step.empty::<f32>([1025])?;
         step.launch(off_by_one_tail { out: out.out(), length: 1025, value: 1.0 })
     });
-    out_of_bounds(fault, 1024, 1025);
+    out_of_bounds(fault, 1025, 1025);
 }
 
 #[test]

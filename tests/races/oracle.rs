@@ -4,7 +4,7 @@
 //! Invariant: the detector reports exactly the programs with two unordered conflicting accesses. With barriers of part of
 //! a warp it may report more, as its documentation says, and never less.
 
-use cuda_std::emulator::{Cause, Kind, Mode, launch};
+use cuda_std::emulator::{Cause, Kind, Machine, Mode};
 use cuda_std::launch::{Contract, PointerMut, Slice, Words};
 use cuda_std::{prelude::*, warp};
 use kernels::contract;
@@ -94,7 +94,7 @@ fn detected(program: &[Op]) -> bool {
         };
         let grid = kernel.grid().expect("the contract holds");
         let words = Words::of(&kernel);
-        Mode::RACES.scope(|| launch(&script::ENTRY, grid, &words))
+        Mode::RACES.scope(|| Machine::default().launch(&script::ENTRY, grid, &words, &|_| None))
     };
     match outcome {
         Ok(()) => false,

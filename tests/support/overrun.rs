@@ -1,24 +1,40 @@
-//! A kernel with a planted bug, for tests of checked mode: it writes one element behind its tensor, into the guard.
+//! A launch with a planted bug, for tests of checked mode: it is told that a tensor is one element longer than it is, and writes
+//! that element, which lies in the guard. Less would be an error of the emulator's.
 
-use cuda_std::launch::{Contract, Grid, Violation};
+use cuda_std::launch::{Contract, Grid, PointerMut, Violation};
 use cuda_std::prelude::*;
 
-/// out[length] = 0: one element too far.
+/// What a wrong `unsafe` block of a host may make of a tensor: a view of an element more.
+pub(crate) fn one_too_long(out: PointerMut<'_, f32>) -> PointerMut<'_, f32> {
+    /// Memory of whatever device.
+    const ANY_DEVICE: u64 = u64::MAX;
+    // SAFETY: none, this is the planted bug; the word past the tensor is the arena's own.
+    unsafe { PointerMut::new(ANY_DEVICE, out.address(), out.len() + 1) }
+}
+
+/// out[last] = 0.
 #[kernel]
-pub(crate) unsafe fn one_too_far(out: *mut f32, length: usize) {
+pub(crate) unsafe fn zero_at(out: *mut f32, last: usize) {
     if thread::index_1d() == 0 {
-        // SAFETY: none, this is the planted bug; the word lies in the tensor's guard.
-        unsafe { *out.add(length) = 0.0 };
+        // SAFETY: the contract has seen that the element is there, as far as it is told.
+        unsafe { *out.add(last) = 0.0 };
     }
 }
 
-// SAFETY: deliberately wrong, and harmless: the word past the tensor is the arena's own.
-unsafe impl Contract for one_too_far<'_> {
+// SAFETY: `last` is the last element.
+unsafe impl Contract for zero_at<'_> {
     const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
     const BLOCK: u32 = 32;
     const SHARED_BYTES: u32 = 0;
     const ALIGN: u64 = 4;
     fn grid(&self) -> std::result::Result<Grid, Violation> {
+        Violation::unless_length("out", self.last + 1, self.out.len())?;
         Grid::new(1, 1, 1)
     }
+}
+
+/// The launch of it: one element too far.
+pub(crate) fn one_too_far(out: PointerMut<'_, f32>) -> zero_at<'_> {
+    let last = out.len();
+    zero_at { out: one_too_long(out), last }
 }

@@ -11,6 +11,7 @@ pub mod unpack;
 use crate::emulator::Block;
 use core::fmt;
 use core::marker::PhantomData;
+use core::panic::Location;
 pub use size::Size;
 
 /// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
@@ -350,19 +351,27 @@ impl Extent {
 }
 
 /// A launch's packed arguments.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Words {
     words: Vec<u64>,
     /// What the pointers among the words point to.
     extents: Vec<Extent>,
     /// The devices of the pointers that point to memory, in order.
     devices: Vec<u64>,
+    /// The line that asked for the launch.
+    site: &'static Location<'static>,
 }
 
 impl Words {
-    /// The arguments of `kernel`.
+    /// The arguments of `kernel`, for a launch that the caller's line asks for.
+    #[track_caller]
     pub fn of(kernel: &impl Kernel) -> Self {
-        let mut words = Self { words: Vec::with_capacity(16), extents: Vec::with_capacity(8), ..Self::default() };
+        let mut words = Self {
+            words: Vec::with_capacity(16),
+            extents: Vec::with_capacity(8),
+            devices: Vec::new(),
+            site: Location::caller(),
+        };
         kernel.pack(&mut words);
         words
     }
@@ -387,6 +396,11 @@ impl Words {
     /// The words in order.
     pub fn as_slice(&self) -> &[u64] {
         &self.words
+    }
+
+    /// The line that asked for the launch.
+    pub fn site(&self) -> &'static Location<'static> {
+        self.site
     }
 
     /// What the pointers among the words point to, in order.

@@ -1,6 +1,6 @@
 //! The emulator's rules, each on a kernel that keeps it and one that breaks it.
 
-use cuda_std::emulator::{Cause, Fault, launch};
+use cuda_std::emulator::{Cause, Fault, Machine};
 use cuda_std::launch::{Contract, Grid, Kernel, Pointer, PointerMut, Slice, Violation, Words};
 use cuda_std::{prelude::*, shared, warp};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -169,7 +169,7 @@ unsafe fn places(y: *mut u32) {
 
 fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
     // SAFETY: each test passes buffers that hold what its kernel touches.
-    unsafe { launch(&K::ENTRY, grid, &Words::of(&kernel)) }
+    unsafe { Machine::default().launch(&K::ENTRY, grid, &Words::of(&kernel), &|_| None) }
 }
 
 const ONE: Grid = Grid { x: 1, y: 1, z: 1 };

@@ -5,6 +5,8 @@
 //! and a length, everything else is one 8-byte word. And the word `unsafe` is the author's: what these macros write for him
 //! that is unsafe, a module that forbids unsafe code refuses.
 
+mod pointers;
+
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
 use quote::{format_ident, quote, quote_spanned};
@@ -157,7 +159,9 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
 
 fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
     let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
-    let (body, signature) = (&item.block, &item.sig);
+    let raw = parameters.iter().filter(|p| matches!(p.kind, Kind::Pointer(_) | Kind::PointerMut(_)));
+    let body = pointers::told(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
+    let signature = &item.sig;
     let text = name.to_string();
     let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
     let lifetime = if borrows { quote!(<'a>) } else { quote!() };
@@ -189,11 +193,32 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         quote!(#launch::unpack::#read(words, #at))
     });
     let unpacked: Vec<Tokens> = unpacked.collect();
+    // Outputs are taken, and looked up, once for all threads of the block that follow each other; the rest stays where it is,
+    // and needs no place on the stack of a thread that waits.
+    let is_output = |parameter: &Parameter| matches!(parameter.kind, Kind::PointerMut(_));
+    let output = |at: usize| format_ident!("output{at}");
+    let arguments = parameters.iter().zip(&unpacked).enumerate();
+    let arguments: Vec<Tokens> = (arguments.clone())
+        .map(|(at, (parameter, unpacked))| {
+            let output = output(at);
+            if is_output(parameter) { quote!(#output) } else { unpacked.clone() }
+        })
+        .collect();
+    let outputs = parameters.iter().zip(&unpacked).enumerate().filter(|(_, (parameter, _))| is_output(parameter));
+    let outputs = outputs.map(|(at, (_, unpacked))| {
+        let output = output(at);
+        quote! {
+            // SAFETY: the emulator passes the words that this kernel's `pack` wrote; a place is where it put the argument.
+            let #output = unsafe { #unpacked };
+            ::cuda_std::emulator::access::look_up(#output);
+        }
+    });
     let threads = quote! {
+        #(#outputs)*
         while block.begin() {
             // SAFETY: the emulator passes the words that this kernel's `pack` wrote, for a grid that its contract accepted with
             // them, and their memory is borrowed for the launch: `Versions` asks no less. A place is where `pack` put the argument.
-            unsafe { #name(#(#unpacked),*) }
+            unsafe { #name(#(#arguments),*) }
             block.end();
         }
     };

@@ -1,64 +1,152 @@
 //! What device code tells the emulator about memory, before it touches it.
 //!
-//! Whoever moves memory for kernels calls [`global`] and [`shared`]: the vector and the tile of `device/src`. What is not
-//! told is not watched. Invariant: a kernel's entry points are compiled with what [`assume_watched`] says, and the calls
-//! are gone from the one that is not watched; an access that is wrong does not return.
+//! Whoever moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: the vector and the tile of `device/src`. What
+//! is not told is not judged here; [`guards`](super::guards) look at what lies around. Invariant: a kernel's entry points are
+//! compiled with what [`assume_watched`] says; in the one that is not watched nothing is left but the bounds of pointers. An
+//! access that is wrong does not return.
 
 use super::arguments::Span;
-use super::{Kind, current};
+use super::bounds::{Bounds, Reach, SHIFT, Slot};
+use super::{CURRENT, Kind};
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+use core::arch::asm;
 use std::cell::Cell;
+use std::mem::offset_of;
 use std::ops::Range;
 use std::panic::{Location, resume_unwind};
 
+/// How the kernel threads that an OS thread runs next are judged.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Watch {
+    /// 1: for races too.
+    pub(super) watched: u64,
+    pub(super) bounds: *const Bounds,
+}
+
+/// No launch, no bounds.
+pub(super) const NOBODY: Watch = Watch { watched: 0, bounds: &Bounds::NONE };
+
 thread_local! {
-    static WATCHED: Cell<bool> = const { Cell::new(false) };
+    static WATCH: Cell<Watch> = const { Cell::new(NOBODY) };
 }
 
-/// Sets whether the kernel threads that this OS thread runs next are watched.
+/// Sets how the kernel threads that this OS thread runs next are judged. The bounds must live until it is set again.
 #[inline(never)]
-pub(super) fn watch(watched: bool) {
-    WATCHED.set(watched);
+pub(super) fn watch(watch: Watch) {
+    WATCH.set(watch);
 }
 
-/// Whether the running kernel thread is watched. Within one call of a kernel the compiler takes every look for the same.
+/// Whether the running kernel thread is watched for races. Within one call of a kernel the compiler takes every look for the
+/// same.
 #[inline(always)]
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-#[allow(clippy::pointers_in_nomem_asm_block, reason = "the byte is constant for as long as two looks can be merged")]
 fn is_watched() -> bool {
-    let byte = WATCHED.with(Cell::as_ptr);
-    let watched: u32;
-    // SAFETY: reads one byte that is there as long as the OS thread. `nomem` says more than is so: that no write to
-    // memory changes the outcome. No write of a kernel does: the byte is set by `watch` alone, between kernel calls, in a
-    // function that is inlined nowhere.
+    let word = WATCH.with(Cell::as_ptr).cast::<u64>();
+    let watched: u64;
+    #[allow(
+        clippy::pointers_in_nomem_asm_block,
+        reason = "the word is constant for as long as two looks can be merged"
+    )]
+    // SAFETY: reads one word that is there as long as the OS thread. `nomem` says more than is so: that no write to memory
+    // changes the outcome. No write of a kernel does: the word is set by `watch` alone, between kernel calls, in a function that
+    // is inlined nowhere.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        core::arch::asm!(
-            "movzx {0:e}, byte ptr [{1}]",
-            lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags)
-        );
-        #[cfg(target_arch = "aarch64")]
-        core::arch::asm!(
-            "ldrb {0:w}, [{1}]",
-            lateout(reg) watched, in(reg) byte, options(pure, nomem, nostack, preserves_flags)
-        );
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        asm!("mov {0}, qword ptr [{1}]", lateout(reg) watched, in(reg) word, options(pure, nomem, nostack, preserves_flags));
+        #[cfg(all(target_arch = "aarch64", not(miri)))]
+        asm!("ldr {0}, [{1}]", lateout(reg) watched, in(reg) word, options(pure, nomem, nostack, preserves_flags));
+        #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
+        {
+            watched = word.read();
+        }
     }
     watched != 0
 }
 
-/// Whether the running kernel thread is watched.
+/// How far the argument of the launch that begins at `base` reaches; not at all where none begins there. Within one call of a
+/// kernel the compiler takes every look for the same, as it does with assembly of one result.
 #[inline(always)]
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn is_watched() -> bool {
-    WATCHED.get()
+fn reach(base: u64) -> Reach {
+    const { assert!(offset_of!(Bounds, factor) == 0 && offset_of!(Bounds, slots) == 8) };
+    const { assert!(offset_of!(Slot, base) == 0 && offset_of!(Slot, reach) == 8 && size_of::<Slot>() == 16) };
+    let watch = WATCH.with(Cell::as_ptr).cast_const();
+    #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+    #[allow(
+        clippy::pointers_in_nomem_asm_block,
+        reason = "the words are constant for as long as two looks can be merged"
+    )]
+    // SAFETY: reads a word of the OS thread's own, as in `is_watched`, and `Bounds` where it points, which live unchanged as
+    // long as kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
+    unsafe {
+        let reach: u64;
+        #[cfg(target_arch = "x86_64")]
+        asm!(
+            "mov r11, qword ptr [{watch} + {bounds}]",
+            "mov {reach}, qword ptr [r11]",
+            "imul {reach}, {base}",
+            "shr {reach}, {shift}",
+            "shl {reach}, 4",
+            "lea r11, [r11 + {reach} + 8]",
+            "xor {reach:e}, {reach:e}",
+            "cmp qword ptr [r11], {base}",
+            "cmove {reach}, qword ptr [r11 + 8]",
+            watch = in(reg) watch, base = in(reg) base, reach = out(reg) reach, out("r11") _,
+            bounds = const offset_of!(Watch, bounds), shift = const SHIFT,
+            options(pure, nomem, nostack)
+        );
+        #[cfg(target_arch = "aarch64")]
+        asm!(
+            "ldr x17, [{watch}, #{bounds}]",
+            "ldr {reach}, [x17], #8",
+            "mul {reach}, {reach}, {base}",
+            "lsr {reach}, {reach}, #{shift}",
+            "add x17, x17, {reach}, lsl #4",
+            "ldr {reach}, [x17]",
+            "cmp {reach}, {base}",
+            "ldr {reach}, [x17, #8]",
+            "csel {reach}, {reach}, xzr, eq",
+            watch = in(reg) watch, base = in(reg) base, reach = out(reg) reach, out("x17") _,
+            bounds = const offset_of!(Watch, bounds), shift = const SHIFT,
+            options(pure, nomem, nostack)
+        );
+        Reach(reach)
+    }
+    #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
+    // SAFETY: as above.
+    unsafe {
+        (*(*watch).bounds).reach(base)
+    }
 }
 
-/// Tells the compiler, at the start of a kernel's entry point, whether it is the one for watched launches.
+/// Elements from `base` on that may be touched, as far as they are known without a search.
+#[inline(always)]
+fn length<T>(kind: Kind, base: *const T) -> usize {
+    let reach = reach(base as u64);
+    let bytes = match kind {
+        Kind::Read => reach.readable(),
+        Kind::Write => reach.writable(),
+    };
+    bytes / size_of::<T>().max(1)
+}
+
+/// Looks up how far an output reaches, at the start of an entry point: the compiler then takes the outcome for every access.
+#[inline(always)]
+pub fn look_up<T>(base: *mut T) {
+    let _reach = reach(base as u64).0;
+    // SAFETY: a comment. It uses the outcome, which would else be dropped before it is taken for another.
+    #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+    unsafe {
+        asm!("/* {0} */", in(reg) _reach, options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Tells the compiler, at the start of a kernel's entry point, whether it is the one for launches that are watched for races.
 ///
 /// # Safety
 /// It is so.
 #[inline(always)]
 pub unsafe fn assume_watched(watched: bool) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the entry point's own claim: `Runner::run` chooses `Versions::watched` where it sets the word to 1, else another.
     unsafe { core::hint::assert_unchecked(is_watched() == watched) }
 }
 
@@ -67,17 +155,67 @@ pub unsafe fn assume_watched(watched: bool) {
 #[inline(always)]
 #[track_caller]
 pub fn global<T>(kind: Kind, base: *const T, index: usize, count: usize) {
+    if is_watched() || index >= (length(kind, base) + 1).saturating_sub(count) {
+        touch_global(kind, Span::new(base, index, count), Location::caller());
+    }
+}
+
+/// A pointer that a kernel may follow, of either kind.
+pub trait Follow: Copy {
+    /// `self` and `index` elements more, wherever that is, after the running thread's `kind` of access there was judged. A
+    /// pointer into nothing that the launch was given is not judged: it may point to shared memory, or to the thread's own.
+    fn element(self, kind: Kind, index: usize) -> Self;
+}
+
+macro_rules! follow {
+    ($($pointer:ty)*) => {$(
+        impl<T> Follow for $pointer {
+            #[inline(always)]
+            #[track_caller]
+            fn element(self, kind: Kind, index: usize) -> Self {
+                if is_watched() || index >= length(kind, self) {
+                    touch_element(kind, Span::new(self, index, 1), Location::caller());
+                }
+                self.wrapping_add(index)
+            }
+        }
+    )*};
+}
+follow! { *const T *mut T }
+
+/// What `#[kernel]` makes of `pointer.add(index)` where it is followed.
+#[inline(always)]
+#[track_caller]
+pub fn element<P: Follow>(kind: Kind, pointer: P, index: usize) -> P {
+    pointer.element(kind, index)
+}
+
+#[cold]
+#[inline(never)]
+fn touch_element(kind: Kind, span: Span, location: &'static Location<'static>) {
+    // SAFETY: a block that is set is alive: this is its kernel thread. It is not kept.
+    if unsafe { CURRENT.get().as_ref() }.is_some_and(|block| block.knows(span.base)) {
+        touch_global(kind, span, location);
+    }
+}
+
+/// The running thread is about to read `x[index..index + count]`, which it has compared with the slice's length, or will.
+#[inline(always)]
+#[track_caller]
+pub fn slice<T>(x: &[T], index: usize, count: usize) {
     if is_watched() {
-        let offset = index.wrapping_mul(size_of::<T>());
-        touch_global(kind, Span { base: base as usize, offset, bytes: count * size_of::<T>() }, Location::caller());
+        touch_global(Kind::Read, Span::new(x.as_ptr(), index, count), Location::caller());
     }
 }
 
 #[cold]
 #[inline(never)]
 fn touch_global(kind: Kind, span: Span, location: &'static Location<'static>) {
-    if span.bytes > 0 {
-        let outcome = current(|block| block.touch_global(kind, span, location));
+    let block = CURRENT.get();
+    // Outside a launch a vector moves the host's own memory, of which nothing is known.
+    if span.bytes > 0 && !block.is_null() {
+        // SAFETY: a block that is set is alive: this is its kernel thread. It is not kept.
+        let outcome = unsafe { &*block }.touch_global(kind, span, location);
         outcome.unwrap_or_else(|cause| resume_unwind(Box::new(cause)));
     }
 }
@@ -95,7 +233,7 @@ pub fn shared<T>(kind: Kind, tile: *const T, len: u32, index: u32, count: u32) {
 #[cold]
 #[inline(never)]
 fn touch_shared(kind: Kind, tile: usize, len: usize, bytes: Range<usize>, location: &'static Location<'static>) {
-    let outcome = current(|block| {
+    let outcome = super::current(|block| {
         let start = tile.wrapping_sub(block.shared_start() as usize);
         block.touch_shared(kind, start..start + len, start + bytes.start..start + bytes.end, location)
     });

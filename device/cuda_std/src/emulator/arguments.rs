@@ -1,8 +1,9 @@
 //! The tensors that a launch was given: which of them an access means, where it ends, and what its elements remember.
 //!
 //! Invariant: an access belongs to the argument from whose pointer the kernel computed its address, never to a neighbour
-//! that happens to lie there. Only what the launch may write has cells; what is read alone cannot race.
+//! that happens to lie there. Only what a watched launch may write has cells; what is read alone cannot race.
 
+use super::bounds::Bounds;
 use super::clock::Now;
 use super::detector::Wrong;
 use super::fault::{Kind, Place};
@@ -16,6 +17,8 @@ const STRIPE: usize = 1024;
 
 /// The arguments of one launch, shared by its blocks.
 pub(super) struct Arguments {
+    /// The same, for a quick look.
+    pub(super) bounds: Bounds,
     /// The longest first, so that an empty one never stands for another at the same address.
     arguments: Vec<Argument>,
 }
@@ -23,7 +26,7 @@ pub(super) struct Arguments {
 struct Argument {
     name: &'static str,
     extent: Extent,
-    /// By stripe; empty stripes have not been touched. None at all for what the launch only reads.
+    /// By stripe; empty stripes have not been touched. None at all where the launch is not watched, or only reads.
     cells: Vec<Mutex<Vec<Cell>>>,
 }
 
@@ -37,38 +40,69 @@ pub(super) struct Span {
     pub(super) bytes: usize,
 }
 
+impl Span {
+    /// `count` elements from `index`, by a kernel that computes with `base`.
+    pub(super) fn new<T>(base: *const T, index: usize, count: usize) -> Self {
+        let bytes = count.saturating_mul(size_of::<T>());
+        Self { base: base as usize, offset: index.wrapping_mul(size_of::<T>()), bytes }
+    }
+}
+
 impl Arguments {
-    pub(super) fn new(entry: &Entry, words: &Words) -> Self {
+    pub(super) fn new(entry: &Entry, words: &Words, watched: bool) -> Self {
         let mut arguments: Vec<Argument> = (entry.pointers.iter().zip(words.extents()))
             .map(|(name, &extent)| {
-                let stripes = if extent.written { extent.length.div_ceil(STRIPE) } else { 0 };
+                let stripes = if watched && extent.written { extent.length.div_ceil(STRIPE) } else { 0 };
                 Argument { name, extent, cells: (0..stripes).map(|_| Mutex::default()).collect() }
             })
             .collect();
         arguments.sort_by_key(|argument| core::cmp::Reverse(argument.extent.bytes()));
-        Self { arguments }
+        Self { bounds: Bounds::new(words.extents()), arguments }
+    }
+
+    /// Ok when an access stays inside its argument; else where it goes, and where it may.
+    pub(super) fn inside(&self, span: Span, kind: Kind) -> Result<(), (Place, Range<i64>)> {
+        self.argument_of(span, kind).map(drop)
+    }
+
+    fn argument_of(&self, span: Span, kind: Kind) -> Result<&Argument, (Place, Range<i64>)> {
+        let address = span.base.wrapping_add(span.offset);
+        let Some(argument) = self.of(span.base, kind) else { return Err((Place::Address(address as u64), 0..0)) };
+        let start = address.wrapping_sub(argument.extent.address as usize);
+        if start.checked_add(span.bytes).is_none_or(|end| end > argument.extent.bytes()) {
+            // The first element outside.
+            let end = argument.extent.address as usize + argument.extent.bytes();
+            let outside = if argument.contains(address) { end } else { address };
+            return Err((argument.place(outside), 0..argument.extent.length as i64));
+        }
+        Ok(argument)
+    }
+
+    /// Whether `base` is a pointer of the launch, or points into an argument.
+    pub(super) fn know(&self, base: usize) -> bool {
+        self.of(base, Kind::Read).is_some()
+    }
+
+    /// The element at `address` of the argument that is nearest, if there is any.
+    pub(super) fn nearest(&self, address: usize) -> Option<Place> {
+        let distance = |argument: &&Argument| {
+            let start = argument.extent.address as usize;
+            start.saturating_sub(address).max(address.saturating_sub(start + argument.extent.bytes()))
+        };
+        let full = self.arguments.iter().filter(|argument| argument.extent.bytes() > 0);
+        full.min_by_key(distance).map(|argument| argument.place(address))
     }
 
     /// Notes an access, or says what is wrong with it.
     pub(super) fn touch(&self, span: Span, kind: Kind, now: &Now<'_>) -> Result<(), Wrong> {
-        let Span { base, offset, bytes } = span;
-        let address = base.wrapping_add(offset);
-        let Some(argument) = self.of(base, kind) else {
-            return Err(Wrong::Outside { place: Place::Address(address as u64), bounds: 0..0 });
-        };
-        let extent = &argument.extent;
-        let start = address.wrapping_sub(extent.address as usize);
-        if start.checked_add(bytes).is_none_or(|end| end > extent.bytes()) {
-            let element = (start as i64).div_euclid(extent.element_bytes as i64);
-            let place = Place::Argument { name: argument.name, element };
-            return Err(Wrong::Outside { place, bounds: 0..extent.length as i64 });
-        }
+        let argument = self.argument_of(span, kind).map_err(|(place, bounds)| Wrong::Outside { place, bounds })?;
+        let address = span.base.wrapping_add(span.offset);
         // Several arguments may name the same memory; its cells are those of the one that may be written.
         let Some(written) = self.arguments.iter().find(|argument| argument.is_written_at(address)) else {
             return Ok(());
         };
         let first = (address - written.extent.address as usize) / written.extent.element_bytes;
-        let last = (address + bytes - 1 - written.extent.address as usize) / written.extent.element_bytes;
+        let last = (address + span.bytes - 1 - written.extent.address as usize) / written.extent.element_bytes;
         written.touch(first..last + 1, kind, now).map_err(|(element, conflict)| {
             let place = Place::Argument { name: argument.name, element: element as i64 };
             Wrong::Conflict { place, conflict }
@@ -84,6 +118,12 @@ impl Arguments {
 }
 
 impl Argument {
+    /// The element at an address, inside or not.
+    fn place(&self, address: usize) -> Place {
+        let bytes = address.wrapping_sub(self.extent.address as usize) as i64;
+        Place::Argument { name: self.name, element: bytes.div_euclid(self.extent.element_bytes.max(1) as i64) }
+    }
+
     fn contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.extent.address as usize) < self.extent.bytes()
     }

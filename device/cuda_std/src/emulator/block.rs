@@ -3,19 +3,23 @@
 //! Invariant: at most one thread of a block runs at a time, and a thread goes on only when every thread that it
 //! waits for has come to the same operation at the same source line.
 
+use super::access::{self, Watch};
 use super::arguments::{Arguments, Span};
 use super::carrier::{Carrier, cause};
 use super::collective::Collective;
 use super::detector::Detector;
+use super::fault::{Access, Place};
 use super::fault::{Cause, Fault, Kind};
 use super::mode::Order;
 use super::resolve::{State, Wait, resolve_block, resolve_lanes};
-use super::{CURRENT, WARP, access};
-use crate::launch::{Entry, Grid, Threads, Versions};
+use super::trap::{SignalStack, Traps};
+use super::{CURRENT, WARP};
+use crate::launch::{Entry, Grid, Threads, Versions, Words};
 use corosensei::Yielder;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Bytes before and after the shared memory that must stay as they were.
@@ -28,11 +32,18 @@ const POISON: u8 = 0xff;
 pub(super) struct Launch<'l> {
     pub(super) entry: &'l Entry,
     pub(super) grid: Grid,
-    pub(super) words: &'l [u64],
-    /// Where the launch is watched for races.
-    pub(super) arguments: Option<Arc<Arguments>>,
+    pub(super) words: &'l Words,
+    pub(super) arguments: Arc<Arguments>,
+    /// Whether it is watched for races.
+    pub(super) watched: bool,
     /// The seed of the threads' order.
     pub(super) shuffle: Option<u64>,
+}
+
+impl Launch<'_> {
+    pub(super) fn fault(&self, block: [u32; 3], thread: u32, cause: Cause) -> Fault {
+        Fault { kernel: self.entry.name, launched_at: self.words.site(), block, thread, cause }
+    }
 }
 
 /// A block in flight, as its threads see it.
@@ -60,7 +71,14 @@ pub struct Block {
     pub(super) gathered: Cell<u32>,
     /// What each thread brought to the collective that was resolved last, or its result.
     pub(super) exchange: RefCell<Vec<u64>>,
+    /// Barriers that all threads have passed.
+    epoch: Cell<u32>,
+    /// The launch's; no count is kept, which the blocks' OS threads would fight for.
+    arguments: *const Arguments,
     detector: Option<RefCell<Detector>>,
+    /// Whether a thread has panicked.
+    pub(super) panicked: Cell<bool>,
+    pub(super) traps: Rc<Traps>,
 }
 
 impl Block {
@@ -129,8 +147,29 @@ impl Block {
         span: Span,
         location: &'static Location<'static>,
     ) -> Result<(), Cause> {
-        let Some(detector) = &self.detector else { return Ok(()) };
-        detector.borrow_mut().global(self.running.get(), kind, span, location)
+        let thread = self.running.get();
+        if let Some(detector) = &self.detector {
+            return detector.borrow_mut().global(thread, kind, span, location);
+        }
+        self.arguments().inside(span, kind).map_err(|(place, bounds)| {
+            let access = Access { kind, block: self.index, thread, epoch: self.epoch.get(), location };
+            Cause::OutOfBounds { place, bounds, access }
+        })
+    }
+
+    fn arguments(&self) -> &Arguments {
+        // SAFETY: `Runner::run` takes it from the launch, which outlives the block.
+        unsafe { &*self.arguments }
+    }
+
+    /// Whether a pointer is one of the launch's, or points into one of its arguments.
+    pub(super) fn knows(&self, base: usize) -> bool {
+        self.arguments().know(base)
+    }
+
+    /// An address as the kernel knows it.
+    pub(super) fn place(&self, address: usize) -> Place {
+        self.arguments().nearest(address).unwrap_or(Place::Address(address as u64))
     }
 
     /// Judges what the running thread is about to do in shared memory.
@@ -147,6 +186,9 @@ impl Block {
 
     /// The threads that take part in a collective, `thread` among them, go on.
     pub(super) fn met(&self, collective: Collective, thread: u32) {
+        if collective.mask().is_none() {
+            self.epoch.set(self.epoch.get().wrapping_add(1));
+        }
         if let Some(detector) = &self.detector {
             detector.borrow_mut().met(collective, thread);
         }
@@ -160,11 +202,19 @@ impl Block {
         if let Some(mask) = collective.mask() {
             let lane = thread % WARP;
             assert!(mask >> lane & 1 == 1, "lane {lane} is not in the mask {mask:#010x} of its own warp operation");
+            if let Collective::Shuffle { source, .. } = collective {
+                assert!(
+                    mask >> source & 1 == 1,
+                    "lane {source}, which is shuffled from, is not in the mask {mask:#010x}"
+                );
+            }
         }
         self.states.borrow_mut()[thread as usize] = State::Waiting(Wait { collective, location, value });
         if collective == Collective::Barrier {
             self.gather(location);
         }
+        #[cfg(miri)]
+        panic!("Miri cannot change stacks: a kernel that waits does not run under it");
         let yielder = self.yielder.get();
         // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
         unsafe { (*yielder).suspend(()) };
@@ -199,6 +249,7 @@ impl Block {
     }
 
     /// The thread that comes at `place` in this round.
+    #[inline(always)]
     fn thread_at(&self, place: u32) -> u32 {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
     }
@@ -229,7 +280,7 @@ struct Entered;
 impl Entered {
     fn new(block: &Block) -> Self {
         CURRENT.set(block);
-        access::watch(block.detector.is_some());
+        access::watch(Watch { watched: block.detector.is_some().into(), bounds: &block.arguments().bounds });
         Self
     }
 }
@@ -237,12 +288,11 @@ impl Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         CURRENT.set(core::ptr::null());
-        access::watch(false);
+        access::watch(access::NOBODY);
     }
 }
 
 /// Runs blocks on one OS thread; keeps coroutines and shared memory from block to block.
-#[derive(Default)]
 pub(super) struct Runner {
     carriers: Vec<Carrier>,
     /// The carriers that carry no thread, by their place in `carriers`.
@@ -252,23 +302,38 @@ pub(super) struct Runner {
     shared: Vec<u128>,
     states: Vec<State>,
     exchange: Vec<u64>,
+    traps: Rc<Traps>,
+    _signals: SignalStack,
 }
 
 impl Runner {
+    pub(super) fn new() -> Self {
+        Self {
+            carriers: Vec::new(),
+            idle: Vec::new(),
+            carrier_of: Vec::new(),
+            shared: Vec::new(),
+            states: Vec::new(),
+            exchange: Vec::new(),
+            traps: Rc::default(),
+            _signals: SignalStack::new(),
+        }
+    }
+
     /// Runs block `index` of the grid.
     ///
     /// # Safety
-    /// As for [`super::launch`].
+    /// The launch's words are the arguments of its entry, and name memory that is alive.
     pub(super) unsafe fn run(&mut self, launch: &Launch<'_>, index: u64) -> Result<(), Fault> {
-        let Launch { entry, grid, words, arguments, shuffle } = launch;
+        let Launch { entry, grid, words, arguments, watched, shuffle } = launch;
         let mut states = std::mem::take(&mut self.states);
         let mut exchange = std::mem::take(&mut self.exchange);
         states.clear();
         states.resize(entry.block as usize, State::Fresh);
         exchange.resize(entry.block as usize, 0);
         self.carrier_of.resize(entry.block as usize, 0);
-        let (code, is_wide) = version(&entry.versions, arguments.is_some());
-        let detector = arguments.clone().map(|arguments| Detector::new(arguments, entry, *grid, index).into());
+        let (code, is_wide) = version(&entry.versions, *watched);
+        let detector = watched.then(|| Detector::new(Arc::clone(arguments), entry, *grid, index).into());
         let block = Block {
             grid: *grid,
             index: grid.place(index),
@@ -277,7 +342,7 @@ impl Runner {
             shared_bytes: entry.shared_bytes as usize,
             code,
             is_wide,
-            words: words.as_ptr(),
+            words: words.as_slice().as_ptr(),
             running: Cell::new(0),
             started: Cell::new(0),
             start_before: Cell::new(0),
@@ -287,25 +352,30 @@ impl Runner {
             gathering: Cell::new(None),
             gathered: Cell::new(0),
             exchange: RefCell::new(exchange),
+            epoch: Cell::new(0),
+            arguments: Arc::as_ptr(arguments),
             detector,
+            panicked: Cell::new(false),
+            traps: Rc::clone(&self.traps),
         };
         let entered = Entered::new(&block);
         let outcome = self.schedule(&block).and_then(|()| self.check_red_zones(&block));
+        // From here on no thread of the block can ask for it, or wait, also where it is unwound.
         drop(entered);
-        self.states = block.states.into_inner();
-        self.exchange = block.exchange.into_inner();
-        outcome.map_err(|(thread, cause)| Fault { kernel: entry.name, block: block.index, thread, cause })
-    }
-
-    fn schedule(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_threads(block)));
-        let outcome = outcome.unwrap_or_else(|panic| Err((block.running.get(), cause(panic))));
         if outcome.is_err() {
             // They may hold suspended threads; dropping them unwinds their frames.
             self.carriers.clear();
             self.idle.clear();
+            self.traps.clear();
         }
-        outcome
+        self.states = block.states.into_inner();
+        self.exchange = block.exchange.into_inner();
+        outcome.map_err(|(thread, cause)| launch.fault(block.index, thread, cause))
+    }
+
+    fn schedule(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_threads(block)));
+        outcome.unwrap_or_else(|panic| Err((block.running.get(), cause(panic))))
     }
 
     fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
@@ -338,7 +408,7 @@ impl Runner {
             let thread = block.thread_at(place);
             let carrier = match block.states.borrow()[thread as usize] {
                 State::Fresh => self.idle.pop().unwrap_or_else(|| {
-                    self.carriers.push(Carrier::new(self.carriers.len()));
+                    self.carriers.push(Carrier::new(self.carriers.len(), &self.traps));
                     self.carriers.len() - 1
                 }),
                 State::Ready => self.carrier_of[thread as usize],
@@ -398,6 +468,9 @@ impl Runner {
 
 /// The version of a kernel for this processor, and whether it has registers of 16 floats.
 fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
+    if cfg!(miri) {
+        return (versions.portable, false);
+    }
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::is_x86_feature_detected as has;

@@ -3,54 +3,98 @@
 //! Invariant: a carrier that was not dropped either carries one suspended thread or waits to be given the next.
 
 use super::block::Block;
-use super::current;
 use super::fault::Cause;
-use super::stack::{ColouredStack, STACK_BYTES};
-use corosensei::{Coroutine, CoroutineResult, Yielder};
+use super::trap::Traps;
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// A coroutine that runs threads of whatever block is current, block after block.
-pub(super) struct Carrier {
-    coroutine: Coroutine<(), (), (), ColouredStack>,
-    yielder: *const Yielder<(), ()>,
-}
+#[cfg(not(miri))]
+pub(super) use coroutine::Carrier;
+#[cfg(miri)]
+pub(super) use plain::Carrier;
 
-impl Carrier {
-    pub(super) fn new(index: usize) -> Self {
-        let stack = ColouredStack::new(index)
-            .unwrap_or_else(|error| panic!("no memory for a coroutine stack of {STACK_BYTES} bytes: {error}"));
-        let mut carrier = Self {
-            coroutine: Coroutine::with_stack(stack, |yielder: &Yielder<(), ()>, ()| {
-                loop {
-                    current(|block| block.yielder.set(yielder));
-                    yielder.suspend(());
-                    // SAFETY: `launch`'s caller promised that the words are this kernel's arguments, and `Runner::run`
-                    // chose a version that this processor can run.
-                    current(|block| unsafe { (block.code)(block.words, block) });
-                }
-            }),
-            yielder: core::ptr::null(),
-        };
-        carrier.coroutine.resume(());
-        carrier.yielder = current(|block| block.yielder.get());
-        carrier
+#[cfg(not(miri))]
+mod coroutine {
+    use super::super::current;
+    use super::super::stack::{ColouredStack, STACK_BYTES};
+    use super::super::trap::Trap;
+    use super::{Block, Traps};
+    use corosensei::stack::Stack;
+    use corosensei::{Coroutine, CoroutineResult, Yielder};
+    use std::panic::resume_unwind;
+
+    /// A coroutine that runs threads of whatever block is current, block after block.
+    pub(in super::super) struct Carrier {
+        coroutine: Coroutine<(), (), (), ColouredStack>,
+        yielder: *const Yielder<(), ()>,
     }
 
-    /// Runs until the thread that it carries waits, or no fresh thread is left.
-    pub(super) fn resume(&mut self, block: &Block) {
-        block.yielder.set(self.yielder);
-        let CoroutineResult::Yield(()) = self.coroutine.resume(()) else { unreachable!("a carrier loops for ever") };
+    impl Carrier {
+        pub(in super::super) fn new(index: usize, traps: &Traps) -> Self {
+            let stack = ColouredStack::new(index)
+                .unwrap_or_else(|error| panic!("no memory for a coroutine stack of {STACK_BYTES} bytes: {error}"));
+            let limit = stack.limit().get();
+            let mut carrier = Self {
+                coroutine: Coroutine::with_stack(stack, |yielder: &Yielder<(), ()>, ()| {
+                    loop {
+                        current(|block| block.yielder.set(yielder));
+                        yielder.suspend(());
+                        // SAFETY: `Machine::launch`'s caller promised that the words are this kernel's arguments, and `Runner::run`
+                        // chose a version that this processor can run.
+                        current(|block| unsafe { (block.code)(block.words, block) });
+                    }
+                }),
+                yielder: core::ptr::null(),
+            };
+            carrier.coroutine.resume(());
+            carrier.yielder = current(|block| block.yielder.get());
+            traps.add(Trap { handler: carrier.coroutine.trap_handler(), limit });
+            carrier
+        }
+
+        /// Runs until the thread that it carries waits, or no fresh thread is left.
+        #[inline(always)]
+        pub(in super::super) fn resume(&mut self, block: &Block) {
+            block.yielder.set(self.yielder);
+            match self.coroutine.resume(()) {
+                CoroutineResult::Yield(()) => {}
+                // It loops for ever, unless it is ended from outside.
+                CoroutineResult::Return(()) => resume_unwind(Box::new(block.traps.cause(block))),
+            }
+        }
+    }
+}
+
+/// Miri runs no assembly, so no stack is changed: a thread that waits is an error.
+#[cfg(miri)]
+mod plain {
+    use super::{Block, Traps};
+
+    pub(in super::super) struct Carrier;
+
+    impl Carrier {
+        pub(in super::super) fn new(_: usize, _: &Traps) -> Self {
+            Self
+        }
+
+        pub(in super::super) fn resume(&mut self, block: &Block) {
+            // SAFETY: as on a coroutine.
+            unsafe { (block.code)(block.words, block) };
+        }
     }
 }
 
 /// What a kernel's panic means.
 pub(super) fn cause(panic: Box<dyn Any + Send>) -> Cause {
-    panic.downcast::<Cause>().map_or_else(
-        |panic| {
-            let text = panic.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-            Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
-        },
-        |cause| *cause,
-    )
+    let panic = match panic.downcast::<Cause>() {
+        Ok(cause) => return *cause,
+        Err(panic) => panic,
+    };
+    let text = panic.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+    // What a kernel panics with may panic when it is dropped.
+    if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(another);
+    }
+    Cause::Panic { message: text.unwrap_or_else(|| "a panic without a message".into()) }
 }

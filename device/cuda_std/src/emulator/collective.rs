@@ -58,16 +58,20 @@ impl Collective {
     }
 }
 
-/// What the lanes of the caller's segment of `lanes`, a power of two, bring, by their place in it; all of `mask`, the caller
+/// What the lanes of the caller's segment of `lanes`, a power of two, bring, by their place in it; all of `mask`, the segment
 /// among them, call it together. One wait shows a lane what it would see by waiting for a shuffle again and again.
 ///
+/// # Safety
+/// `T` has no padding, all lanes of the mask bring the same `T`, and `lanes` is a power of two up to 32.
+///
 /// # Panics
-/// When a value has not 4 or 8 bytes.
+/// When the segment is not in the mask.
 #[inline(always)]
 #[track_caller]
-pub fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as usize] {
+pub unsafe fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as usize] {
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "lanes exchange 4 or 8 bytes") };
-    // SAFETY: `T` is plain data of 4 or 8 bytes, checked above.
+    debug_assert!(lanes.is_power_of_two() && lanes <= WARP, "a segment of {lanes} lanes");
+    // SAFETY: reads as many bytes as `T` has, all of them set, since it has no padding.
     let word = unsafe {
         if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
     };
@@ -76,9 +80,11 @@ pub fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as usize] {
     // SAFETY: it is not kept.
     let block = unsafe { current_block() };
     let first = block.lane() & !(lanes - 1);
+    let segment = (u32::MAX >> (WARP - lanes)) << first;
+    assert!(mask & segment == segment, "lanes {segment:#010x} are not all in the mask {mask:#010x}");
     for (lane, value) in (first..first + lanes).zip(&mut values) {
         let word = block.brought(lane);
-        // SAFETY: as above; the word came from a `T`.
+        // SAFETY: the lane is in the mask, so it has brought the word to this very gather, made from the same `T`.
         *value = unsafe { if size_of::<T>() == 4 { transmute_copy(&(word as u32)) } else { transmute_copy(&word) } };
     }
     values

@@ -9,7 +9,9 @@ use std::panic::Location;
 pub struct Fault {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// The block's place in the grid.
+    /// The line that launched it; of a captured launch, the line that recorded it.
+    pub launched_at: &'static Location<'static>,
+    /// The block's place in the grid; zeros where the launch as a whole is at fault ([`Cause::Overrun`]).
     pub block: [u32; 3],
     /// The thread's place in the block.
     pub thread: u32,
@@ -41,6 +43,25 @@ pub enum Cause {
         offset: i64,
         /// The bytes that the launch gave the block.
         size: usize,
+    },
+    /// Bytes next to an argument were changed, by a write of which the emulator was not told. They have been put back.
+    Overrun {
+        /// The argument's name.
+        name: &'static str,
+        /// The element that was hit, from the argument's start; negative: before it.
+        element: i64,
+        /// Elements of the argument.
+        length: usize,
+    },
+    /// The thread's frames need more stack than the emulator gives a thread.
+    StackOverflow {
+        /// What it gives.
+        bytes: usize,
+    },
+    /// The thread followed a pointer to where there is no memory.
+    NoMemory {
+        /// Where, told from the argument that is nearest; none where the processor does not tell.
+        place: Option<Place>,
     },
     /// Two threads used the same memory, one of them wrote, and nothing orders the two.
     Race {
@@ -116,8 +137,12 @@ impl std::error::Error for Fault {}
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, block: [x, y, z], thread, cause } = self;
-        write!(f, "kernel `{kernel}`, block ({x}, {y}, {z}), thread {thread}: ")?;
+        let Self { kernel, launched_at, block: [x, y, z], thread, cause } = self;
+        write!(f, "kernel `{kernel}`, launched at {launched_at}")?;
+        if !matches!(cause, Cause::Overrun { .. }) {
+            write!(f, ", block ({x}, {y}, {z}), thread {thread}")?;
+        }
+        f.write_str(": ")?;
         match cause {
             Cause::Panic { message } => write!(f, "panicked: {message}"),
             Cause::Divergence { waits_at, missing, found } => {
@@ -126,6 +151,16 @@ impl fmt::Display for Fault {
             Cause::SharedOverrun { offset, size } => {
                 write!(f, "this or another thread of the block wrote shared memory at byte {offset} of {size}")
             }
+            Cause::Overrun { name, element, length } => write!(
+                f,
+                "out of bounds: `{name}`[{element}] of {length} elements written by some thread through a raw pointer"
+            ),
+            Cause::StackOverflow { bytes } => write!(
+                f,
+                "stack overflow: its frames need more than the {bytes} bytes of a thread; large arrays belong to shared memory"
+            ),
+            Cause::NoMemory { place: Some(place) } => write!(f, "out of bounds: {place}, where there is no memory"),
+            Cause::NoMemory { place: None } => f.write_str("out of bounds: an address at which no memory can be"),
             Cause::Race { place, earlier, later } => {
                 write!(f, "race on {place}: {later}; before that {earlier}; ")?;
                 f.write_str(if earlier.block == later.block { "no barrier between" } else { "nothing orders blocks" })

@@ -1,0 +1,86 @@
+//! What a kernel does through its own pointers, told to the emulator before it happens.
+//!
+//! A kernel may write `*out.add(i) = value` instead of `store(out, i, value)`. On the CPU the place becomes
+//! `*access::element(Kind::Write, out, i)`, which judges it first. Seen are elements of parameters that are pointers: `*p.add(i)`
+//! and `p.add(i).write(..)`, with `offset` and the `wrapping_` forms; not what stands in another macro's call. Invariant: what
+//! is computed stays the same.
+
+use proc_macro2::{Span, TokenStream as Tokens};
+use quote::quote_spanned;
+use syn::visit_mut::{VisitMut, visit_expr_mut};
+use syn::{BinOp, Block, Expr, ExprMethodCall, Ident, UnOp, parse_quote};
+
+/// The kernel's body, in which elements of `pointers` are told.
+pub(crate) fn told(body: &Block, pointers: &[&Ident]) -> Block {
+    let mut body = body.clone();
+    Tell { pointers }.visit_block_mut(&mut body);
+    body
+}
+
+struct Tell<'p> {
+    pointers: &'p [&'p Ident],
+}
+
+impl VisitMut for Tell<'_> {
+    fn visit_expr_mut(&mut self, expr: &mut Expr) {
+        match expr {
+            Expr::Assign(assign) => self.tell_place(&mut assign.left, "Write"),
+            Expr::Binary(binary) if is_assignment(&binary.op) => self.tell_place(&mut binary.left, "Write"),
+            Expr::Unary(_) => self.tell_place(expr, "Read"),
+            Expr::MethodCall(call) => match call.method.to_string() {
+                method if method.starts_with("write") => self.tell(&mut call.receiver, "Write"),
+                method if method.starts_with("read") => self.tell(&mut call.receiver, "Read"),
+                _ => {}
+            },
+            _ => {}
+        }
+        visit_expr_mut(self, expr);
+    }
+}
+
+impl Tell<'_> {
+    /// Where `expr` is `*pointer.add(index)`.
+    fn tell_place(&self, expr: &mut Expr, kind: &str) {
+        if let Expr::Unary(unary) = expr
+            && matches!(unary.op, UnOp::Deref(_))
+        {
+            self.tell(&mut unary.expr, kind);
+        }
+    }
+
+    /// Where `expr` is `pointer.add(index)`.
+    fn tell(&self, expr: &mut Expr, kind: &str) {
+        let Expr::MethodCall(ExprMethodCall { receiver, method, args, .. }) = expr else { return };
+        let (Expr::Path(path), 1) = (&**receiver, args.len()) else { return };
+        let Some(pointer) = path.path.get_ident().filter(|name| self.pointers.contains(name)) else { return };
+        let index = &args[0];
+        let span = method.span();
+        let index: Tokens = match method.to_string().as_str() {
+            "add" | "wrapping_add" => quote_spanned!(span=> #index),
+            "offset" | "wrapping_offset" => quote_spanned!(span=> { let index: isize = #index; index as usize }),
+            _ => return,
+        };
+        let kind = Ident::new(kind, Span::call_site());
+        let told = quote_spanned! {span=>
+            ::cuda_std::emulator::access::element(::cuda_std::emulator::Kind::#kind, #pointer, #index)
+        };
+        *expr = parse_quote!(#told);
+    }
+}
+
+fn is_assignment(op: &BinOp) -> bool {
+    use BinOp::*;
+    matches!(
+        op,
+        AddAssign(_)
+            | SubAssign(_)
+            | MulAssign(_)
+            | DivAssign(_)
+            | RemAssign(_)
+            | BitXorAssign(_)
+            | BitAndAssign(_)
+            | BitOrAssign(_)
+            | ShlAssign(_)
+            | ShrAssign(_)
+    )
+}

@@ -1,0 +1,90 @@
+//! The threads that run one device's launches.
+//!
+//! Invariant: a launch that never ends holds the threads of its own machine and the one that called, and nothing that others
+//! wait for.
+
+use super::arguments::Arguments;
+use super::block::{Launch, Runner};
+use super::guards::Guards;
+use super::mode::{Mode, Order};
+use super::{CURRENT, Fault, panics};
+use crate::launch::{Entry, Grid, Words};
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+thread_local! {
+    static RUNNER: RefCell<Runner> = RefCell::new(Runner::new());
+}
+
+/// Runs launches. Its threads are started by the first launch of several blocks. Dropping it waits for none of them: they end
+/// when they have nothing to do.
+#[derive(Debug, Default)]
+pub struct Machine {
+    /// None where the system gives no threads, and under Miri: blocks run on the caller's.
+    pool: OnceLock<Option<ThreadPool>>,
+}
+
+impl Machine {
+    /// Runs every thread of `grid` and returns when all have ended. A launch that is made while a rayon pool's thread waits for
+    /// another may run on that thread, too.
+    ///
+    /// `memory` tells which range of addresses, with the one that it is given inside, the device has as one allocation; none:
+    /// what lies around the arguments is not looked at.
+    ///
+    /// # Safety
+    /// `words` are the arguments of `entry` ([`Words::of`]), its contract accepted them for this grid, and the memory that they
+    /// name is alive. What `memory` answers can be read and written, and nobody else writes it until the launch has ended.
+    ///
+    /// # Errors
+    /// The first [`Fault`] by block order. Blocks that come later may not have run.
+    ///
+    /// # Panics
+    /// When the environment asks for a [`Mode`] that there is not, and in a kernel, which cannot launch.
+    pub unsafe fn launch(
+        &self,
+        entry: &Entry,
+        grid: Grid,
+        words: &Words,
+        memory: &dyn Fn(u64) -> Option<Range<u64>>,
+    ) -> Result<(), Fault> {
+        assert!(CURRENT.get().is_null(), "a kernel cannot launch a kernel");
+        panics::keep_quiet();
+        let Mode { races, shuffle } = Mode::current();
+        let arguments = Arguments::new(entry, words, races).into();
+        let launch = Launch { entry, grid, words, arguments, watched: races, shuffle };
+        // SAFETY: `memory` answers with what can be read and written, and nobody else writes until the check below.
+        let guards = unsafe { Guards::new(entry, words, memory) };
+        // SAFETY: the words are the entry's arguments, accepted for this grid, and name memory that is alive.
+        let outcome = unsafe { self.run(&launch) };
+        let around = guards.check();
+        outcome?;
+        around.map_err(|cause| launch.fault([0; 3], 0, cause))
+    }
+
+    /// # Safety
+    /// As for [`Machine::launch`].
+    unsafe fn run(&self, launch: &Launch<'_>) -> Result<(), Fault> {
+        let blocks = launch.grid.blocks();
+        // SAFETY: the launch's words fit its entry, as `Machine::launch` asks.
+        let run = |index: u64| RUNNER.with_borrow_mut(|runner| unsafe { runner.run(launch, index) });
+        if let Some(seed) = launch.shuffle {
+            let blocks = u32::try_from(blocks).expect("a shuffled launch has fewer than 2^32 blocks");
+            return Order::new(blocks, seed, u64::MAX).iter().try_for_each(|index| run(u64::from(index)));
+        }
+        match self.pool().filter(|_| blocks > 1) {
+            None => (0..blocks).try_for_each(run),
+            Some(pool) => pool.install(|| {
+                let faults = (0..blocks).into_par_iter().filter_map(|index| run(index).err());
+                faults.find_first(|_| true).map_or(Ok(()), Err)
+            }),
+        }
+    }
+
+    fn pool(&self) -> Option<&ThreadPool> {
+        let start = || ThreadPoolBuilder::new().thread_name(|at| format!("emulator {at}")).build().ok();
+        self.pool.get_or_init(|| if cfg!(miri) { None } else { start() }).as_ref()
+    }
+}

@@ -1,0 +1,255 @@
+//! What a kernel thread does to memory that is not there: a frame beyond the end of its stack, a pointer to nowhere.
+//!
+//! The processor's fault comes as SIGSEGV or SIGBUS. Its handler ends the coroutine that ran, which returns to the scheduler as if it
+//! had come to its end, and leaves a note of why. Invariant: a fault of anything but a kernel thread's goes to the handler
+//! that was there before. What the thread held is forgotten, not dropped, so it must not have been in the middle of what
+//! others wait for: kernels' own code, where frames are made and pointers followed, is not.
+
+use super::block::Block;
+use super::{CURRENT, fault::Cause, stack::STACK_BYTES};
+use corosensei::trap::CoroutineTrapHandler;
+use std::cell::{Cell, RefCell};
+
+/// The coroutines of an OS thread, and what became of the one that ran last.
+#[derive(Default)]
+pub(super) struct Traps {
+    coroutines: RefCell<Vec<Trap>>,
+    note: Cell<Option<Note>>,
+}
+
+/// A coroutine that can be ended from outside.
+#[derive(Clone, Copy)]
+pub(super) struct Trap {
+    pub(super) handler: CoroutineTrapHandler<()>,
+    /// The lowest address of the stack; a page from there cannot be touched.
+    pub(super) limit: usize,
+}
+
+/// Why a coroutine was ended.
+#[derive(Clone, Copy)]
+enum Note {
+    StackOverflow,
+    /// Nothing is at the address, if the processor tells it.
+    NoMemory(Option<usize>),
+}
+
+impl Traps {
+    /// A coroutine was made.
+    pub(super) fn add(&self, trap: Trap) {
+        self.coroutines.borrow_mut().push(trap);
+    }
+
+    /// All coroutines are gone.
+    pub(super) fn clear(&self) {
+        self.coroutines.borrow_mut().clear();
+    }
+
+    /// What the thread did for which its coroutine was ended.
+    pub(super) fn cause(&self, block: &Block) -> Cause {
+        match self.note.take() {
+            Some(Note::StackOverflow) => Cause::StackOverflow { bytes: STACK_BYTES },
+            Some(Note::NoMemory(address)) => Cause::NoMemory { place: address.map(|address| block.place(address)) },
+            None => unreachable!("a coroutine ends by a fault alone"),
+        }
+    }
+}
+
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+mod signal {
+    use super::*;
+    use libc::{SIGBUS, SIGSEGV, c_int, c_void, sigaction, siginfo_t, stack_t, ucontext_t};
+    use std::mem::MaybeUninit;
+    use std::ptr::{null, null_mut};
+    use std::sync::OnceLock;
+
+    /// Bytes of an OS thread's stack for signals.
+    const SIGNAL_STACK_BYTES: usize = 64 * 1024;
+
+    const SIGNALS: [c_int; 2] = [SIGSEGV, SIGBUS];
+
+    /// What was done about each signal before.
+    static BEFORE: [OnceLock<sigaction>; 2] = [OnceLock::new(), OnceLock::new()];
+
+    /// A stack on which this OS thread hears of faults, where it had none.
+    pub(in super::super) struct SignalStack {
+        own: Option<*mut c_void>,
+    }
+
+    impl SignalStack {
+        /// Sees to it that faults of this thread are heard.
+        pub(in super::super) fn new() -> Self {
+            listen();
+            // SAFETY: asks for this thread's signal stack.
+            let has_one = unsafe {
+                let mut stack = MaybeUninit::<stack_t>::zeroed();
+                libc::sigaltstack(null(), stack.as_mut_ptr()) != 0
+                    || stack.assume_init().ss_flags & libc::SS_DISABLE == 0
+            };
+            if has_one {
+                return Self { own: None };
+            }
+            let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            // SAFETY: a new mapping, which this thread's signals alone use until `drop` has taken it from them.
+            let own = unsafe {
+                let memory = libc::mmap(null_mut(), SIGNAL_STACK_BYTES, access, kind, -1, 0);
+                let stack = stack_t { ss_sp: memory, ss_flags: 0, ss_size: SIGNAL_STACK_BYTES };
+                (memory != libc::MAP_FAILED && libc::sigaltstack(&stack, null_mut()) == 0).then_some(memory)
+            };
+            Self { own }
+        }
+    }
+
+    impl Drop for SignalStack {
+        fn drop(&mut self) {
+            if let Some(memory) = self.own {
+                let none = stack_t { ss_sp: null_mut(), ss_flags: libc::SS_DISABLE, ss_size: SIGNAL_STACK_BYTES };
+                // SAFETY: `new` mapped it for this thread, whose signals do not use it any more; no handler runs here.
+                unsafe {
+                    libc::sigaltstack(&none, null_mut());
+                    libc::munmap(memory, SIGNAL_STACK_BYTES);
+                }
+            }
+        }
+    }
+
+    /// Sets the handler, once.
+    fn listen() {
+        for (signal, before) in SIGNALS.into_iter().zip(&BEFORE) {
+            before.get_or_init(|| take(signal));
+        }
+    }
+
+    /// Sets the handler; what was done before.
+    fn take(signal: c_int) -> sigaction {
+        let mut before = MaybeUninit::<sigaction>::zeroed();
+        let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
+        // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO asks for, and touches nothing but what
+        // the faulting thread has, and `BEFORE`, which a fault before the end of this call finds empty.
+        unsafe {
+            let mut own = MaybeUninit::<sigaction>::zeroed().assume_init();
+            own.sa_sigaction = handler as usize;
+            own.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            libc::sigaction(signal, &own, before.as_mut_ptr());
+            before.assume_init()
+        }
+    }
+
+    extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+        // SAFETY: the kernel passes both, for the time of the call.
+        let is_ours = unsafe { end_coroutine(&*info, &mut *context.cast::<ucontext_t>()) };
+        if !is_ours {
+            // SAFETY: as above.
+            unsafe { pass_on(signal, info, context) };
+        }
+    }
+
+    /// Whether the fault is a kernel thread's, which then goes on where its coroutine ends.
+    ///
+    /// # Safety
+    /// Called by the handler of the signal that `info` and `context` are of.
+    unsafe fn end_coroutine(info: &siginfo_t, context: &mut ucontext_t) -> bool {
+        // SAFETY: a block that is set is alive: this is its OS thread, in the middle of the block's work.
+        let Some(block) = (unsafe { CURRENT.get().as_ref() }) else { return false };
+        // Sent by a process: no fault.
+        if info.si_code <= 0 {
+            return false;
+        }
+        let traps = &*block.traps;
+        let stack_pointer = stack_pointer(context);
+        let Ok(coroutines) = traps.coroutines.try_borrow() else { return false };
+        let Some(trap) = coroutines.iter().find(|trap| trap.handler.stack_ptr_in_bounds(stack_pointer)) else {
+            return false;
+        };
+        // SAFETY: both signals have an address; where no memory can be at all (SI_KERNEL) it is not told.
+        let address = (info.si_code != libc::SI_KERNEL).then(|| unsafe { info.si_addr() } as usize);
+        // SAFETY: asks for a constant of the system.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let overflow = address.is_some_and(|address| address.wrapping_sub(trap.limit) < page);
+        traps.note.set(Some(if overflow { Note::StackOverflow } else { Note::NoMemory(address) }));
+        // SAFETY: the stack pointer is in the coroutine, which is alive: it runs. What a kernel thread writes outside its
+        // stack is the launch's outputs and shared memory, of no use after a fault, and the block's own cells, which are
+        // written by whole words and read by the scheduler for nothing but who ran.
+        let registers = unsafe { trap.handler.setup_trap_handler(|| ()) };
+        go_on(context, registers);
+        true
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn stack_pointer(context: &ucontext_t) -> usize {
+        context.uc_mcontext.gregs[libc::REG_RSP as usize] as usize
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn go_on(context: &mut ucontext_t, registers: corosensei::trap::TrapHandlerRegs) {
+        let corosensei::trap::TrapHandlerRegs { rip, rsp, rbp, rdi, rsi } = registers;
+        let all = &mut context.uc_mcontext.gregs;
+        for (register, value) in [
+            (libc::REG_RIP, rip),
+            (libc::REG_RSP, rsp),
+            (libc::REG_RBP, rbp),
+            (libc::REG_RDI, rdi),
+            (libc::REG_RSI, rsi),
+        ] {
+            all[register as usize] = value as i64;
+        }
+    }
+
+    #[cfg(target_arch = "aarch64")]
+    fn stack_pointer(context: &ucontext_t) -> usize {
+        context.uc_mcontext.sp as usize
+    }
+
+    #[cfg(target_arch = "aarch64")]
+    fn go_on(context: &mut ucontext_t, registers: corosensei::trap::TrapHandlerRegs) {
+        let corosensei::trap::TrapHandlerRegs { pc, sp, x0, x1, x29, lr } = registers;
+        let all = &mut context.uc_mcontext;
+        (all.pc, all.sp) = (pc, sp);
+        for (register, value) in [(0, x0), (1, x1), (29, x29), (30, lr)] {
+            all.regs[register] = value;
+        }
+    }
+
+    /// Does what was done about the signal before.
+    ///
+    /// # Safety
+    /// Called by the signal's handler, with its arguments.
+    unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+        let before = SIGNALS.iter().zip(&BEFORE).find(|&(&of, _)| of == signal).and_then(|(_, before)| before.get());
+        let before = before.filter(|before| ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction));
+        // SAFETY: a handler that was set has the signature that its flags tell; else the default ends the process when the
+        // fault comes again, or now, if the signal was sent.
+        unsafe {
+            match before {
+                Some(before) if before.sa_flags & libc::SA_SIGINFO != 0 => {
+                    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) =
+                        std::mem::transmute(before.sa_sigaction);
+                    handler(signal, info, context);
+                }
+                Some(before) => {
+                    let handler: extern "C" fn(c_int) = std::mem::transmute(before.sa_sigaction);
+                    handler(signal);
+                }
+                None => {
+                    libc::signal(signal, libc::SIG_DFL);
+                    if (*info).si_code <= 0 {
+                        libc::raise(signal);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+pub(super) use signal::SignalStack;
+
+/// Elsewhere a fault ends the process.
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
+pub(super) struct SignalStack;
+
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
+impl SignalStack {
+    pub(super) fn new() -> Self {
+        Self
+    }
+}

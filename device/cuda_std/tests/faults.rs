@@ -1,0 +1,262 @@
+//! What goes wrong inside a kernel, beyond the rules of `emulator.rs`: it is one error that names the kernel, and nothing else
+//! happens, neither on standard error nor to the launches that follow.
+
+use cuda_std::emulator::{Cause, Fault, Machine};
+use cuda_std::launch::{Contract, Grid, PointerMut, Violation, Words};
+use cuda_std::{prelude::*, warp};
+use std::hint::black_box;
+use std::process::{Command, Output};
+
+macro_rules! contract {
+    ($($kernel:ident: $block:literal;)*) => {$(
+        // SAFETY: the tests below size every buffer for the grid that they launch.
+        unsafe impl Contract for $kernel<'_> {
+            const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
+            const BLOCK: u32 = $block;
+            const SHARED_BYTES: u32 = 0;
+            const ALIGN: u64 = 4;
+            fn grid(&self) -> Result<Grid, Violation> {
+                Grid::new(4, 1, 1)
+            }
+        }
+    )*};
+}
+
+contract! {
+    counts: 64;
+    has_a_large_frame: 64;
+    recurses: 64;
+    panics_badly: 64;
+    panics: 64;
+    launches: 64;
+    shuffles_from_outside: 32;
+    waits_when_dropped: 64;
+}
+
+/// y[block] = threads.
+#[kernel]
+unsafe fn counts(y: *mut u32) {
+    let all = thread::sync_threads_count(1);
+    if thread::thread_idx_x() == 0 {
+        // SAFETY: the test's buffer holds an element a block.
+        unsafe { *y.add(thread::block_idx_x() as usize) = all };
+    }
+}
+
+/// The first thread of the second block, with others waiting: on the stack of the first thread of its block where it is `alone`.
+#[kernel]
+unsafe fn has_a_large_frame(alone: u32, y: *mut u32) {
+    #[inline(never)]
+    fn large() -> u32 {
+        black_box([1u32; 1 << 20]).iter().sum()
+    }
+    if alone == 0 {
+        thread::sync_threads();
+    }
+    if thread::index_1d() == 64 {
+        // SAFETY: as in `counts`.
+        unsafe { *y = large() };
+    }
+    thread::sync_threads();
+}
+
+#[kernel]
+unsafe fn recurses(y: *mut u32) {
+    #[inline(never)]
+    fn deeper(depth: u32) -> u32 {
+        let frame = black_box([depth; 16]);
+        if depth == 0 { 0 } else { deeper(depth - 1) + frame[3] }
+    }
+    // SAFETY: as in `counts`.
+    unsafe { *y = deeper(black_box(u32::MAX)) };
+}
+
+/// Panics, with a payload that panics when it is dropped.
+#[kernel]
+unsafe fn panics_badly(_y: *mut u32) {
+    struct Bad;
+    impl Drop for Bad {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+    thread::sync_threads();
+    std::panic::panic_any(Bad);
+}
+
+#[kernel]
+unsafe fn panics(_y: *mut u32) {
+    panic!("a kernel's own words");
+}
+
+#[kernel]
+unsafe fn launches(y: *mut u32) {
+    // SAFETY: as in `counts`.
+    let inner = counts { y: unsafe { PointerMut::new(0, y as u64, 4) } };
+    run(inner).unwrap();
+}
+
+#[kernel]
+unsafe fn shuffles_from_outside(y: *mut u32) {
+    if warp::lane_id() < 16 {
+        // SAFETY: none: lane 20 is not in the mask.
+        unsafe { *y = warp::warp_shuffle_idx(0xffff, 1u32, 20, 32).0 };
+    }
+}
+
+/// Thread 0 fails, the others wait with something that looks at its block when it is dropped.
+#[kernel]
+unsafe fn waits_when_dropped(_y: *mut u32) {
+    struct Writes(u32);
+    impl Drop for Writes {
+        fn drop(&mut self) {
+            black_box(self.0);
+        }
+    }
+    let _held = Writes(thread::thread_idx_x());
+    thread::sync_threads();
+    assert!(thread::thread_idx_x() != 0, "the first");
+}
+
+fn run<K: Contract>(kernel: K) -> Result<(), Fault> {
+    // SAFETY: each test passes buffers that hold what its kernel touches.
+    unsafe { Machine::default().launch(&K::ENTRY, kernel.grid().unwrap(), &Words::of(&kernel), &|_| None) }
+}
+
+fn output(values: &mut [u32]) -> PointerMut<'_, u32> {
+    // SAFETY: host memory is the emulator's device memory, borrowed for the launch.
+    unsafe { PointerMut::new(0, values.as_mut_ptr() as u64, values.len()) }
+}
+
+/// The threads that were at work are as good as before.
+#[track_caller]
+fn all_is_well() {
+    let mut y = [0; 4];
+    run(counts { y: output(&mut y) }).unwrap();
+    assert_eq!(y, [64; 4]);
+}
+
+#[track_caller]
+fn fault_of(kernel: impl Contract) -> Fault {
+    let fault = run(kernel).unwrap_err();
+    all_is_well();
+    fault
+}
+
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn a_frame_larger_than_the_stack_names_the_kernel() {
+    let mut y = [0; 4];
+    for alone in [0, 1, 0, 1] {
+        let fault = fault_of(has_a_large_frame { alone, y: output(&mut y) });
+        assert_eq!((fault.kernel, fault.block, fault.thread), ("has_a_large_frame", [1, 0, 0], 0), "{fault}");
+        assert_eq!(fault.cause, Cause::StackOverflow { bytes: 256 * 1024 });
+        assert!(fault.to_string().contains("stack overflow"), "{fault}");
+    }
+    let fault = fault_of(recurses { y: output(&mut y) });
+    assert!(matches!(fault.cause, Cause::StackOverflow { .. }), "{fault}");
+}
+
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn stacks_overflow_on_many_threads() {
+    std::thread::scope(|scope| {
+        for alone in [0, 1, 0, 1] {
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let fault = fault_of(has_a_large_frame { alone, y: output(&mut [0; 4]) });
+                    assert!(matches!(fault.cause, Cause::StackOverflow { .. }), "{fault}");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_payload_that_panics_is_a_fault() {
+    let fault = fault_of(panics_badly { _y: output(&mut [0; 4]) });
+    assert_eq!(fault.cause, Cause::Panic { message: "a panic without a message".into() });
+}
+
+#[test]
+fn a_kernel_cannot_launch() {
+    let fault = fault_of(launches { y: output(&mut [0; 4]) });
+    assert!(fault.to_string().contains("a kernel cannot launch a kernel"), "{fault}");
+}
+
+#[test]
+fn a_shuffle_from_outside_its_mask_is_a_fault() {
+    let fault = fault_of(shuffles_from_outside { y: output(&mut [0; 4]) });
+    assert!(fault.to_string().contains("lane 20, which is shuffled from, is not in the mask 0x0000ffff"), "{fault}");
+}
+
+#[test]
+fn threads_that_wait_are_unwound() {
+    let fault = fault_of(waits_when_dropped { _y: output(&mut [0; 4]) });
+    assert!(fault.to_string().contains("the first"), "{fault}");
+}
+
+/// Runs this program again to play one of `parts`; what it wrote, and how it ended.
+fn play(part: &str) -> Output {
+    let program = std::env::current_exe().unwrap();
+    let mut command = Command::new(program);
+    command.args(["--exact", "parts", "--nocapture", "--ignored"]).env("STEPSCOPE_TEST_PART", part);
+    command.env("RUST_BACKTRACE", "1").output().unwrap()
+}
+
+/// What [`play`] runs.
+#[test]
+#[ignore = "part of another test"]
+fn parts() {
+    match std::env::var("STEPSCOPE_TEST_PART").unwrap_or_default().as_str() {
+        "kernel panics" => {
+            let fault = run(panics { _y: output(&mut [0; 4]) }).unwrap_err();
+            assert!(fault.to_string().contains("a kernel's own words"), "{fault}");
+        }
+        "host panics" => {
+            std::panic::set_hook(Box::new(|info| eprintln!("my hook: {info}")));
+            run(panics { _y: output(&mut [0; 4]) }).unwrap_err();
+            std::thread::spawn(|| panic!("the host's own words")).join().unwrap_err();
+        }
+        "host segfaults" => {
+            all_is_well();
+            // SAFETY: none: this is the bug.
+            unsafe { black_box(8 as *mut u32).write_volatile(1) };
+        }
+        "host overflows" => {
+            #[allow(unconditional_recursion)]
+            fn deeper(depth: u64) -> u64 {
+                black_box(deeper(black_box(depth + 1))) + 1
+            }
+            all_is_well();
+            deeper(0);
+        }
+        other => panic!("no part `{other}`"),
+    }
+}
+
+#[test]
+fn a_kernels_panic_prints_nothing() {
+    let Output { status, stderr, .. } = play("kernel panics");
+    assert!(status.success(), "{status}");
+    assert_eq!(String::from_utf8_lossy(&stderr), "");
+}
+
+#[test]
+fn a_hook_of_the_program_hears_of_its_own_panics_alone() {
+    let Output { status, stderr, .. } = play("host panics");
+    let stderr = String::from_utf8_lossy(&stderr);
+    assert!(status.success(), "{status}: {stderr}");
+    assert!(stderr.contains("my hook: ") && stderr.contains("the host's own words"), "{stderr}");
+    assert!(!stderr.contains("a kernel's own words"), "{stderr}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn other_faults_end_the_process_as_ever() {
+    use std::os::unix::process::ExitStatusExt;
+    assert_eq!(play("host segfaults").status.signal(), Some(libc::SIGSEGV));
+    let Output { status, stderr, .. } = play("host overflows");
+    assert_eq!(status.signal(), Some(libc::SIGABRT), "{status}");
+    assert!(String::from_utf8_lossy(&stderr).contains("has overflowed its stack"));
+}
