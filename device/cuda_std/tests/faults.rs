@@ -4,8 +4,10 @@
 use cuda_std::emulator::{Cause, Fault, Machine};
 use cuda_std::launch::{Contract, Grid, PointerMut, Violation, Words};
 use cuda_std::{prelude::*, warp};
+use rayon::prelude::*;
 use std::hint::black_box;
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 macro_rules! contract {
     ($($kernel:ident: $block:literal;)*) => {$(
@@ -31,6 +33,7 @@ contract! {
     launches: 64;
     shuffles_from_outside: 32;
     waits_when_dropped: 64;
+    goes_on: 1;
 }
 
 /// y[block] = threads.
@@ -104,18 +107,32 @@ unsafe fn shuffles_from_outside(y: *mut u32) {
     }
 }
 
-/// Thread 0 fails, the others wait with something that looks at its block when it is dropped.
+/// What [`waits_when_dropped`] holds and has let go.
+static DROPPED: AtomicU32 = AtomicU32::new(0);
+
+/// Thread 0 fails when all hold something.
 #[kernel]
 unsafe fn waits_when_dropped(_y: *mut u32) {
-    struct Writes(u32);
-    impl Drop for Writes {
+    struct Held;
+    impl Drop for Held {
         fn drop(&mut self) {
-            black_box(self.0);
+            DROPPED.fetch_add(1, Ordering::Relaxed);
         }
     }
-    let _held = Writes(thread::thread_idx_x());
+    let _held = Held;
     thread::sync_threads();
     assert!(thread::thread_idx_x() != 0, "the first");
+}
+
+static STARTED: AtomicBool = AtomicBool::new(false);
+static MAY_END: AtomicBool = AtomicBool::new(false);
+
+#[kernel]
+unsafe fn goes_on(_y: *mut u32) {
+    STARTED.store(true, Ordering::Relaxed);
+    while !MAY_END.load(Ordering::Relaxed) {
+        std::hint::spin_loop();
+    }
 }
 
 fn run<K: Contract>(kernel: K) -> Result<(), Fault> {
@@ -194,6 +211,22 @@ fn a_shuffle_from_outside_its_mask_is_a_fault() {
 fn threads_that_wait_are_unwound() {
     let fault = fault_of(waits_when_dropped { _y: output(&mut [0; 4]) });
     assert!(fault.to_string().contains("the first"), "{fault}");
+    let dropped = DROPPED.load(Ordering::Relaxed);
+    assert!(dropped > 0 && dropped.is_multiple_of(64), "{dropped}");
+}
+
+#[test]
+fn a_launch_that_goes_on_keeps_nobody_waiting() {
+    let stuck = std::thread::spawn(|| run(goes_on { _y: output(&mut [0; 4]) }));
+    while !STARTED.load(Ordering::Relaxed) {
+        std::thread::yield_now();
+    }
+    // Other machines, and rayon's own threads.
+    all_is_well();
+    assert_eq!(rayon::join(|| 1, || 2), (1, 2));
+    assert_eq!((0..100u32).into_par_iter().sum::<u32>(), 4950);
+    MAY_END.store(true, Ordering::Relaxed);
+    stuck.join().unwrap().unwrap();
 }
 
 /// Runs this program again to play one of `parts`; what it wrote, and how it ended.
