@@ -7,12 +7,14 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "../../support/sources.rs"]
+mod sources;
+
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Contract, Scalar};
 use kernels::mma::FRAGMENT;
+use sources::SOURCES;
 use std::collections::BTreeSet;
-use std::fs;
-use std::path::Path;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Error, Result, Source, Target};
 
 /// A parameter of a kernel that is a number.
@@ -253,29 +255,13 @@ kernels_and_products! {
     tokens::mean_tokens_backward { dy: f32s 8, tokens: number 3, cols: number 4, dx: out 24 }
 }
 
-/// The names in the `contract!` lines of a folder's files.
-fn contracts(folder: &Path, names: &mut BTreeSet<String>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            contracts(&path, names);
-            continue;
-        }
-        let text = fs::read_to_string(&path).unwrap();
-        let after = text.lines().filter_map(|line| line.trim().strip_prefix("contract!")?.split_once("unsafe "));
-        names.extend(after.map(|(_, rest)| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()));
-    }
-}
-
 #[test]
 fn every_kernel_is_attacked() {
-    let mut known = BTreeSet::new();
-    contracts(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../device/src/kernels"), &mut known);
-    assert_eq!(
-        known,
-        ATTACKED.iter().map(|name| (*name).to_owned()).collect(),
-        "kernels that exist, and those attacked here"
-    );
+    let name = |rest: &str| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+    let contracts = SOURCES.iter().flat_map(|(_, source)| source.lines()).filter(|line| line.starts_with("contract!"));
+    let known: BTreeSet<String> = contracts.filter_map(|line| Some(name(line.split_once("unsafe ")?.1))).collect();
+    let attacked = ATTACKED.iter().map(|name| (*name).to_owned()).collect();
+    assert_eq!(known, attacked, "kernels that exist, and those attacked here");
 }
 
 #[test]
