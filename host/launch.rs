@@ -291,6 +291,7 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     launch_within(device, kernel, device.deadline())
 }
 
+#[track_caller]
 fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -> Result<()> {
     let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
     let grid = kernel.grid().map_err(refused)?;

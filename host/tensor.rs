@@ -216,3 +216,26 @@ impl<T: Element> fmt::Debug for Saved<'_, T> {
         write!(f, "Saved<{}>{}", T::NAME, self.shape)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_product_of_extents_wraps() {
+        const LARGE: usize = 1 << 40;
+        let elements = |extents: [usize; 4]| Shape::from(extents).checked_elements();
+        assert_eq!(elements([2, 3, 4, 5]), Some(120));
+        assert_eq!(elements([2, 0, LARGE, 5]), Some(0));
+        // Some of them would, in one order or another.
+        for extents in [[LARGE, LARGE, 0, 1], [0, LARGE, LARGE, 1], [LARGE, 0, 1, LARGE], [usize::MAX, 2, 1, 0]] {
+            assert_eq!(elements(extents), None, "{extents:?}");
+            assert_eq!(Shape::from(extents).elements(), usize::MAX, "{extents:?}");
+        }
+        assert_eq!(Shape::from([LARGE, LARGE, 3]).as_rows(), [usize::MAX, 3]);
+        assert_eq!(Shape::from([2, 3, 4]).as_rows(), [6, 4]);
+        assert_eq!(Shape::from([4]).as_rows(), [1, 4]);
+        assert_eq!(Shape::from([]).as_rows(), [1, 1]);
+        assert_eq!(Shape::from([]).elements(), 1);
+    }
+}

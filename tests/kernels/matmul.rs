@@ -444,6 +444,10 @@ on_each_device! {
                 (Gemm { ldc: 3, ..sound }, "out"),
                 (Gemm { stride_c: 11, ..sound }, "stride_c"),
                 (Gemm { stride_c: 0, ..sound }, "stride_c"),
+                // More than 32 bits number with a tile's last rows; no memory is needed to ask for them.
+                (Gemm { m: (1 << 31) + 1, n: 0, k: 0, ..sound }, "m"),
+                (Gemm { m: 0, n: (1 << 31) + 1, k: 0, ..sound }, "n"),
+                (Gemm { m: 0, n: 0, k: (1 << 31) + 1, ..sound }, "k"),
             ] {
                 let refused = ops::gemm_into(trial, &form, &a, &b, Some(&bias), &mut out);
                 assert_refused(refused, &["kernel `matmul_", &format!("`{argument}`: expected")]);

@@ -90,7 +90,7 @@ impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(number) => fmt::Display::fmt(&number, f),
-            None => f.write_str("more than can be counted"),
+            None => f.write_str("uncountably many"),
         }
     }
 }
