@@ -2,7 +2,7 @@
 //!
 //! A call stuck in the kernel cannot be cancelled. At the deadline the caller goes on with a timeout, and the thread is
 //! given up with the call: it ends with the process. Caller and worker look for each other for some microseconds before they
-//! sleep, so a launch pays less than a microsecond for being made elsewhere. Invariant: a call's result reaches its own caller
+//! sleep: waking a sleeper takes longer than most calls. Invariant: a call's result reaches its own caller
 //! or nobody. All interleavings of callers, worker and deadlines are explored in `tests/loom`, which brings the `model` of
 //! channels and clock; there nobody looks, everybody sleeps.
 

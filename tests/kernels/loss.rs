@@ -112,8 +112,9 @@ on_each_device! {
                 labels[row] = wrong;
                 want[row * classes..][..classes].fill(f32::NAN);
             }
-            let labels = Buffer::from_slice(device, &labels).unwrap();
             let (loss, dlogits) = trial(device, |trial| {
+                // On the trial's own device, which may be the emulator beside the one that is tested.
+                let labels = Buffer::from_slice(trial.device(), &labels)?;
                 let (logits, labels) = (trial.upload(&logits, shape)?, trial.lend(&labels, [rows])?);
                 let (loss, dlogits) = trial.with_scratch(|| ops::cross_entropy(trial, &logits, &labels, WEIGHT))?;
                 Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
