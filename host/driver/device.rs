@@ -12,7 +12,7 @@ use super::lends::{Lending, Lends, Use};
 use super::pins::{PinTable, Pins};
 use super::ptx::check_names;
 use super::rehearsal::{Launch, Rehearsal};
-use super::retired::{self, Retired};
+use super::retired::{self, NotEnded, Retired};
 use super::staging::{RingSize, Staging};
 use super::{DEFAULT_DEADLINE, Description, DeviceKind, Driver, Kernels, Pool, emulated};
 use crate::error::{Error, Result};
@@ -426,7 +426,8 @@ impl Device {
             let ended = self.call(name, deadline, move |driver| Ok(ready.end(driver, deadline)));
             match ended {
                 Ok(Ok(())) => {}
-                Ok(Err((error, left))) => {
+                Ok(Err(failed)) => {
+                    let NotEnded { error, left } = *failed;
                     tracing::warn!(%error, again = left.is_some(), "what was dropped was not ended");
                     self.after(error);
                     if let Some(left) = left {

@@ -25,6 +25,13 @@ pub(crate) enum Retired {
     Slot { slot: Slot, bytes: usize },
 }
 
+/// Why a thing was not ended, and the thing itself if it can be tried again.
+#[derive(Debug)]
+pub(super) struct NotEnded {
+    pub(super) error: Error,
+    pub(super) left: Option<Retired>,
+}
+
 impl Retired {
     /// The call that ends it.
     pub(super) fn name(&self) -> &'static str {
@@ -41,11 +48,11 @@ impl Retired {
         matches!(*self, Self::Memory { address, bytes } if pins.holds(address, bytes))
     }
 
-    /// Ends it, once the device has done what uses it. With the error comes the thing itself, if it can be tried again.
-    pub(super) fn end(self, driver: &dyn Driver, deadline: Duration) -> Result<(), (Error, Option<Self>)> {
+    /// Ends it, once the device has done what uses it.
+    pub(super) fn end(self, driver: &dyn Driver, deadline: Duration) -> Result<(), Box<NotEnded>> {
         let waits = matches!(self, Self::Graph { .. } | Self::Slot { .. });
         if waits && let Err(error) = idle(driver, self.name(), deadline) {
-            return Err((error, Some(self)));
+            return Err(Box::new(NotEnded { error, left: Some(self) }));
         }
         // SAFETY: who retired it said that nothing else uses it; it is not held, what was queued with it is done or, for memory and
         // pools, waited for by the driver, and it is gone with this call.
@@ -58,7 +65,7 @@ impl Retired {
                 Self::Slot { slot, bytes } => slot.end(driver, bytes),
             }
         };
-        ended.map_err(|error| (error, None))
+        ended.map_err(|error| Box::new(NotEnded { error, left: None }))
     }
 }
 
@@ -70,7 +77,7 @@ pub(super) fn end_all(mut things: Vec<Retired>, pins: &PinTable, driver: Arc<dyn
     while let Some(ready) = things.iter().position(|thing| !thing.is_held(pins)) {
         match things.remove(ready).end(&*driver, deadline) {
             Ok(()) => {}
-            Err((Error::Timeout { .. }, _)) => {
+            Err(failed) if matches!(failed.error, Error::Timeout { .. }) => {
                 std::mem::forget(driver);
                 return false;
             }

@@ -104,6 +104,11 @@ struct Ledger {
 }
 
 impl<'s> Trial<'_, 's> {
+    /// The device that is tried.
+    pub(crate) fn device(&self) -> &Device {
+        self.step.device()
+    }
+
     /// An input.
     pub(crate) fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let tensor = self.step.upload(values, shape)?;
