@@ -5,6 +5,7 @@
 //! ordered on one stream, so that a later call sees what an earlier one wrote; above this folder nothing can wait without
 //! a deadline.
 
+mod builder;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
@@ -21,8 +22,9 @@ mod retired;
 mod staging;
 
 use crate::error::{Error, Result};
+pub use builder::DeviceBuilder;
 use cuda_std::launch::{Entry, Grid, Words};
-pub use device::{Device, DeviceBuilder};
+pub use device::Device;
 pub(crate) use graphs::SealedGraph;
 pub(crate) use landing::Landing;
 pub(crate) use lends::Lending;

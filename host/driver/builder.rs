@@ -1,0 +1,132 @@
+//! How a device is opened: its deadline, its ring of staging slots, its checks, the kernels that it has, and planted faults.
+//!
+//! Invariant: a device that cannot be driven as asked is not opened, and the error says what to do.
+
+#![forbid(unsafe_code)]
+
+use super::device::{Checks, Device};
+use super::faults::{FaultPlan, Faulty};
+use super::lane::{Lane, TimedOut};
+use super::ptx::check_names;
+use super::staging::{RingSize, Staging};
+use super::{DEFAULT_DEADLINE, DeviceKind, Driver, Kernels, emulated};
+use crate::error::{Error, Result};
+use cuda_std::emulator::Mode;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The environment variable that turns checked mode on (`1`) or off (`0`).
+const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
+
+/// Settings of a device; see [`Device::builder`].
+#[derive(Debug)]
+pub struct DeviceBuilder {
+    kind: DeviceKind,
+    deadline: Duration,
+    faults: Option<FaultPlan>,
+    ring: RingSize,
+    checked: bool,
+    kernels: Vec<Kernels>,
+}
+
+impl DeviceBuilder {
+    pub(super) fn new(kind: DeviceKind) -> Self {
+        let (deadline, ring) = (DEFAULT_DEADLINE, RingSize::default());
+        Self { kind, deadline, faults: None, ring, checked: false, kernels: Vec::new() }
+    }
+
+    /// How long a call of the driver may take (default [`DEFAULT_DEADLINE`]).
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Page-locked host memory that uploads pass through: `slots` of `slot_bytes` each, at least one of at least 4 KiB (default:
+    /// two of 64 MiB). Each is taken from the system when it is first needed.
+    #[must_use]
+    pub fn staging(mut self, slots: usize, slot_bytes: usize) -> Self {
+        self.ring = RingSize { slots: slots.max(1), slot_bytes: slot_bytes.max(4096).next_multiple_of(256) };
+        self
+    }
+
+    /// Whether what is uploaded to buffers is verified on the device, and whether arenas of this device are checked unless they
+    /// say otherwise (default: no). The environment variable `STEPSCOPE_CHECKED` (`1` or `0`) overrides this and them.
+    #[must_use]
+    pub fn checked(mut self, checked: bool) -> Self {
+        self.checked = checked;
+        self
+    }
+
+    /// Kernels of another package than stepscope's, made by [`kernels!`](crate::kernels) there; to be called once for each package.
+    #[must_use]
+    pub fn kernels(mut self, kernels: Kernels) -> Self {
+        self.kernels.push(kernels);
+        self
+    }
+
+    /// Makes chosen calls of the driver fail, for tests.
+    #[must_use]
+    pub fn faults(mut self, plan: FaultPlan) -> Self {
+        self.faults = Some(plan);
+        self
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] when it is not there or this build cannot drive it, with what to do; [`Error::Timeout`] when
+    /// the driver does not answer; [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED`, and for kernels of two packages of one
+    /// name, or of one that is named like stepscope's own.
+    pub fn open(self) -> Result<Device> {
+        check_names(&self.kernels)?;
+        let checks = Checks { asked: self.checked, forced: checked_variable()? };
+        let lane = Lane::start().map_err(|error| Error::NoDevice {
+            wanted: "any",
+            reason: format!("no thread for the driver's calls: {error}"),
+        })?;
+        let (kind, kernels) = (self.kind, self.kernels);
+        // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
+        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
+            DeviceKind::Emulated => emulated(),
+            DeviceKind::Cuda => cuda(&kernels),
+            DeviceKind::Auto => cuda(&kernels).or_else(|reason| {
+                tracing::debug!(%reason, "no CUDA device, using the emulator");
+                emulated()
+            }),
+        });
+        let mut driver =
+            opened.map_err(|TimedOut { waited }| Error::Timeout { call: "open", waited, report: None })??;
+        if let Some(plan) = self.faults {
+            driver = Arc::new(Faulty::new(driver, plan));
+        }
+        Ok(Device::new(driver, lane, self.deadline, Staging::new(self.ring), checks))
+    }
+}
+
+/// Whether the environment asks for checked mode.
+fn checked_variable() -> Result<Option<bool>> {
+    match std::env::var(CHECKED_VARIABLE).as_deref() {
+        Err(_) => Ok(None),
+        Ok("0") => Ok(Some(false)),
+        Ok("1") => Ok(Some(true)),
+        Ok(other) => Err(Error::misuse("device", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
+    }
+}
+
+fn emulated() -> Result<Arc<dyn Driver>> {
+    let expected = "0 or 1 in STEPSCOPE_RACES and a seed in STEPSCOPE_SHUFFLE";
+    Mode::from_environment().map_err(|found| Error::misuse("emulator", expected, found))?;
+    Ok(Arc::new(emulated::Emulated::new()))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(others: &[Kernels]) -> Result<Arc<dyn Driver>> {
+    Ok(Arc::new(super::cuda::Cuda::open(others)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: &[Kernels]) -> Result<Arc<dyn Driver>> {
+    let reason = "this build has no CUDA; build with `--features cuda`".into();
+    Err(Error::NoDevice { wanted: "cuda", reason })
+}
