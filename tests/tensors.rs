@@ -45,7 +45,9 @@ fn refused(path: &Path) -> String {
         Error::File { path: named, reason } if named == path => reason,
         other => panic!("not about the file: {other}"),
     });
-    assert_eq!(first, second);
+    // What the host has available changes from one look to the next.
+    let words = |text: &str| text.replace(|letter: char| letter.is_ascii_digit(), "");
+    assert_eq!(words(&first), words(&second));
     assert!(first.len() < SHORT, "{} bytes: {first}", first.len());
     assert!(start.elapsed() < SOON, "{:?}: {first}", start.elapsed());
     assert_eq!(parameters.sha256().unwrap(), before);
