@@ -8,7 +8,7 @@
 use downstream::builder;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Inputs, Record, Result, Target, ops};
+use stepscope::{Arena, Buffer, Capacity, DeviceKind, Error, Inputs, Record, Result, Target, ops};
 
 /// The environment variable that makes the test play a process, and the way that it takes.
 const WAY: &str = "STEPSCOPE_TEST_STUCK";
