@@ -1,7 +1,7 @@
 //! What device code tells the emulator about memory, before it touches it.
 //!
 //! Whoever moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: the vector and the tile of `device/src`. What
-//! is not told is not judged here; [`guards`](super::guards) look at what lies around. Invariant: a kernel's entry points are
+//! is not told is not judged here; `guards.rs` looks at what lies around. Invariant: a kernel's entry points are
 //! compiled with what [`assume_watched`] says; in the one that is not watched nothing is left but the bounds of pointers. An
 //! access that is wrong does not return.
 
