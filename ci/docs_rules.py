@@ -139,6 +139,9 @@ def package(manifest, files):
 def packages(root, metadata):
     """Violations in every package of a workspace."""
     for manifest in json.loads(pathlib.Path(metadata).read_text())["packages"]:
+        # `publish = false`: nobody else gets it.
+        if manifest.get("publish") == []:
+            continue
         folder = pathlib.Path(manifest["manifest_path"]).parent
         listing = ["cargo", "package", "--list", "--allow-dirty", "--package", manifest["name"]]
         paths = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split()
