@@ -165,11 +165,12 @@ impl<'k, const HELD: usize> Share<'k, HELD> {
     }
 }
 
-/// The lanes that share a row of `cols`.
+/// The lanes that share a row of `cols`. Rounded up as a `u32`: rust-cuda counts the bits of other types wrongly
+/// (docs/rust-cuda.md).
 #[inline(always)]
 pub fn lanes_of(cols: usize) -> u32 {
     const SHARE: usize = 4 * F4::LEN;
-    if cols > LANES as usize / 2 * SHARE { LANES } else { cols.div_ceil(SHARE).next_power_of_two() as u32 }
+    if cols > LANES as usize / 2 * SHARE { LANES } else { (cols.div_ceil(SHARE) as u32).next_power_of_two() }
 }
 
 /// Rows of `cols` that a block of so many `threads`, a power of two, gives lanes to.
