@@ -81,8 +81,20 @@ mod ptx {
         if !ptx.lines().any(|line| line.trim_end() == format!(".target {arch}")) {
             return Err(format!("{PTX_DIR}: {} does not say `.target {arch}`", from.display()));
         }
+        if leaves_rounding_open(&ptx) {
+            return Err(format!(
+                "{PTX_DIR}: {} was compiled with contraction: a multiplication and an addition may become one operation, with other \
+                 bits. Compile it by `fma_contraction(false)` (libNVVM's -fma=0), as device/rust-cuda/build.rs does",
+                from.display()
+            ));
+        }
         fs::write(&to, ptx).map_err(|error| format!("{}: {error}", to.display()))?;
         Ok(to)
+    }
+
+    /// Whether the assembler may fuse: with contraction neither compiler writes a rounding into its additions and multiplications.
+    fn leaves_rounding_open(ptx: &str) -> bool {
+        ptx.split_whitespace().any(|word| matches!(word, "add.f32" | "sub.f32" | "mul.f32"))
     }
 
     /// `cuda-builder` in the workspace's target folder, which every profile shares. Cargo's layout is

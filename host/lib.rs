@@ -45,7 +45,8 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler, faults,
+    ptx_builds,
 };
 pub use error::{Error, Result};
 pub use files::{PlainFile, RunLock, replace_file};

@@ -10,6 +10,8 @@
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, abi_unadjusted, asm_experimental_arch, link_llvm_intrinsics))]
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
+// rust-cuda gives `no_std` itself, and its entry points are plain `extern` functions, whose slices are two words each.
+#![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate std;

@@ -11,11 +11,12 @@ use stepscope::ops::Precision;
 /// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
 
-/// The version, and the SHA-256 of the kernels' PTX by architecture: two builds with the same digests run the same kernels.
+/// The version, and for each architecture the SHA-256 of the kernels' PTX and who compiled it: two builds with the same digests
+/// run the same kernels.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
-    let digests = stepscope::ptx_digests();
-    let lines: String = digests.iter().map(|(arch, digest)| format!("\nPTX sm_{arch} {digest}")).collect();
-    let lines = if digests.is_empty() { "\nPTX none: built without feature `cuda`".into() } else { lines };
+    let builds = stepscope::ptx_builds();
+    let lines: String = builds.iter().map(|build| format!("\nPTX {build}")).collect();
+    let lines = if builds.is_empty() { "\nPTX none: built without feature `cuda`".into() } else { lines };
     format!("{}{lines}", env!("CARGO_PKG_VERSION"))
 });
 

@@ -29,7 +29,7 @@ pub(crate) use graphs::SealedGraph;
 pub(crate) use landing::Landing;
 pub(crate) use lends::Lending;
 pub(crate) use pins::Pins;
-pub use ptx::{Kernels, ptx_digests};
+pub use ptx::{Kernels, PtxBuild, PtxCompiler, ptx_builds};
 pub(crate) use rehearsal::Launch;
 pub(crate) use retired::Retired;
 pub(crate) use staging::Fill;

@@ -84,15 +84,29 @@ impl Modules {
             missing(reason)
         })?;
         let function = Function { name: function.to_raw(), overlaps: *overlaps };
-        if entry.shared_bytes > DEFAULT_SHARED_BYTES {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to a loaded module.
-            let result = unsafe { sys::cuFuncSetAttribute(function.name, attribute, entry.shared_bytes as i32) };
-            check("cuFuncSetAttribute", result)?;
-        }
+        allow_shared_bytes(function.name, entry)?;
         functions.insert(key, function);
         Ok(function)
     }
+}
+
+/// Asks for the shared memory of a block, where it is more than the driver gives unasked. What the compiler has set aside counts
+/// too: rust-cuda's block of dynamic memory has 16 static bytes.
+fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
+    use sys::CUfunction_attribute::{
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+    };
+    let mut set_aside = 0;
+    // SAFETY: the function belongs to a loaded module, and the number is written before the call returns.
+    let result = unsafe { sys::cuFuncGetAttribute(&mut set_aside, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function) };
+    check("cuFuncGetAttribute", result)?;
+    if entry.shared_bytes.saturating_add(set_aside as u32) > DEFAULT_SHARED_BYTES {
+        let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function belongs to a loaded module.
+        let result = unsafe { sys::cuFuncSetAttribute(function, attribute, entry.shared_bytes as i32) };
+        check("cuFuncSetAttribute", result)?;
+    }
+    Ok(())
 }
 
 /// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
