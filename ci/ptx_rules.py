@@ -36,6 +36,10 @@ INSTRUCTION_RULES = {
         "float min or max: decide by comparison",
         lambda op: re.fullmatch(rf"(?:min|max)(?:\.\w+)*\.{FLOAT}", op),
     ),
+    "bit-count": (
+        "counts the bits of 64, which rust-cuda gets wrong: count in u32 (docs/rust-cuda.md)",
+        lambda op: op in ("clz.b64", "popc.b64"),
+    ),
 }
 
 # name -> (what it means, does this report of ptxas break it)
@@ -269,6 +273,7 @@ PLANTS = {
     + ["fma.f32 %r2, %r1, %r1, %r1;", "add.rz.f32 %r2, %r1, %r1;", "$L_x: add.f32 %r2, %r1, %r1;"],
     "float-atomic": ["atom.global.add.f32 %r2, [%rd2], %r1;", "red.global.add.f32 [%rd2], %r1;"],
     "float-min-max": ["max.f32 %r2, %r1, %r1;"],
+    "bit-count": ["clz.b64 %r2, %rd2;", "@%p1 popc.b64 %r2, %rd2;"],
 }
 
 GOOD_LOG = """ptxas info    : Compiling entry function 'good' for 'sm_121'
