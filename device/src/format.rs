@@ -24,7 +24,7 @@ pub trait Format {
     ///
     /// # Safety
     /// All lanes of the warp make the call.
-    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
+    #[cfg(target_arch = "nvptx64")]
     unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
 }
 
@@ -38,7 +38,7 @@ pub struct Bf16;
 
 macro_rules! mma {
     ($instruction:literal) => {
-        #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
+        #[cfg(target_arch = "nvptx64")]
         #[inline(always)]
         unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
             #[repr(C)]

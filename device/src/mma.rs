@@ -4,17 +4,16 @@
 //! and `2 t + 1`; it gets the [`Sums`] of rows `4 g` to `4 g + 3`, and of columns `4 t` to `4 t + 3` and as many 16 further on. So
 //! what four lanes write at once lies side by side.
 //!
-//! Products are exact. Where there are no matrix instructions, on the emulator and in what rust-cuda compiles, they are added
-//! to the f32 sum one by one, k ascending, each sum rounded to nearest. A GPU's instruction aligns its products, at most 16,
-//! and the old sum to the largest of them, and cuts off what is below the last place: each addend loses at most 2^-23 of the
-//! largest (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a
-//! sum of k products is within k 2^-22 of the sum of their sizes.
+//! Products are exact. On the emulator, which has no matrix instructions, they are added to the f32 sum one by one, k ascending,
+//! each sum rounded to nearest. A GPU's instruction aligns its products, at most 16, and the old sum to the largest of them, and
+//! cuts off what is below the last place: each addend loses at most 2^-23 of the largest (Fasi, Higham, Mikaitis and Pranesh,
+//! "Numerical behavior of NVIDIA tensor cores", 2021). So bits may differ, and a sum of k products is within k 2^-22 of the sum of
+//! their sizes.
 
-#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-use crate::block::{again, stay_rolled};
 use crate::format::Format;
-use crate::unroll_on_gpu;
-#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+#[cfg(target_arch = "nvptx64")]
+use crate::unroll;
+#[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::{GpuFloat, warp};
 
 /// Rows of A, or columns of B, that a warp multiplies at once.
@@ -85,11 +84,11 @@ pub type Sums = [[f32; 8]; 4];
 #[inline(always)]
 #[track_caller]
 pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
-    #[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
-    unroll_on_gpu!(pair < 2 => {
+    #[cfg(target_arch = "nvptx64")]
+    unroll!(pair < 2 => {
         // The instruction's rows g and g + 8 are two neighbours here, its columns 2 t and 2 t + 1 two that are 16 apart.
         let [upper, lower] = [2 * pair, 2 * pair + 1];
-        unroll_on_gpu!(column < 4 => {
+        unroll!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
             // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
@@ -97,85 +96,30 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });
     });
-    #[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
+    #[cfg(not(target_arch = "nvptx64"))]
     {
-        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let product = |others: Others<'_, [Factor; 2]>| {
-            for lane in 0..again(4) {
-                stay_rolled();
-                unroll_on_gpu!(half < 2 => {
-                    // SAFETY: all lanes are here together, as is asked of who calls `multiply`, and count the same
-                    // turns.
-                    let [rows, [c0, c1, c2, c3], [c4, c5, c6, c7]] = unsafe {
-                        [
-                            [0, 1, 2, 3].map(|i| others.word(4 * g + lane, |[a, _]| a[i][half])),
-                            [0, 1, 2, 3].map(|i| others.word(8 * t + lane, |[_, b]| b[i][half])),
-                            [0, 1, 2, 3].map(|i| others.word(8 * t + 4 + lane, |[_, b]| b[i][half])),
-                        ]
-                    };
+        let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
+        let own = [a, b];
+        let factors = cuda_std::emulator::lanes(&own);
+        for lane in 0..4 {
+            // SAFETY: each lane's `own` stays until the `sync_warp` below, to which all lanes come, as they came here.
+            let [[rows, _], [_, left], [_, right]] =
+                unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
+            for word in 0..2 {
+                for part in 0..F::PER_WORD {
+                    let value = |factor: [u32; 2]| F::value(factor[word], part);
+                    let (rows, [c0, c1, c2, c3], [c4, c5, c6, c7]) =
+                        (rows.map(value), left.map(value), right.map(value));
                     let columns = [c0, c1, c2, c3, c4, c5, c6, c7];
-                    unroll_on_gpu!(part < F::PER_WORD as usize => {
-                        let rows = rows.map(|word| F::value(word, part as u32));
-                        let columns = columns.map(|word| F::value(word, part as u32));
-                        for row in 0..4 {
-                            for column in 0..8 {
-                                sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
-                            }
+                    for row in 0..4 {
+                        for column in 0..8 {
+                            sums[row][column] = GpuFloat::mul_add(rows[row], columns[column], sums[row][column]);
                         }
-                    });
-                });
+                    }
+                }
             }
-        };
-        // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
-        unsafe { meet(&[a, b], product) };
-    }
-}
-
-/// Calls `then` with what all lanes of the warp have, each its `own`.
-///
-/// # Safety
-/// All lanes of the warp make the call.
-#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-#[inline(always)]
-#[track_caller]
-unsafe fn meet<T>(own: &T, then: impl FnOnce(Others<'_, T>)) {
-    #[cfg(target_arch = "nvptx64")]
-    then(Others { own });
-    #[cfg(not(target_arch = "nvptx64"))]
-    {
-        then(Others { lanes: cuda_std::emulator::lanes(own), own: core::marker::PhantomData });
-        // What a lane has stays until all are done with it.
-        // SAFETY: all lanes call `meet` together, as it asks.
-        unsafe { warp::sync_warp(u32::MAX) };
-    }
-}
-
-/// What each lane of the warp has, of the same type: on the GPU passed by shuffles, on the emulator read where it is.
-#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-struct Others<'o, T> {
-    #[cfg(target_arch = "nvptx64")]
-    own: &'o T,
-    #[cfg(not(target_arch = "nvptx64"))]
-    lanes: [*const T; 32],
-    #[cfg(not(target_arch = "nvptx64"))]
-    own: core::marker::PhantomData<&'o T>,
-}
-
-#[cfg(any(not(target_arch = "nvptx64"), rust_cuda))]
-impl<T> Others<'_, T> {
-    /// The word that `select` finds in what `lane` has.
-    ///
-    /// # Safety
-    /// All lanes of the warp make the call, with the same `select`.
-    #[inline(always)]
-    unsafe fn word(&self, lane: u32, select: impl Fn(&T) -> u32) -> u32 {
-        // SAFETY: all lanes ask for a word together and with the same `select`, as is asked; what they have stays until
-        // the `sync_warp` of `meet`.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            return crate::warp::of_lane(u32::MAX, select(self.own), lane);
-            #[cfg(not(target_arch = "nvptx64"))]
-            select(&*self.lanes[lane as usize])
         }
+        // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
+        unsafe { warp::sync_warp(u32::MAX) };
     }
 }

@@ -307,23 +307,12 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
     }
 }
 
-/// The `value` of the lane whose number is this lane's xor `distance`.
+/// The `value` of the lane whose number is this lane's xor `distance`, moved by LLVM's intrinsic: rust-cuda's own shuffles crash
+/// libNVVM for `compute_121`. `T` is 4 or 8 bytes.
 ///
 /// # Safety
 /// The lanes in `mask` call it together, and the other lane is among them.
-#[cfg(all(target_arch = "nvptx64", not(rust_cuda)))]
-#[inline(always)]
-unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
-    // SAFETY: the lanes in `mask` are all here, the other one among them, as is asked.
-    unsafe { warp::warp_shuffle_xor(mask, value, distance, LANES).0 }
-}
-
-/// The same where rust-cuda compiles it, whose own shuffles crash libNVVM for `compute_121`: `T` is 4 or 8 bytes, moved by
-/// LLVM's intrinsic.
-///
-/// # Safety
-/// As above.
-#[cfg(rust_cuda)]
+#[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     use core::mem::{size_of, transmute_copy};
@@ -343,21 +332,6 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
             transmute_copy(&transmute_copy::<T, [i32; 2]>(&value).map(moved))
         }
     }
-}
-
-/// The `value` of `lane`, where rust-cuda compiles it.
-///
-/// # Safety
-/// The lanes in `mask` call it together, and `lane` is among them.
-#[cfg(rust_cuda)]
-#[inline(always)]
-pub(crate) unsafe fn of_lane(mask: u32, value: u32, lane: u32) -> u32 {
-    unsafe extern "C" {
-        #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
-        fn shuffle_idx(mask: i32, value: i32, lane: i32, clamp: i32) -> i32;
-    }
-    // SAFETY: the lanes in `mask` are all here, `lane` among them, as is asked.
-    unsafe { shuffle_idx(mask as i32, value as i32, lane as i32, LANES as i32 - 1) as u32 }
 }
 
 /// `a + b`.
