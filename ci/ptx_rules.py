@@ -159,6 +159,24 @@ def waits_first(body):
     return next(touches, None) == "griddepcontrol.wait"
 
 
+def parted(ptx):
+    """{kernel} with a matrix instruction that not all lanes of a warp may come to as one: before it, with no branch and no label in
+    between, stands no exchange between lanes and no barrier, which are what compilers never copy to the branches before."""
+    found, name, together = set(), None, False
+    for line in re.sub(r"//[^\n]*", "", ptx).splitlines():
+        if head := re.search(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([A-Za-z_$%][\w$]*)", line):
+            name, together = head.group(1), False
+        for statement in line.split(";"):
+            label, condition, op = re.match(r"[{}\s]*([$\w]+:)?[{}\s]*(@!?%?\w+\s+)?([\w.]*)", statement).groups()
+            if label or op.startswith("bra"):
+                together = False
+            if op.startswith(("shfl.sync", "vote.sync", "bar.", "barrier.")) and not condition:
+                together = True
+            if op.startswith("mma.") and (condition or not together):
+                found.add(name)
+    return found
+
+
 def judge(ptx, log, kernels):
     """[(rule, message)] for one architecture."""
     faults = []
@@ -173,6 +191,10 @@ def judge(ptx, log, kernels):
             broken = sorted({op for op in body if breaks(op)})
             if broken:
                 faults.append((rule, f"{name}: {meaning}: {', '.join(broken)}"))
+    faults += [("parted", f"{name}: a matrix instruction to which a warp may come in parts") for name in sorted(parted(ptx))]
+    for name, _, body in code:
+        if re.match(r"matmul_(tf32|bf16)_", name) and not any(op.startswith("mma.sync") for op in body):
+            faults.append(("matrix", f"{name}: has no matrix instruction"))
     # Where one waits, the host lets all begin early (rust-cuda's kernels never wait, and then none does).
     if any("griddepcontrol.wait" in body for _, _, body in code):
         for name in sorted(name for name, entry, body in code if entry and not waits_first(body)):
@@ -332,6 +354,17 @@ def self_test(ptxas):
             planted += 1
     expect("a kernel that is not in the PTX", rules_broken(clean, GOOD_LOG, ("good", "lost")), {"entries"})
     expect("an entry that is not in the source", rules_broken(clean, GOOD_LOG, ()), {"entries"})
+    mma, bar = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1, ..};", "bar.warp.sync -1;"
+    for parts in (mma, f"@%p1 {bar} {mma}", f"{bar} @%p1 {mma}", f"{bar} @%p1 bra $L_end; {mma}", f"{bar}\n$L_on: {mma}"):
+        expect(f"a warp in parts: {parts}", rules_broken(GOOD.replace("{ PLANT }", parts), GOOD_LOG), {"parted"})
+        planted += 1
+    expect("a warp that stays together", rules_broken(GOOD.replace("{ PLANT }", f"{bar} add.s32 %r1, %r1, %r1; {mma} {mma}"), GOOD_LOG), set())
+    expect(
+        "no matrix instruction",
+        rules_broken(clean.replace("good", "matmul_tf32_1x1"), GOOD_LOG.replace("good", "matmul_tf32_1x1"), ("matmul_tf32_1x1",)),
+        {"matrix"},
+    )
+    planted += 1
     wait = "griddepcontrol.wait;"
     for early in ("ld.global.b32 %r1, [%rd2];", "st.shared.b32 [%r1], %r1;", "cp.async.ca.shared.global [%r1], [%rd2], 4;"):
         expect(f"before the wait: {early}", rules_broken(clean.replace(wait, f"{early} {wait}"), GOOD_LOG), {"order"})

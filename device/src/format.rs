@@ -23,7 +23,7 @@ pub trait Format {
     /// One matrix instruction: 16 rows by 8 columns over 8 words; lanes hold the operands as PTX says.
     ///
     /// # Safety
-    /// All lanes of the warp make the call.
+    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
     #[cfg(target_arch = "nvptx64")]
     unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
 }
@@ -41,27 +41,19 @@ macro_rules! mma {
         #[cfg(target_arch = "nvptx64")]
         #[inline(always)]
         unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-            #[repr(C)]
-            struct Sums(f32, f32, f32, f32);
-            // An intrinsic, because the compiler knows of it, and not of an `asm!`, that all lanes must come together.
-            unsafe extern "unadjusted" {
-                #[link_name = $instruction]
-                fn multiply(
-                    a0: u32,
-                    a1: u32,
-                    a2: u32,
-                    a3: u32,
-                    b0: u32,
-                    b1: u32,
-                    c0: f32,
-                    c1: f32,
-                    c2: f32,
-                    c3: f32,
-                ) -> Sums;
+            let (d0, d1, d2, d3): (u32, u32, u32, u32);
+            // Not LLVM's intrinsic: it is taken for arithmetic, and copied to the branches before it. Not `pure`, for the same reason.
+            // SAFETY: all lanes of the warp are here, and come together, as is asked of who calls `mma`.
+            unsafe {
+                core::arch::asm!(
+                    concat!($instruction, " {{{0},{1},{2},{3}}}, {{{4},{5},{6},{7}}}, {{{8},{9}}}, {{{10},{11},{12},{13}}};"),
+                    out(reg32) d0, out(reg32) d1, out(reg32) d2, out(reg32) d3,
+                    in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
+                    in(reg32) c[0].to_bits(), in(reg32) c[1].to_bits(), in(reg32) c[2].to_bits(), in(reg32) c[3].to_bits(),
+                    options(nomem, nostack, preserves_flags)
+                );
             }
-            // SAFETY: all lanes of the warp are here, as is asked of who calls `mma`.
-            let sums = unsafe { multiply(a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]) };
-            [sums.0, sums.1, sums.2, sums.3]
+            [d0, d1, d2, d3].map(f32::from_bits)
         }
     };
 }
@@ -79,7 +71,7 @@ impl Format for Tf32 {
         f32::from_bits(word)
     }
 
-    mma!("llvm.nvvm.mma.m16n8k8.row.col.tf32");
+    mma!("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32");
 }
 
 impl Format for Bf16 {
@@ -95,7 +87,7 @@ impl Format for Bf16 {
         f32::from_bits(if part == 0 { word << 16 } else { word & 0xffff_0000 })
     }
 
-    mma!("llvm.nvvm.mma.m16n8k16.row.col.bf16");
+    mma!("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
 }
 
 /// `x` to the nearest TF32, ties away from zero, in the bits of f32.

@@ -8,7 +8,7 @@
 //! sums, trees that depend on lengths alone, no library function and no approximate instruction.
 
 #![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, abi_unadjusted, asm_experimental_arch, link_llvm_intrinsics))]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics))]
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
 // rust-cuda gives `no_std` itself, and its entry points are plain `extern` functions, whose slices are two words each.
 #![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]

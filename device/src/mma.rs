@@ -80,7 +80,7 @@ pub type Sums = [[f32; 8]; 4];
 /// Adds the products of the warp's factors to `sums`.
 ///
 /// # Safety
-/// All lanes of the warp make the call.
+/// All lanes of the warp make the call, after [`stay_together`](crate::warp::stay_together) and with no branch in between.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
@@ -91,7 +91,7 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
         unroll!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
-            // SAFETY: all lanes are here together, as is asked of who calls `multiply`.
+            // SAFETY: all lanes are here, and nothing has parted them, as is asked of who calls `multiply`.
             let new = unsafe { F::mma(rows, b[column], old) };
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });

@@ -307,8 +307,14 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
     }
 }
 
-/// The `value` of the lane whose number is this lane's xor `distance`, moved by LLVM's intrinsic: rust-cuda's own shuffles crash
-/// libNVVM for `compute_121`. `T` is 4 or 8 bytes.
+#[cfg(target_arch = "nvptx64")]
+unsafe extern "C" {
+    // LLVM's own: rust-cuda's shuffles crash libNVVM for `compute_121`.
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+    fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
+}
+
+/// The `value` of the lane whose number is this lane's xor `distance`. `T` is 4 or 8 bytes.
 ///
 /// # Safety
 /// The lanes in `mask` call it together, and the other lane is among them.
@@ -316,10 +322,6 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
 #[inline(always)]
 unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     use core::mem::{size_of, transmute_copy};
-    unsafe extern "C" {
-        #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
-        fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
-    }
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;
     // SAFETY: the lanes in `mask` are all here, the other one among them, as is asked; the words that are moved have
@@ -331,6 +333,21 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
         } else {
             transmute_copy(&transmute_copy::<T, [i32; 2]>(&value).map(moved))
         }
+    }
+}
+
+/// Keeps a warp together up to the next branch, for instructions that all lanes must make as one and of which the compiler does
+/// not know that: it may copy what stands between two branches on one condition into both. An exchange between lanes is one of
+/// those that it knows ("convergent"), and where it stands nothing is copied. This one moves nothing that is used.
+///
+/// # Safety
+/// All lanes of the warp make the call.
+#[inline(always)]
+pub unsafe fn stay_together() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: all lanes are here, as is asked; each gets a zero.
+    unsafe {
+        shuffle_xor(-1, 0, 0, LANES as i32 - 1);
     }
 }
 

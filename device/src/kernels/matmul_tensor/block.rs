@@ -11,6 +11,7 @@ use crate::mma::{Factor, Side, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::F4;
+use crate::warp::stay_together;
 use cuda_std::{thread, warp};
 
 /// Rows of tiles that are walked column by column.
@@ -158,9 +159,11 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
+    // SAFETY: all lanes of the warp are here, as is asked.
+    unsafe { stay_together() };
     unroll_on_gpu!(row < ROWS => {
         unroll_on_gpu!(col < COLS => {
-            // SAFETY: all lanes of the warp are here, as is asked.
+            // SAFETY: all lanes of the warp are here, as is asked, and what is unrolled has no branch.
             unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
         });
     });
