@@ -170,6 +170,27 @@ pub enum Error {
         /// The failure.
         cause: String,
     },
+    /// A kernel does not do what it must, found by the self-test; nothing else was computed with the device.
+    #[error(
+        "{device}: kernel `{kernel}` {reason}. {}, or open the device without a test, at the risk of wrong results: STEPSCOPE_SELF_TEST=never",
+        ptx.as_ref().map_or_else(
+            || "On the emulator a kernel or its committed digest was changed: `same_bits --update` where that is meant".into(),
+            |ptx| format!(
+                "Its PTX has the SHA-256 {ptx}; the device compiler that made it, or the driver, compiles it wrongly: build with rustc's \
+                 NVPTX backend, or with a rust-cuda without the traps of docs/rust-cuda.md"
+            )
+        )
+    )]
+    Kernels {
+        /// The kernel.
+        kernel: &'static str,
+        /// What was seen: wrong bits, a kernel that does not end, a refusal.
+        reason: String,
+        /// The device's name.
+        device: String,
+        /// The SHA-256, in hexadecimal, of the PTX that its kernels were compiled from; none on the emulator.
+        ptx: Option<String>,
+    },
     /// No device of the kind that was asked for.
     #[error("no {wanted} device: {reason}")]
     NoDevice {

@@ -23,6 +23,7 @@ pub mod ops;
 mod optim;
 mod params;
 mod random;
+pub mod same_bits;
 mod state_dict;
 mod step;
 mod tensor;
@@ -45,7 +46,7 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, faults, ptx_digests,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, SelfTest, faults, ptx_digests,
 };
 pub use error::{Error, Result};
 pub use files::{PlainFile, RunLock, replace_file};

@@ -96,7 +96,7 @@ impl Modules {
 }
 
 /// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
-fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<&'static str> {
+pub(super) fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<&'static str> {
     let fits = |arch: u32| arch <= capability;
     ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
 }
