@@ -62,10 +62,10 @@ const PRODUCTS: [Product; 5] = [
     (1, [150, 193, 257], ALL, GELU | KEEP, 0.5),
 ];
 
-/// Four blocks of the largest tile; copies by vectors and by elements along both axes, whole stages and cut ones; chunks of which the
-/// first has two chains.
+/// Four blocks of the largest tile, and enough of GELU: fusing changes one result in some hundreds; copies by vectors and by elements
+/// along both axes, whole stages and cut ones; chunks of which the first has two chains.
 const SMALLEST_PRODUCTS: [Product; 5] = [
-    (1, [129, 257, 5], ALL, 0, 0.0),
+    (1, [129, 257, 5], ALL, GELU, 0.0),
     (2, [8, 12, 68], ALL, TRANSPOSE_A, 1.0),
     (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, 0.0),
     (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, 0.5),
@@ -81,9 +81,9 @@ const TENSOR_PRODUCTS: [Product; 5] = [
     (1, [150, 272, 264], ALL, GELU | KEEP, 0.5),
 ];
 
-/// Four blocks of the largest tile, vectors and elements, stages of the ring more than once, and chunks.
+/// Four blocks of the largest tile, and enough of GELU; vectors and elements, stages of the ring more than once, and chunks.
 const SMALLEST_TENSOR_PRODUCTS: [Product; 4] = [
-    (1, [129, 257, 24], ALL, 0, 0.0),
+    (1, [129, 257, 24], ALL, GELU, 0.0),
     (2, [12, 24, 168], ALL, GELU | KEEP, 0.5),
     (1, [3, 7, 8], ALL, GELU, 0.0),
     (1, [4, 8, 80], 32, 0, 0.0),
@@ -170,14 +170,16 @@ macro_rules! rounded {
 }
 
 /// The case of a tile of matrix instructions: [`matmul`], on whole numbers so small that every sum is exact. The order of
-/// sums, which is each GPU's own, then changes nothing.
+/// sums, which is each GPU's own, then changes nothing. The smallest form has a bias between whole numbers, so that GELU does not see
+/// them alone.
 macro_rules! matmul_tensor {
     ($inputs:ident, $kernel:ident, $round:ident, $format:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
         for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS) {
             let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
             let ((a, stride_a), (b, stride_b)) = round_factors!(i, $round, $format, batches, [m, n, k], TRANSPOSE_B, a, b);
-            let (bias, length) = (i.whole(batches * n)?, batches * k.div_ceil(chunk) * m * n);
+            let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+            let length = batches * k.div_ceil(chunk) * m * n;
             let mut out = i.output(beta, [length], || i.whole(length))?;
             let mut pre = i.output(0.0, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
             launch_matmul!(i, $kernel, batches, [m, n, k], { stride_a, stride_b, }, chunk, beta, flags, a, b, bias, out, pre);
@@ -202,14 +204,15 @@ pub const CASES: [(&str, Case); 49] = [
     ("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
     ("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
-            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, 0.125)?;
+            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, i.attention_scale())?;
             [out.save(), kept.probabilities, kept.inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
     ("attention_backward", |i| {
         i.heads(|i, qkv, gains, dout| {
-            let (kept, mut dgains) = (ops::attention(i.step, qkv, gains, 1e-6, 0.125)?.kept, i.normals([2, 64])?);
-            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, 0.125, &mut dgains, true)?;
+            let (scale, mut dgains) = (i.attention_scale(), i.normals([2, 64])?);
+            let kept = ops::attention(i.step, qkv, gains, 1e-6, scale)?.kept;
+            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, scale, &mut dgains, true)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
@@ -340,9 +343,11 @@ pub const CASES: [(&str, Case); 49] = [
     ("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
     ("scalars", |i| {
         (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
-            let (length, stride) = i.by_form(((1 << 17) + 3, 32_749), (1027, 4_182_011));
+            // In the smallest form from 0.01 to 10, by turns of either sign.
+            let (length, first, stride) =
+                i.by_form(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
             let mut y = i.step.empty([length])?;
-            i.step.launch(scalars::scalars { y: y.out(), length, function, first: 0x8000_0001, stride })?;
+            i.step.launch(scalars::scalars { y: y.out(), length, function, first, stride })?;
             i.keep(&y)
         })
     }),

@@ -61,10 +61,17 @@ impl<'s> Inputs<'_, 's> {
         self.step.upload(&self.random.borrow_mut().normals(shape.elements()), shape)
     }
 
-    /// Whole numbers from -8 to 8.
+    /// Whole numbers from -8 to 8; from -2 to 2 in the smallest form, so that GELU makes most sums neither 0 nor themselves.
     pub(super) fn whole(&self, length: usize) -> Result<Tensor<'s>> {
-        let below = self.random.borrow_mut().belows(length, 17);
-        self.step.upload(&below.into_iter().map(|below| below as f32 - 8.0).collect::<Vec<_>>(), [length])
+        let most = self.by_form(8, 2);
+        let below = self.random.borrow_mut().belows(length, 2 * most + 1);
+        let values: Vec<f32> = below.into_iter().map(|below| below as f32 - most as f32).collect();
+        self.step.upload(&values, [length])
+    }
+
+    /// What scores are scaled by. A power of two would hide that a product was fused.
+    pub(super) fn attention_scale(&self) -> f32 {
+        self.by_form(0.125, 0.1)
     }
 
     /// A gain for the norm of `x`.
@@ -93,8 +100,8 @@ impl<'s> Inputs<'_, 's> {
     /// which is no multiple of four.
     pub(super) fn flat(&self, op: impl Fn(&Self, &[Tensor<'s>; 2]) -> Result<()>) -> Result<()> {
         let dense = |seed| {
-            let values = self.by_form(18, 9);
-            let values = sample_of(values, seed, -12.5, 10.0);
+            let counts = self.by_form([18, 18], [9, 12]);
+            let values = sample_of(counts, seed, -12.5, 10.0);
             let values = self.by_form(&values[..], &values[1..]);
             self.step.upload(values, [values.len()])
         };
@@ -107,7 +114,7 @@ impl<'s> Inputs<'_, 's> {
 
     /// The op on arrays shorter than, as long as and longer than what a block reduces.
     pub(super) fn long(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
-        let lengths = self.by_form(&[1, 5, 4096, 4096 * 70 + 3][..], &[4096 + 1027]);
+        let lengths = self.by_form(&[1, 5, 4096, 4096 * 70 + 3][..], &[4096 * 8 + 1027]);
         lengths.iter().try_for_each(|&length| op(self, &self.normals([length])?))
     }
 

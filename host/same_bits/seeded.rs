@@ -90,18 +90,19 @@ pub const SPECIAL: [f32; 20] = [
     -12.0,
 ];
 
-/// [`sample_of`] 2^18 of each kind.
+/// Every magnitude of either sign alike, infinities and NaNs among them; then the range `from..to` densely; then [`SPECIAL`].
 pub fn sample(seed: u64, from: f32, to: f32) -> Vec<f32> {
-    sample_of(18, seed, from, to)
+    sample_of([18, 18], seed, from, to)
 }
 
-/// Every magnitude of either sign alike, infinities and NaNs among them, 2^`log2` numbers; as many of the range `from..to`; then
-/// [`SPECIAL`].
-pub(super) fn sample_of(log2: u32, seed: u64, from: f32, to: f32) -> Vec<f32> {
+/// Every magnitude of either sign alike, infinities and NaNs among them; then the range `from..to` densely; then [`SPECIAL`]. The first
+/// two are 2^`log2` numbers each.
+pub(super) fn sample_of(log2: [u32; 2], seed: u64, from: f32, to: f32) -> Vec<f32> {
     let mut random = Random::new(seed);
-    let (count, stratum) = (1u32 << log2, 1u32 << (32 - log2));
+    let [count, dense] = log2.map(|log2| 1u32 << log2);
+    let stratum = 1 << (32 - log2[0]);
     let mut values: Vec<f32> = (0..count).map(|high| f32::from_bits(high * stratum + random.below(stratum))).collect();
-    values.extend(random.uniforms(count as usize, from, to));
+    values.extend(random.uniforms(dense as usize, from, to));
     values.extend(SPECIAL);
     values
 }
