@@ -46,7 +46,8 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, SelfTest, faults, ptx_digests,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, SelfTest, faults,
+    ptx_digests,
 };
 pub use error::{Error, Result};
 pub use files::{PlainFile, RunLock, replace_file};

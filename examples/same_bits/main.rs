@@ -121,9 +121,12 @@ fn time(kind: DeviceKind) -> Result<()> {
     let device = open(kind, SelfTest::Never)?;
     println!("{}: remembered before: {}", device.description().name, known(&device));
     drop(device);
-    for (name, when) in
-        [("never", SelfTest::Never), ("new", SelfTest::WhenNew), ("new", SelfTest::WhenNew), ("always", SelfTest::Always)]
-    {
+    for (name, when) in [
+        ("never", SelfTest::Never),
+        ("new", SelfTest::WhenNew),
+        ("new", SelfTest::WhenNew),
+        ("always", SelfTest::Always),
+    ] {
         let start = Instant::now();
         let device = open(kind, when)?;
         println!("{:7.3} s  opened with STEPSCOPE_SELF_TEST={name}", start.elapsed().as_secs_f64());

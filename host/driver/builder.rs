@@ -32,6 +32,22 @@ pub enum SelfTest {
     Never,
 }
 
+impl SelfTest {
+    /// What the environment says where it says anything.
+    fn unless(self, variable: Option<&str>) -> Result<Self> {
+        match variable {
+            None => Ok(self),
+            Some("new") => Ok(Self::WhenNew),
+            Some("always") => Ok(Self::Always),
+            Some("never") => Ok(Self::Never),
+            Some(other) => {
+                let expected = format!("new, always or never in {SELF_TEST_VARIABLE}");
+                Err(Error::misuse("device", expected, format!("`{other}`")))
+            }
+        }
+    }
+}
+
 /// Settings of a device; see [`Device::builder`].
 #[derive(Debug)]
 pub struct DeviceBuilder {
@@ -91,16 +107,8 @@ impl DeviceBuilder {
 
     /// When the kernels are tested, by all that has a say.
     pub(crate) fn tests(&self) -> Result<SelfTest> {
-        let asked = match std::env::var(SELF_TEST_VARIABLE).as_deref() {
-            Err(_) => self.self_test,
-            Ok("new") => SelfTest::WhenNew,
-            Ok("always") => SelfTest::Always,
-            Ok("never") => SelfTest::Never,
-            Ok(other) => {
-                let expected = format!("new, always or never in {SELF_TEST_VARIABLE}");
-                return Err(Error::misuse("device", expected, format!("`{other}`")));
-            }
-        };
+        let variable = std::env::var_os(SELF_TEST_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+        let asked = self.self_test.unless(variable.as_deref())?;
         let planted = self.has_faults() && asked == SelfTest::WhenNew;
         Ok(if planted { SelfTest::Never } else { asked })
     }
@@ -170,4 +178,32 @@ fn cuda(others: &[Kernels]) -> Result<Arc<dyn Driver>> {
 fn cuda(_: &[Kernels]) -> Result<Arc<dyn Driver>> {
     let reason = "this build has no CUDA; build with `--features cuda`".into();
     Err(Error::NoDevice { wanted: "cuda", reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_decides_whether_kernels_are_tested() {
+        for own in [SelfTest::WhenNew, SelfTest::Always, SelfTest::Never] {
+            assert_eq!(own.unless(None), Ok(own));
+            for (text, asked) in [("new", SelfTest::WhenNew), ("always", SelfTest::Always), ("never", SelfTest::Never)]
+            {
+                assert_eq!(own.unless(Some(text)), Ok(asked));
+            }
+            for malformed in ["", "1", "Always", "never "] {
+                let error = own.unless(Some(malformed)).unwrap_err().to_string();
+                assert!(error.contains("new, always or never in STEPSCOPE_SELF_TEST, got `"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn planted_faults_are_not_met_by_a_test_that_nobody_asked_for() {
+        let planted = |when| Device::builder(DeviceKind::Emulated).self_test(when).faults(FaultPlan::new()).tests();
+        assert_eq!(planted(SelfTest::WhenNew), Ok(SelfTest::Never));
+        assert_eq!(planted(SelfTest::Always), Ok(SelfTest::Always));
+        assert_eq!(Device::builder(DeviceKind::Emulated).tests(), Ok(SelfTest::WhenNew));
+    }
 }

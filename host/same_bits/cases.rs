@@ -219,8 +219,10 @@ pub const CASES: [(&str, Case); 49] = [
     }),
     ("checksum", |i| {
         let chunks = i.by_form(3, 1);
-        let words = i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
-        let (x, mut sums) = (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
+        let words =
+            i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+        let (x, mut sums) =
+            (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
         i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
         i.keep(&sums)
     }),
@@ -316,25 +318,35 @@ pub const CASES: [(&str, Case); 49] = [
     ("sum_columns", |i| {
         i.rows(|i, x| {
             let [rows, cols] = x.shape().as_rows();
-            i.sums(rows, || ops::sum_columns(i.step, x), |scale, accumulate, out| {
-                i.step.launch(reduce::sum_columns { x: x.slice(), cols, scale, accumulate, out })
-            })
+            i.sums(
+                rows,
+                || ops::sum_columns(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_columns { x: x.slice(), cols, scale, accumulate, out })
+                },
+            )
         })
     }),
     ("sum_rows", |i| {
         i.rows(|i, x| {
             let ([rows, cols], chunk) = (x.shape().as_rows(), 128);
-            i.sums(rows.div_ceil(chunk) * cols, || ops::sum_rows(i.step, x), |scale, accumulate, out| {
-                i.step.launch(reduce::sum_rows { x: x.slice(), cols, chunk, scale, accumulate, out })
-            })
+            i.sums(
+                rows.div_ceil(chunk) * cols,
+                || ops::sum_rows(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_rows { x: x.slice(), cols, chunk, scale, accumulate, out })
+                },
+            )
         })
     }),
     ("sum_all", |i| {
         i.long(|i, x| {
             let blocks = x.shape().elements().div_ceil(kernels::block::CHUNK);
-            i.sums(blocks, || ops::sum(i.step, x), |scale, accumulate, out| {
-                i.step.launch(reduce::sum_all { x: x.slice(), scale, accumulate, out })
-            })
+            i.sums(
+                blocks,
+                || ops::sum(i.step, x),
+                |scale, accumulate, out| i.step.launch(reduce::sum_all { x: x.slice(), scale, accumulate, out }),
+            )
         })
     }),
     ("squared_norm", |i| i.long(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),

@@ -27,7 +27,7 @@ const SMALLEST_ARENA_BYTES: usize = 2 << 20;
 const ROWS: [[usize; 2]; 6] = [[300, 3], [65, 64], [12, 193], [129, 256], [4100, 5], [2, 20_001]];
 /// Rows of 1, 2, 4, 8, 16 and 32 lanes: whole vectors that lanes hold, four or eight, and that they read again; rows with tails; more
 /// rows than a block has at once, and than are summed in one. Rows of 16 lanes with a tail hold special numbers, see [`Inputs::rows`].
-const SMALLEST_ROWS: [[usize; 2]; 7] = [[140, 3], [140, 20], [3, 64], [3, 99], [2, 256], [1, 516], [1, 1028]];
+const SMALLEST_ROWS: [[usize; 2]; 7] = [[140, 3], [140, 20], [20, 64], [20, 99], [20, 256], [2, 516], [2, 1028]];
 /// Columns of the rows that hold special numbers.
 const SPECIAL_COLUMNS: usize = 193;
 /// Whole squares of 32 x 32 and cut ones, of rows that begin where a vector may and of others.

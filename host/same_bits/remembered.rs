@@ -51,13 +51,16 @@ impl Remembered {
     /// The user's: `stepscope/kernels` in what the system has for caches (`XDG_CACHE_HOME`, or `.cache` in `HOME`). None, and a warning,
     /// where there is no such place.
     pub(super) fn of_user() -> Option<Self> {
-        let base = etcetera::choose_base_strategy().inspect_err(|error| {
-            tracing::warn!(%error, "there is no folder to remember tested kernels in: they are tested at each opening");
-        });
-        Some(Self::at(base.ok()?.cache_dir().join("stepscope").join("kernels")))
+        let cache = etcetera::choose_base_strategy().ok().map(|base| base.cache_dir());
+        // A relative path would be another one for each program.
+        let Some(cache) = cache.filter(|cache| cache.is_absolute()) else {
+            tracing::warn!("no home folder to remember tested kernels in: they are tested whenever a device is opened");
+            return None;
+        };
+        Some(Self::at(cache.join("stepscope").join("kernels")))
     }
 
-    fn at(folder: PathBuf) -> Self {
+    pub(super) fn at(folder: PathBuf) -> Self {
         Self { folder }
     }
 
@@ -66,7 +69,9 @@ impl Remembered {
         let path = self.folder.join(key.file());
         match read(&path) {
             Ok(text) if text.starts_with(key.0.as_bytes()) => return Some(path),
-            Ok(_) => tracing::warn!(path = %path.display(), "this is no record of tested kernels; they are tested again"),
+            Ok(_) => {
+                tracing::warn!(path = %path.display(), "this is no record of tested kernels; they are tested again")
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => tracing::warn!(path = %path.display(), %error, "unreadable; the kernels are tested again"),
         }
@@ -105,5 +110,6 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
 
 /// The file that remembers that this device's kernels were seen to be right; none where they were not, or are no PTX.
 pub fn remembered(device: &Device) -> Option<PathBuf> {
-    Remembered::of_user()?.find(&Key::of(device.description())?)
+    let key = Key::of(device.description())?;
+    Remembered::of_user()?.find(&key)
 }

@@ -59,7 +59,9 @@ impl Device {
             let results = run(self, case, Form::Smallest).map_err(|error| self.blame(kernel, error))?;
             let found = line(kernel, &results);
             if !golden.lines().any(|line| line == found.trim_end()) {
-                return Err(self.wrong(kernel, format!("gives wrong bits: the digest of its results is {}", &found[..16])));
+                return Err(
+                    self.wrong(kernel, format!("gives wrong bits: the digest of its results is {}", &found[..16]))
+                );
             }
             kernels += 1;
         }

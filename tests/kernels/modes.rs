@@ -18,7 +18,8 @@ type Outputs = Vec<Vec<u32>>;
 fn outputs(mode: Mode) -> (Vec<Outputs>, Duration) {
     let device = support::open(DeviceKind::Emulated);
     let start = Instant::now();
-    let mut outputs: Vec<Outputs> = mode.scope(|| CASES.iter().map(|(_, case)| run(&device, *case, Form::Whole)).collect());
+    let mut outputs: Vec<Outputs> =
+        mode.scope(|| CASES.iter().map(|(_, case)| run(&device, *case, Form::Whole)).collect());
     let elapsed = start.elapsed();
     for word in outputs.iter_mut().flatten().flatten() {
         *word = canonical(f32::from_bits(*word));

@@ -131,7 +131,9 @@ fn the_tiles_of_a_product_give_the_same_bits() {
         let is_tile = |name: &str| name.strip_prefix(format).is_some_and(|tile| tile.starts_with(char::is_numeric));
         let tiles: Vec<_> = CASES.iter().filter(|(name, _)| is_tile(name)).collect();
         assert_eq!(tiles.len(), count);
-        for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile))) {
+        for (form, (name, case)) in
+            Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
+        {
             assert_eq!(difference(name, &run(&device, tiles[0].1, form), &run(&device, *case, form)), None);
         }
     }
