@@ -66,10 +66,15 @@ on_each_device! {
         let kind = device.description().kind;
         for kernel in KERNELS {
             let launch = before(kind, Call::Launch, kernel) + 1;
-            let planted = open(kind, &FaultPlan::new().on(Call::Launch, launch, Fault::Fail));
-            names(&planted.self_test().unwrap_err(), kernel, "planted on Launch", device);
-            // Nothing was spoiled: the next launch is another.
-            planted.self_test().unwrap();
+            for fault in [Fault::Fail, Fault::Spoil] {
+                let planted = open(kind, &FaultPlan::new().on(Call::Launch, launch, fault));
+                names(&planted.self_test().unwrap_err(), kernel, "planted on Launch", device);
+                match fault {
+                    Fault::Spoil => assert!(planted.lost().is_some()),
+                    // The next launch is another.
+                    _ => assert_eq!(planted.self_test().unwrap().kernels, CASES.len()),
+                }
+            }
         }
     }
 

@@ -90,12 +90,7 @@ impl Device {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::faults::{Call, Fault, FaultPlan};
     use crate::same_bits::CASES;
-
-    fn open(plan: &FaultPlan) -> Device {
-        Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap()
-    }
 
     fn kernel_of(error: &Error) -> (&'static str, &str) {
         let Error::Kernels { kernel, reason, .. } = error else { panic!("{error}") };
@@ -121,33 +116,5 @@ mod tests {
         }
         assert_eq!(device.lost(), None);
         assert_eq!(device.self_test().unwrap().kernels, CASES.len());
-    }
-
-    /// The launches of the first case, the second, and so on, until there were so many.
-    fn launches_before(kernel: &str) -> u64 {
-        let plan = FaultPlan::new();
-        let device = open(&plan);
-        for (name, case) in in_order() {
-            if name == kernel {
-                return plan.count(Call::Launch);
-            }
-            run(&device, case, Form::Smallest).unwrap();
-        }
-        panic!("no case of {kernel}");
-    }
-
-    #[test]
-    fn a_launch_that_is_refused_or_never_returns_names_its_kernel() {
-        for kernel in ["guard_write", "cross_entropy", "matmul_tf32_64x128"] {
-            let launch = launches_before(kernel) + 1;
-            for (fault, lost) in [(Fault::Fail, false), (Fault::Spoil, true)] {
-                let device = open(&FaultPlan::new().on(Call::Launch, launch, fault));
-                let error = device.self_test().unwrap_err();
-                let (named, reason) = kernel_of(&error);
-                assert_eq!(named, kernel);
-                assert!(reason.contains("planted on Launch"), "{error}");
-                assert_eq!(device.lost().is_some(), lost);
-            }
-        }
     }
 }
