@@ -3,6 +3,7 @@
 //! Invariant: a caller's mistake is [`Error::Misuse`] or [`Error::Contract`], found before anything ran; everything
 //! else names the call that failed and what the system said.
 
+use crate::driver::PtxBuild;
 use crate::finite::Quantity;
 use crate::memory::{ArenaReport, Cause, Refusal};
 use cuda_std::emulator::Fault;
@@ -169,6 +170,27 @@ pub enum Error {
     DeviceLost {
         /// The failure.
         cause: String,
+    },
+    /// A kernel does not do what it must, found by the self-test; nothing else was computed with the device.
+    #[error(
+        "{device}: kernel `{kernel}` {reason}. {}, or open the device without a test, at the risk of wrong results: STEPSCOPE_SELF_TEST=never",
+        ptx.as_ref().map_or_else(
+            || "On the emulator a kernel or its committed digest was changed: `same_bits --update` where that is meant".into(),
+            |ptx| format!(
+                "Its PTX is {ptx}; that compiler, or the driver, compiles it wrongly: build with rustc's NVPTX backend, or with a \
+                 rust-cuda without the traps of docs/rust-cuda.md"
+            )
+        )
+    )]
+    Kernels {
+        /// The kernel.
+        kernel: &'static str,
+        /// What was seen: wrong bits, a kernel that does not end, a refusal.
+        reason: String,
+        /// The device's name.
+        device: String,
+        /// The PTX that its kernels were compiled from; none on the emulator.
+        ptx: Option<PtxBuild>,
     },
     /// No device of the kind that was asked for.
     #[error("no {wanted} device: {reason}")]

@@ -23,6 +23,7 @@ pub mod ops;
 mod optim;
 mod params;
 mod random;
+pub mod same_bits;
 mod state_dict;
 mod step;
 mod tensor;
@@ -45,8 +46,8 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler, faults,
-    ptx_builds,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler,
+    SelfTest, faults, ptx_builds,
 };
 pub use error::{Error, Result};
 pub use files::{PlainFile, RunLock, replace_file};

@@ -11,6 +11,7 @@ mod support;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::same_bits::CASES;
 use stepscope::{
     Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Inputs, Output, Overflow, Record, Result, Source,
     Step, Target, ops,
@@ -32,6 +33,7 @@ enum Deed {
     ReadBuffer,
     WriteBuffer,
     BuildArena,
+    SelfTest,
     Trim,
     Synchronize,
     DropBuffer,
@@ -39,7 +41,7 @@ enum Deed {
     DropCapture,
 }
 
-const DEEDS: [Deed; 14] = [
+const DEEDS: [Deed; 15] = [
     Deed::Step,
     Deed::Scratch,
     Deed::Measure,
@@ -49,6 +51,7 @@ const DEEDS: [Deed; 14] = [
     Deed::ReadBuffer,
     Deed::WriteBuffer,
     Deed::BuildArena,
+    Deed::SelfTest,
     Deed::Trim,
     Deed::Synchronize,
     Deed::DropBuffer,
@@ -170,6 +173,7 @@ impl World {
             Deed::BuildArena => {
                 assert_eq!(double(&mut Arena::builder(device).capacity(Capacity::mib(1)).build()?)?, DOUBLED)
             }
+            Deed::SelfTest => assert_eq!(device.self_test()?.kernels, CASES.len()),
             Deed::Trim => other.as_mut().unwrap().trim()?,
             Deed::Synchronize => device.synchronize(device.deadline())?,
             Deed::DropBuffer => drop(buffer.take()),

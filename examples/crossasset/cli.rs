@@ -233,8 +233,13 @@ mod tests {
         let version = Args::command().render_long_version();
         let kernels: Vec<&str> = version.lines().filter_map(|line| line.strip_prefix("PTX ")).collect();
         if cfg!(feature = "cuda") {
-            let digests = kernels.iter().filter_map(|line| line.strip_prefix("sm_")?.split_once(' '));
-            assert!(digests.filter(|(_, digest)| digest.len() == 64).count() == kernels.len() && !kernels.is_empty());
+            let is_whole = |line: &&&str| {
+                let build = line.strip_prefix("sm_").and_then(|build| build.split_once(" by "));
+                build.is_some_and(|(ptx, by)| {
+                    by == "rustc" && ptx.split_once(' ').is_some_and(|(_, sha)| sha.len() == 64)
+                })
+            };
+            assert!(kernels.iter().filter(is_whole).count() == kernels.len() && !kernels.is_empty(), "{version}");
         } else {
             assert_eq!(kernels, ["none: built without feature `cuda`"]);
         }

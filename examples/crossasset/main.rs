@@ -152,6 +152,7 @@ fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<d
 
     let report = Report {
         device: device.description().kind.to_string(),
+        ptx: device.description().ptx.as_ref().map(ToString::to_string),
         model,
         data,
         epochs: run.position.epochs,

@@ -17,6 +17,8 @@ pub(crate) const BATCHES_KEPT: usize = 8;
 pub(crate) struct Report {
     /// `emulated` or `cuda`.
     pub(crate) device: String,
+    /// The PTX that its kernels were compiled from: architecture, SHA-256 and compiler; none on the emulator.
+    pub(crate) ptx: Option<String>,
     /// The size of the model.
     pub(crate) model: ModelSize,
     /// The size of the data.
@@ -194,6 +196,7 @@ mod tests {
             (0..8).map(|batch| json!({ "loss": f64::from(batch), "head_gradient_l2": 0.5 })).collect();
         let expected = json!({
             "device": "emulated",
+            "ptx": null,
             "model": { "tensors": 0, "weights": 0 },
             "data": { "bars": 0, "samples": 0 },
             "epochs": [{

@@ -5,28 +5,22 @@
 //! cargo run --release --features cuda --example same_bits -- --device cuda   # the GPU
 //! cargo run --release --example same_bits -- --plant add                     # shows that one wrong bit is seen
 //! cargo run --release --example same_bits -- --update                        # after a change of a kernel or a case
+//! cargo run --release --example same_bits -- --self-test                     # what the test on opening a device costs
 //! ```
 //! A line for each kernel, forward and backward: its name, the first 16 digits of the SHA-256 of its results, and whether
-//! that is the committed one; then the digest of all. NaNs count as equal.
+//! that is the committed one; then the digest of all. NaNs count as equal. The device is opened without its own test, which would be
+//! the same once more.
 //! Exit code 0: all are equal (with `--update`: are written). 1: one is not, or the device failed. 2: the command line is
 //! wrong.
 
 #![forbid(unsafe_code)]
 
-mod cases;
-mod golden;
-#[path = "../../tests/support/mod.rs"]
-mod support;
-
-use cases::CASES;
 use clap::Parser;
 use clap::builder::PossibleValuesParser;
-use golden::{GOLDEN, compare};
 use std::process::ExitCode;
-use stepscope::{Device, DeviceKind};
-
-/// Where the committed digests are.
-const GOLDEN_PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/same_bits/golden.txt");
+use std::time::Instant;
+use stepscope::same_bits::{self, CASES, Form, compare, remembered};
+use stepscope::{Device, DeviceKind, Result, SelfTest};
 
 /// Compares the bits of every kernel's results with the committed ones.
 #[derive(Parser)]
@@ -36,18 +30,35 @@ struct Args {
     #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
     device: DeviceKind,
 
+    /// Run each case in its smallest form, as the test on opening a device does
+    #[arg(long)]
+    smallest: bool,
+
     /// Change the last bit of one result of this kernel
     #[arg(long, value_name = "KERNEL", hide_possible_values = true,
         value_parser = PossibleValuesParser::new(CASES.map(|(name, _)| name)))]
     plant: Option<String>,
 
-    /// Write the digests to golden.txt in the source folder and show what changed
-    #[arg(long, conflicts_with = "plant")]
+    /// Write the digests of both forms to the source folder and show what changed
+    #[arg(long, conflicts_with_all = ["plant", "smallest"])]
     update: bool,
+
+    /// Time the test on opening a device, and openings with it and without
+    #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
+    self_test: bool,
+}
+
+/// Where the committed digests of a form are.
+fn path(form: Form) -> &'static str {
+    match form {
+        Form::Whole => concat!(env!("CARGO_MANIFEST_DIR"), "/host/same_bits/golden.txt"),
+        Form::Smallest => concat!(env!("CARGO_MANIFEST_DIR"), "/host/same_bits/smallest.txt"),
+    }
 }
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    let args = Args::parse();
+    match if args.self_test { time(args.device).map(|()| true).map_err(Into::into) } else { run(&args) } {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -57,30 +68,75 @@ fn main() -> ExitCode {
     }
 }
 
+fn open(kind: DeviceKind, when: SelfTest) -> Result<Device> {
+    Device::builder(kind).self_test(when).open()
+}
+
 /// True when all are equal, or written.
 fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
-    let device = Device::open(args.device)?;
+    let device = open(args.device, SelfTest::Never)?;
+    println!("{}, {} kernels", device.description().name, CASES.len());
+    if args.update {
+        for form in Form::ALL {
+            digests(&device, form, args)?;
+        }
+        return Ok(true);
+    }
+    digests(&device, if args.smallest { Form::Smallest } else { Form::Whole }, args)
+}
+
+/// The digests of every kernel in a form; true when all are equal, or written.
+fn digests(device: &Device, form: Form, args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
+    let start = Instant::now();
     let mut found = String::new();
     for (name, case) in CASES {
-        let mut results = cases::run(&device, case)?;
+        let mut results = same_bits::run(device, case, form)?;
         if args.plant.as_deref() == Some(name) {
             results[0][0] ^= 1;
         }
-        found += &golden::line(name, &results);
+        found += &same_bits::line(name, &results);
     }
-    println!("{}, {} kernels", device.description().name, CASES.len());
-    let verdicts = compare(&found, GOLDEN);
+    let seconds = start.elapsed().as_secs_f64();
+    let verdicts = compare(&found, form.golden());
     verdicts.iter().filter(|verdict| !(args.update && verdict.equal())).for_each(|verdict| println!("{verdict}"));
     let different = verdicts.iter().filter(|verdict| !verdict.equal()).count();
-    println!("{:<24} {}", "all", golden::of_all(&found));
+    println!("{:<24} {}", "all", same_bits::of_all(&found));
     if args.update {
-        std::fs::write(GOLDEN_PATH, &found).map_err(|error| format!("{GOLDEN_PATH}: {error}"))?;
-        println!("{different} changed, written to {GOLDEN_PATH}");
+        std::fs::write(path(form), &found).map_err(|error| format!("{}: {error}", path(form)))?;
+        println!("{different} changed, written to {}", path(form));
         return Ok(true);
     }
+    eprintln!("in {seconds:.2} s");
     match different {
         0 => println!("all equal"),
         count => println!("{count} DIFFERENT"),
     }
     Ok(different == 0)
+}
+
+/// Prints what the test costs. Files of the cache come and go as in any program.
+fn time(kind: DeviceKind) -> Result<()> {
+    // The first opening of a process also loads the driver.
+    let known = |device: &Device| remembered(device).map_or("no".into(), |path| path.display().to_string());
+    let device = open(kind, SelfTest::Never)?;
+    println!("{}: remembered before: {}", device.description().name, known(&device));
+    drop(device);
+    for (name, when) in [
+        ("never", SelfTest::Never),
+        ("new", SelfTest::WhenNew),
+        ("new", SelfTest::WhenNew),
+        ("always", SelfTest::Always),
+    ] {
+        let start = Instant::now();
+        let device = open(kind, when)?;
+        println!("{:7.3} s  opened with STEPSCOPE_SELF_TEST={name}", start.elapsed().as_secs_f64());
+        drop(device);
+    }
+    let device = open(kind, SelfTest::Never)?;
+    for time in ["first", "second"] {
+        let tested = device.self_test()?;
+        println!("{:7.3} s  {time} self-test of {} kernels", tested.elapsed.as_secs_f64(), tested.kernels);
+    }
+    println!("remembered after: {}", known(&device));
+    Ok(())
 }

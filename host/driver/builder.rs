@@ -17,6 +17,36 @@ use std::time::Duration;
 
 /// The environment variable that turns checked mode on (`1`) or off (`0`).
 const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
+/// The environment variable that says whether kernels are tested when a device is opened (`new`, `always` or `never`).
+const SELF_TEST_VARIABLE: &str = "STEPSCOPE_SELF_TEST";
+
+/// Whether the kernels of a device are tested when it is opened; see [`Device::self_test`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SelfTest {
+    /// Those of a GPU, when their PTX, compiled by this driver, was not yet seen to be right on this kind of GPU.
+    #[default]
+    WhenNew,
+    /// On any device, every time.
+    Always,
+    /// Not at all: what the kernels compute may be wrong, or never end.
+    Never,
+}
+
+impl SelfTest {
+    /// What the environment says where it says anything.
+    fn unless(self, variable: Option<&str>) -> Result<Self> {
+        match variable {
+            None => Ok(self),
+            Some("new") => Ok(Self::WhenNew),
+            Some("always") => Ok(Self::Always),
+            Some("never") => Ok(Self::Never),
+            Some(other) => {
+                let expected = format!("new, always or never in {SELF_TEST_VARIABLE}");
+                Err(Error::misuse("device", expected, format!("`{other}`")))
+            }
+        }
+    }
+}
 
 /// Settings of a device; see [`Device::builder`].
 #[derive(Debug)]
@@ -27,12 +57,14 @@ pub struct DeviceBuilder {
     ring: RingSize,
     checked: bool,
     kernels: Vec<Kernels>,
+    self_test: SelfTest,
 }
 
 impl DeviceBuilder {
     pub(super) fn new(kind: DeviceKind) -> Self {
         let (deadline, ring) = (DEFAULT_DEADLINE, RingSize::default());
-        Self { kind, deadline, faults: None, ring, checked: false, kernels: Vec::new() }
+        let self_test = SelfTest::default();
+        Self { kind, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }
     }
 
     /// How long a call of the driver may take (default [`DEFAULT_DEADLINE`]).
@@ -65,20 +97,37 @@ impl DeviceBuilder {
         self
     }
 
-    /// Makes chosen calls of the driver fail, for tests.
+    /// When the library's kernels are tested (default: [`SelfTest::WhenNew`]). The environment variable `STEPSCOPE_SELF_TEST`
+    /// (`new`, `always` or `never`) overrides this.
+    #[must_use]
+    pub fn self_test(mut self, when: SelfTest) -> Self {
+        self.self_test = when;
+        self
+    }
+
+    /// When the kernels are tested, by all that has a say.
+    pub(crate) fn tests(&self) -> Result<SelfTest> {
+        let variable = std::env::var_os(SELF_TEST_VARIABLE).map(|value| value.to_string_lossy().into_owned());
+        let asked = self.self_test.unless(variable.as_deref())?;
+        let planted = self.has_faults() && asked == SelfTest::WhenNew;
+        Ok(if planted { SelfTest::Never } else { asked })
+    }
+
+    /// Whether faults are planted.
+    pub(crate) fn has_faults(&self) -> bool {
+        self.faults.is_some()
+    }
+
+    /// Makes chosen calls of the driver fail, for tests. Such a device is not tested when it is opened, unless with
+    /// [`SelfTest::Always`]: the plan counts what the program does.
     #[must_use]
     pub fn faults(mut self, plan: FaultPlan) -> Self {
         self.faults = Some(plan);
         self
     }
 
-    /// Opens the device.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] when it is not there or this build cannot drive it, with what to do; [`Error::Timeout`] when
-    /// the driver does not answer; [`Error::Misuse`] for a malformed `STEPSCOPE_CHECKED`, and for kernels of two packages of one
-    /// name, or of one that is named like stepscope's own.
-    pub fn open(self) -> Result<Device> {
+    /// Opens the device; its kernels are not tested.
+    pub(crate) fn open_untested(self) -> Result<Device> {
         check_names(&self.kernels)?;
         let checks = Checks { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
@@ -129,4 +178,32 @@ fn cuda(others: &[Kernels]) -> Result<Arc<dyn Driver>> {
 fn cuda(_: &[Kernels]) -> Result<Arc<dyn Driver>> {
     let reason = "this build has no CUDA; build with `--features cuda`".into();
     Err(Error::NoDevice { wanted: "cuda", reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_decides_whether_kernels_are_tested() {
+        for own in [SelfTest::WhenNew, SelfTest::Always, SelfTest::Never] {
+            assert_eq!(own.unless(None), Ok(own));
+            for (text, asked) in [("new", SelfTest::WhenNew), ("always", SelfTest::Always), ("never", SelfTest::Never)]
+            {
+                assert_eq!(own.unless(Some(text)), Ok(asked));
+            }
+            for malformed in ["", "1", "Always", "never "] {
+                let error = own.unless(Some(malformed)).unwrap_err().to_string();
+                assert!(error.contains("new, always or never in STEPSCOPE_SELF_TEST, got `"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn planted_faults_are_not_met_by_a_test_that_nobody_asked_for() {
+        let planted = |when| Device::builder(DeviceKind::Emulated).self_test(when).faults(FaultPlan::new()).tests();
+        assert_eq!(planted(SelfTest::WhenNew), Ok(SelfTest::Never));
+        assert_eq!(planted(SelfTest::Always), Ok(SelfTest::Always));
+        assert_eq!(Device::builder(DeviceKind::Emulated).tests(), Ok(SelfTest::WhenNew));
+    }
 }

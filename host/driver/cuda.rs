@@ -3,9 +3,11 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
+use super::ptx::{OWN, PtxBuild};
 use super::{Description, DeviceKind, Driver, Fence, Graph, Kernels, Nodes, Pool};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
 use cuda_std::launch::{Entry, Grid, Words};
+use cust::CudaApiVersion;
 use cust::context::Context;
 use cust::device::{Device, DeviceAttribute};
 use cust::error::CudaError;
@@ -92,6 +94,8 @@ impl Cuda {
             integrated,
             processors,
             capability: Some(capability),
+            driver: Some(driver_version()?),
+            ptx: modules::choose(OWN.ptx, capability).map(|(arch, ptx)| PtxBuild::of(arch, ptx)),
         };
         Ok(Self {
             description,
@@ -157,6 +161,17 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
             | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
     );
     Err(Error::Driver { call, reason, fatal })
+}
+
+/// The version of CUDA that the driver has and, where the system tells, its own: two of one CUDA may compile otherwise.
+fn driver_version() -> Result<String> {
+    let version = CudaApiVersion::get().map_err(|error| Error::NoDevice {
+        wanted: "cuda",
+        reason: format!("`cuDriverGetVersion` failed: {error:?}"),
+    })?;
+    let own = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    let own = if own.is_empty() { String::new() } else { format!(", driver {}", short(own.trim())) };
+    Ok(format!("CUDA {}.{}{own}", version.major(), version.minor()))
 }
 
 fn describe(result: CUresult) -> String {

@@ -9,6 +9,7 @@
 use super::builder::DeviceBuilder;
 use super::lane::{Lane, TimedOut};
 use super::lends::{Lending, Lends, Use};
+use super::patience;
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, NotEnded, Retired};
@@ -188,21 +189,23 @@ impl Device {
         deadline: Duration,
         mut look: impl FnMut(Duration) -> Result<Option<R>>,
     ) -> Result<R> {
-        let start = Instant::now();
-        loop {
-            if let Some(found) = look(deadline.saturating_sub(start.elapsed()))? {
-                return Ok(found);
+        patience::of_wait(deadline, |deadline| {
+            let start = Instant::now();
+            loop {
+                if let Some(found) = look(deadline.saturating_sub(start.elapsed()))? {
+                    return Ok(found);
+                }
+                let waited = start.elapsed();
+                if waited >= deadline {
+                    return Err(self.lose_to(Error::Timeout { call: name, waited, report: None }));
+                }
+                if waited < AWAKE {
+                    std::thread::yield_now();
+                } else {
+                    std::thread::sleep((waited / NAP_SHARE).min(LONGEST_NAP).min(deadline - waited));
+                }
             }
-            let waited = start.elapsed();
-            if waited >= deadline {
-                return Err(self.lose_to(Error::Timeout { call: name, waited, report: None }));
-            }
-            if waited < AWAKE {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep((waited / NAP_SHARE).min(LONGEST_NAP).min(deadline - waited));
-            }
-        }
+        })
     }
 
     /// Runs `rehearse` with this device without memory or kernels: what is allocated there is counted and nothing else.
@@ -416,6 +419,7 @@ impl Device {
     /// # Safety
     /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive.
     pub(crate) unsafe fn launch(&self, entry: Entry, grid: Grid, words: Words, deadline: Duration) -> Result<()> {
+        let deadline = patience::of_launch(deadline);
         // SAFETY: what this function asks for is what the driver asks for; recorded memory is pinned by the rehearsal.
         self.call("launch", deadline, move |driver| unsafe { driver.launch(&entry, grid, &words) })
     }

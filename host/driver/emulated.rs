@@ -86,6 +86,8 @@ impl Emulated {
             integrated: true,
             processors,
             capability: None,
+            driver: None,
+            ptx: None,
         };
         Self { description, machine: Machine::default(), memory: Mutex::default(), graphs: Mutex::default() }
     }

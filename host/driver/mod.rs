@@ -15,6 +15,7 @@ mod graphs;
 mod landing;
 mod lane;
 mod lends;
+pub(crate) mod patience;
 mod pins;
 mod ptx;
 mod rehearsal;
@@ -22,7 +23,7 @@ mod retired;
 mod staging;
 
 use crate::error::{Error, Result};
-pub use builder::DeviceBuilder;
+pub use builder::{DeviceBuilder, SelfTest};
 use cuda_std::launch::{Entry, Grid, Words};
 pub use device::Device;
 pub(crate) use graphs::SealedGraph;
@@ -58,6 +59,11 @@ pub struct Description {
     pub processors: u32,
     /// Compute capability times ten (121 for GB10); none on the emulator.
     pub capability: Option<u32>,
+    /// The driver, which compiles PTX for the device: which CUDA it has, and its own version where the system tells; none on the
+    /// emulator.
+    pub driver: Option<String>,
+    /// The PTX that the library's own kernels were compiled from; none on the emulator.
+    pub ptx: Option<PtxBuild>,
 }
 
 /// A memory pool of a driver.

@@ -43,6 +43,12 @@ impl Arena {
         ArenaBuilder::new(device)
     }
 
+    /// An arena of so many bytes that no setting reaches: the environment's neither. Whether the memory can be had is not asked, so
+    /// it is for little memory and a short time.
+    pub(crate) fn bare(device: &Device, bytes: usize) -> Result<Self> {
+        Ok(Self { region: Region::allocate(device.clone(), bytes)?, growth: Growth::Fixed, step_deadline: None })
+    }
+
     /// The device whose memory this is.
     pub fn device(&self) -> &Device {
         self.region.device()

@@ -9,10 +9,6 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-#[path = "../../examples/same_bits/cases.rs"]
-mod cases;
-#[path = "../../examples/same_bits/golden.rs"]
-mod golden;
 #[path = "../../examples/scalars/reference.rs"]
 mod reference;
 #[path = "../../examples/scalars/sweep.rs"]

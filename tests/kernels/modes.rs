@@ -1,15 +1,15 @@
 //! Every kernel in every mode of the emulator: watched for races, and in shuffled orders.
 //!
 //! Invariant: no kernel is reported, and none gives other bits in another order of its threads or blocks. The cases are
-//! those of [`cases`](crate::cases), which launch every kernel that there is.
+//! those of [`stepscope::same_bits`], which launch every kernel that there is.
 
-use crate::cases::CASES;
 use crate::same_bits::run;
 use crate::support;
 use crate::trial::canonical;
 use cuda_std::emulator::Mode;
 use std::time::{Duration, Instant};
 use stepscope::DeviceKind;
+use stepscope::same_bits::{CASES, Form};
 
 /// The words of everything that a case keeps.
 type Outputs = Vec<Vec<u32>>;
@@ -18,7 +18,8 @@ type Outputs = Vec<Vec<u32>>;
 fn outputs(mode: Mode) -> (Vec<Outputs>, Duration) {
     let device = support::open(DeviceKind::Emulated);
     let start = Instant::now();
-    let mut outputs: Vec<Outputs> = mode.scope(|| CASES.iter().map(|(_, case)| run(&device, *case)).collect());
+    let mut outputs: Vec<Outputs> =
+        mode.scope(|| CASES.iter().map(|(_, case)| run(&device, *case, Form::Whole)).collect());
     let elapsed = start.elapsed();
     for word in outputs.iter_mut().flatten().flatten() {
         *word = canonical(f32::from_bits(*word));

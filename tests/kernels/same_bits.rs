@@ -1,15 +1,14 @@
-//! One set of bits: every kernel gives the committed bits on every device, by the cases of `examples/same_bits`.
+//! One set of bits: every kernel gives the committed bits on every device, by the cases of `stepscope::same_bits`.
 //!
 //! Invariant: each kernel that `device/src/kernels` holds has a case, which launches it; which kernels those are is read
 //! from the sources, and which ones ran from the library's own trace. The trials of the other modules compare devices too,
 //! over all their shapes; this is the short proof.
 
-use crate::cases::{self, CASES, Case};
-use crate::golden::{self, GOLDEN, Verdict, compare};
 use crate::launches::launched;
 use crate::support::sources::SOURCES;
 use crate::support::{self, on_each_device};
 use std::collections::BTreeSet;
+use stepscope::same_bits::{self, CASES, Case, Form, Verdict, compare, in_order};
 use stepscope::{Device, DeviceKind};
 
 /// The file that says which kernel files there are.
@@ -40,14 +39,27 @@ fn every_kernel_has_a_case() {
     assert!(known.remove("matmul_on_cpu"));
     assert_eq!(known, CASES.iter().map(|(name, _)| (*name).to_owned()).collect(), "kernels that exist and CASES");
     let device = support::open(DeviceKind::Emulated);
-    for (name, case) in CASES {
+    for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| CASES.map(|case| (form, case))) {
         let mut results = Vec::new();
-        let ran = launched(|| results = run(&device, case));
-        assert!(ran.contains(name), "the case `{name}` launches {ran:?}");
+        let ran = launched(|| results = run(&device, case, form));
+        assert!(ran.contains(name), "the case `{name}`, {form:?}, launches {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
         let words: usize = results.iter().map(Vec::len).sum();
-        assert!(words > 0 && 4 * nans < words, "{name}: {nans} of {words} words are NaN and say nothing");
+        assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN and say nothing");
     }
+}
+
+/// So a kernel that hangs or is wrong is found by its own case, and nothing else is blamed.
+#[test]
+fn the_self_test_uses_no_kernel_before_its_case() {
+    let device = support::open(DeviceKind::Emulated);
+    let mut known = BTreeSet::new();
+    for (name, case) in in_order() {
+        let ran = launched(|| drop(run(&device, case, Form::Smallest)));
+        assert!(known.insert(name.to_owned()), "{name} comes twice");
+        assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
+    }
+    assert_eq!(known.len(), CASES.len());
 }
 
 /// The `contract!` lines that no `// SAFETY:` comment stands before.
@@ -80,27 +92,36 @@ fn contracts_are_found_in_any_form() {
     );
 }
 
-pub(crate) fn run(device: &Device, case: Case) -> Vec<Vec<u32>> {
-    cases::run(device, case).unwrap_or_else(|error| panic!("{error}"))
+pub(crate) fn run(device: &Device, case: Case, form: Form) -> Vec<Vec<u32>> {
+    same_bits::run(device, case, form).unwrap_or_else(|error| panic!("{error}"))
 }
 
 on_each_device! {
     fn every_kernel_gives_the_committed_bits(device: &Device) {
-        let emulated = support::open(DeviceKind::Emulated);
-        let mut text = String::new();
-        for (name, case) in CASES {
-            let mut results = Vec::new();
-            // What ci/sanitize counts.
-            launched(|| results = run(device, case)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
-            // The digest tells that there is a difference, this tells where.
-            if let Some(place) = difference(name, &run(&emulated, case), &results) {
-                println!("{place}");
-            }
-            text += &golden::line(name, &results);
-        }
-        let different: Vec<_> = compare(&text, GOLDEN).into_iter().filter(|verdict| !verdict.equal()).collect();
-        assert!(different.is_empty() && text == GOLDEN, "after a change that is meant: same_bits --update\n{different:#?}");
+        gives_the_committed_bits(device, Form::Whole);
     }
+
+    fn every_kernel_gives_the_committed_bits_in_its_smallest_case(device: &Device) {
+        gives_the_committed_bits(device, Form::Smallest);
+    }
+}
+
+fn gives_the_committed_bits(device: &Device, form: Form) {
+    let emulated = support::open(DeviceKind::Emulated);
+    let mut text = String::new();
+    for (name, case) in CASES {
+        let mut results = Vec::new();
+        // What ci/sanitize counts.
+        launched(|| results = run(device, case, form)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
+        // The digest tells that there is a difference, this tells where.
+        if let Some(place) = difference(name, &run(&emulated, case, form), &results) {
+            println!("{place}");
+        }
+        text += &same_bits::line(name, &results);
+    }
+    let different: Vec<_> = compare(&text, form.golden()).into_iter().filter(|verdict| !verdict.equal()).collect();
+    let right = different.is_empty() && text == form.golden();
+    assert!(right, "after a change that is meant: same_bits --update\n{different:#?}");
 }
 
 #[test]
@@ -110,8 +131,10 @@ fn the_tiles_of_a_product_give_the_same_bits() {
         let is_tile = |name: &str| name.strip_prefix(format).is_some_and(|tile| tile.starts_with(char::is_numeric));
         let tiles: Vec<_> = CASES.iter().filter(|(name, _)| is_tile(name)).collect();
         assert_eq!(tiles.len(), count);
-        for (name, case) in &tiles[1..] {
-            assert_eq!(difference(name, &run(&device, tiles[0].1), &run(&device, *case)), None);
+        for (form, (name, case)) in
+            Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
+        {
+            assert_eq!(difference(name, &run(&device, tiles[0].1, form), &run(&device, *case, form)), None);
         }
     }
 }
@@ -119,13 +142,13 @@ fn the_tiles_of_a_product_give_the_same_bits() {
 #[test]
 fn one_ulp_in_one_result_is_seen() {
     let device = support::open(DeviceKind::Emulated);
-    let (name, case) = CASES[0];
-    let mut results = run(&device, case);
-    let committed = GOLDEN.lines().next().expect("a line");
-    assert_eq!(golden::line(name, &results), format!("{committed}\n"));
+    let ((name, case), golden) = (CASES[0], Form::Whole.golden());
+    let mut results = run(&device, case, Form::Whole);
+    let committed = golden.lines().next().expect("a line");
+    assert_eq!(same_bits::line(name, &results), format!("{committed}\n"));
     *results.last_mut().and_then(|words| words.last_mut()).expect("a result") ^= 1;
-    let text = golden::line(name, &results) + GOLDEN.split_once('\n').expect("lines").1;
-    let different: Vec<_> = compare(&text, GOLDEN).into_iter().filter(|verdict| !verdict.equal()).collect();
+    let text = same_bits::line(name, &results) + golden.split_once('\n').expect("lines").1;
+    let different: Vec<_> = compare(&text, golden).into_iter().filter(|verdict| !verdict.equal()).collect();
     assert_eq!(different.len(), 1);
     assert!(different[0].to_string().starts_with("tanh_forward "), "{}", different[0]);
     assert!(
@@ -133,7 +156,7 @@ fn one_ulp_in_one_result_is_seen() {
         "{}",
         different[0]
     );
-    assert_ne!(golden::of_all(&text), golden::of_all(GOLDEN));
+    assert_ne!(same_bits::of_all(&text), same_bits::of_all(golden));
 }
 
 #[test]

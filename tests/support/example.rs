@@ -22,7 +22,7 @@ pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Com
     let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
     assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
     let mut command = Command::new(program);
-    for variable in ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "RUST_LOG"] {
+    for variable in ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "RUST_LOG"] {
         command.env_remove(variable);
     }
     command.args(["--device", &device.description().kind.to_string()]).args(arguments);

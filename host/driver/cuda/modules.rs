@@ -49,7 +49,7 @@ impl Modules {
         let mut modules = HashMap::new();
         // Each name once: `DeviceBuilder::open` has looked.
         for Kernels { package, ptx } in [&[OWN], others].concat() {
-            let chosen = choose(ptx, capability).ok_or_else(|| {
+            let (_, chosen) = choose(ptx, capability).ok_or_else(|| {
                 let built: Vec<String> = ptx.iter().map(|(arch, _)| format!("sm_{arch}")).collect();
                 absent(format!(
                     "{name} is sm_{capability}, and this build holds kernels of {package} for {}; build with \
@@ -110,9 +110,9 @@ fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
 }
 
 /// The PTX made for this GPU, or else for the newest architecture before it of the same generation or older.
-fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<&'static str> {
+pub(super) fn choose(ptx: &'static [(u32, &'static str)], capability: u32) -> Option<(u32, &'static str)> {
     let fits = |arch: u32| arch <= capability;
-    ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).map(|(_, ptx)| *ptx)
+    ptx.iter().filter(|(arch, _)| fits(*arch)).max_by_key(|(arch, _)| *arch).copied()
 }
 
 /// Whether each kernel has the wait of `cuda_std::grid`; rust-cuda's `#[kernel]` and targets before sm_90 have none.

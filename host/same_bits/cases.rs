@@ -1,36 +1,105 @@
-//! One case for each kernel: seeded inputs of several shapes, special numbers among them, and the kernel's results.
+//! One case for each kernel, and which kernels are looked at first.
 //!
-//! Invariant: the results depend on the case alone, not on the device, the run or the other cases. Inputs are made
-//! by integers and IEEE 754 additions and multiplications alone, so they have the same bits everywhere. That every kernel has
-//! its case is tested in `tests/kernels/same_bits.rs`.
+//! Invariant: the results depend on the case and its form alone, not on the device, the run or the other cases. A case of the
+//! smallest form launches other kernels than its own only where their cases stand before it in [`in_order`]. Both, and that every
+//! kernel has its case, is tested in `tests/kernels/same_bits.rs`.
 
-use crate::support::{Random, SPECIAL, sample};
+#![forbid(unsafe_code)]
+
+use super::Form;
+use super::inputs::Inputs;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::ops;
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::{Bf16, Tf32};
 use kernels::guard::{guard_check, guard_write};
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B};
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
 use kernels::matmul::{matmul_16x16, matmul_32x32, matmul_32x64, matmul_64x128, matmul_128x256};
 use kernels::matmul_tensor::{matmul_bf16_64x64, matmul_bf16_64x128, matmul_bf16_128x128, matmul_bf16_128x256};
 use kernels::matmul_tensor::{matmul_tf32_64x64, matmul_tf32_64x128, matmul_tf32_128x128, matmul_tf32_128x256};
 use kernels::mma::{Side, fragments};
 use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
-use kernels::scalars;
-use std::cell::RefCell;
-use stepscope::{Arena, Buffer, Capacity, Device, Eager, Element, Result, Shape, Source, Target, Tensor, ops};
+use kernels::{reduce, scalars};
 
 /// Runs a kernel and keeps its results.
-pub(crate) type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+pub type Case = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
+
+/// The kernels that other cases and uploads use: what is wrong with one of them must be found by its own case.
+const FIRST: [&str; 10] = [
+    "guard_write",
+    "guard_check",
+    "checksum",
+    "fill",
+    "copy",
+    "sum_all",
+    "sum_rows",
+    "squared_norm",
+    "round_to_tf32",
+    "round_to_bf16",
+];
+
+/// [`CASES`], those of the kernels that others use first.
+pub fn in_order() -> impl Iterator<Item = (&'static str, Case)> {
+    let is_first = |name: &&str| FIRST.contains(name);
+    let first = FIRST.iter().filter_map(|name| CASES.into_iter().find(|case| case.0 == *name));
+    first.chain(CASES.into_iter().filter(move |(name, _)| !is_first(name)))
+}
+
+/// A multiply: batches, `[m, n, k]`, how much of k is a chunk, flags and beta.
+type Product = (usize, [usize; 3], usize, u32, f32);
+
+/// A chunk that is all of k.
+const ALL: usize = usize::MAX;
+
+/// Products with and without tails, each way to store and to end them.
+const PRODUCTS: [Product; 5] = [
+    (1, [1, 1, 1], ALL, 0, 0.0),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, 1.0),
+    (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, 0.0),
+    (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, 0.0),
+    (1, [150, 193, 257], ALL, GELU | KEEP, 0.5),
+];
+
+/// Four blocks of the largest tile, and enough of GELU: fusing changes one result in some hundreds; copies by vectors and by elements
+/// along both axes, whole stages and cut ones; chunks of which the first has two chains.
+const SMALLEST_PRODUCTS: [Product; 5] = [
+    (1, [129, 257, 5], ALL, GELU, 0.0),
+    (2, [8, 12, 68], ALL, TRANSPOSE_A, 1.0),
+    (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, 0.0),
+    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, 0.5),
+    (1, [2, 3, 1100], 1088, 0, 0.0),
+];
+
+/// The same for matrix instructions, which have no transposes.
+const TENSOR_PRODUCTS: [Product; 5] = [
+    (1, [1, 8, 8], ALL, 0, 0.0),
+    (1, [64, 64, 64], ALL, 0, 1.0),
+    (3, [136, 72, 24], ALL, 0, 0.0),
+    (1, [12, 256, 192], ALL, GELU, 0.0),
+    (1, [150, 272, 264], ALL, GELU | KEEP, 0.5),
+];
+
+/// Four blocks of the largest tile, and enough of GELU; vectors and elements, stages of the ring more than once, and chunks.
+const SMALLEST_TENSOR_PRODUCTS: [Product; 4] = [
+    (1, [129, 257, 24], ALL, GELU, 0.0),
+    (2, [12, 24, 168], ALL, GELU | KEEP, 0.5),
+    (1, [3, 7, 8], ALL, GELU, 0.0),
+    (1, [4, 8, 80], 32, 0, 0.0),
+];
 
 /// Launches a multiply of packed matrices and keeps what it leaves; `$factors`: how they lie.
 macro_rules! launch_matmul {
-    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], { $($factors:tt)* }, $beta:expr, $flags:expr,
-        $a:ident, $b:ident, $bias:ident, $out:ident, $pre:ident) => {{
+    ($i:ident, $kernel:ident, $batches:expr, [$m:expr, $n:expr, $k:expr], { $($factors:tt)* }, $chunk:expr, $beta:expr,
+        $flags:expr, $a:ident, $b:ident, $bias:ident, $out:ident, $pre:ident) => {{
+        // Nothing may follow the sum of a chunk.
+        let bias = if $chunk < $k { Slice::empty() } else { $bias.slice() };
         let (c, written) = $out.in_place();
         $i.step.launch($kernel {
             a: $a.slice(),
             b: $b.slice(),
-            bias: $bias.slice(),
+            bias,
             c,
             out: written,
             pre: $pre.out(),
@@ -38,7 +107,7 @@ macro_rules! launch_matmul {
             n: $n as u32,
             k: $k as u32,
             ldc: $n as u32,
-            chunk: $k as u32,
+            chunk: $chunk.min($k) as u32,
             batches: $batches as u32,
             $($factors)*
             stride_c: $m * $n,
@@ -47,26 +116,24 @@ macro_rules! launch_matmul {
             flags: $flags,
         })?;
         $i.keep(&$out)?;
-        $i.keep(&$pre)?;
+        if $flags & KEEP != 0 || $i.form == Form::Whole {
+            $i.keep(&$pre)?;
+        }
     }};
 }
 
-/// The case of a tile: products with and without tails, each way to store and to end them. The tiles give the same bits.
+/// The case of a tile. The tiles give the same bits.
 macro_rules! matmul {
     ($inputs:ident, $kernel:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
-        for (batches, [m, n, k], flags, beta) in [
-            (1, [1, 1, 1], 0, 0.0),
-            (1, [64, 64, 64], TRANSPOSE_A, 1.0),
-            (3, [129, 65, 17], TRANSPOSE_A | TRANSPOSE_B, 0.0),
-            (1, [12, 256, 193], TRANSPOSE_B | GELU, 0.0),
-            (1, [150, 193, 257], GELU | KEEP, 0.5),
-        ] {
+        for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
             let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
-            let (mut out, mut pre) = (i.normals([batches, m, n])?, i.normals([batches, m, n])?);
+            let shape = [batches * k.div_ceil(chunk), m, n];
+            let mut out = i.output(beta, shape, || i.normals(shape))?;
+            let mut pre = i.output(0.0, shape, || i.normals(shape))?;
             let lda = if flags & TRANSPOSE_A == 0 { k } else { m } as u32;
             let ldb = if flags & TRANSPOSE_B == 0 { n } else { k } as u32;
-            launch_matmul!(i, $kernel, batches, [m, n, k], { lda, ldb, stride_a: m * k, stride_b: k * n, }, beta,
+            launch_matmul!(i, $kernel, batches, [m, n, k], { lda, ldb, stride_a: m * k, stride_b: k * n, }, chunk, beta,
                 flags, a, b, bias, out, pre);
         }
         Ok(())
@@ -90,7 +157,7 @@ macro_rules! round_factors {
 /// The case of a kernel that rounds: factors as they lie and transposed, with and without tails, special numbers among them.
 macro_rules! rounded {
     ($inputs:ident, $kernel:ident, $format:ident) => {
-        $inputs.rows(|i, x| {
+        $inputs.squares(|i, x| {
             let [m, k] = x.shape().as_rows();
             for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
                 let ((a, _), (b, _)) = round_factors!(i, $kernel, $format, 1, [m, m, k], flags, x, x);
@@ -103,29 +170,26 @@ macro_rules! rounded {
 }
 
 /// The case of a tile of matrix instructions: [`matmul`], on whole numbers so small that every sum is exact. The order of
-/// sums, which is each GPU's own, then changes nothing.
+/// sums, which is each GPU's own, then changes nothing. The smallest form has a bias between whole numbers, so that GELU does not see
+/// them alone.
 macro_rules! matmul_tensor {
     ($inputs:ident, $kernel:ident, $round:ident, $format:ident) => {{
         let i: &Inputs<'_, '_> = $inputs;
-        for (batches, [m, n, k], flags, beta) in [
-            (1, [1, 8, 8], 0, 0.0),
-            (1, [64, 64, 64], 0, 1.0),
-            (3, [136, 72, 24], 0, 0.0),
-            (1, [12, 256, 192], GELU, 0.0),
-            (1, [150, 272, 264], GELU | KEEP, 0.5),
-        ] {
+        for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS) {
             let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
             let ((a, stride_a), (b, stride_b)) = round_factors!(i, $round, $format, batches, [m, n, k], TRANSPOSE_B, a, b);
-            let (bias, mut out) = (i.whole(batches * n)?, i.whole(batches * m * n)?);
-            let mut pre = i.step.upload(&i.step.read(&out)?, [batches * m * n])?;
-            launch_matmul!(i, $kernel, batches, [m, n, k], { stride_a, stride_b, }, beta, flags, a, b, bias, out, pre);
+            let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+            let length = batches * k.div_ceil(chunk) * m * n;
+            let mut out = i.output(beta, [length], || i.whole(length))?;
+            let mut pre = i.output(0.0, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
+            launch_matmul!(i, $kernel, batches, [m, n, k], { stride_a, stride_b, }, chunk, beta, flags, a, b, bias, out, pre);
         }
         Ok(())
     }};
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 49] = [
+pub const CASES: [(&str, Case); 49] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -137,24 +201,28 @@ pub(crate) const CASES: [(&str, Case); 49] = [
             i.keep(&db)
         })
     }),
-    ("adamw", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| adamw(i, length))),
+    ("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
     ("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
-            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, 0.125)?;
+            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, i.attention_scale())?;
             [out.save(), kept.probabilities, kept.inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
     ("attention_backward", |i| {
         i.heads(|i, qkv, gains, dout| {
-            let (kept, mut dgains) = (ops::attention(i.step, qkv, gains, 1e-6, 0.125)?.kept, i.normals([2, 64])?);
-            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, 0.125, &mut dgains, true)?;
+            let (scale, mut dgains) = (i.attention_scale(), i.normals([2, 64])?);
+            let kept = ops::attention(i.step, qkv, gains, 1e-6, scale)?.kept;
+            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, scale, &mut dgains, true)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
     }),
     ("checksum", |i| {
-        let words: Vec<u32> = i.random.borrow_mut().normals(3 * CHUNK + 5).into_iter().map(f32::to_bits).collect();
-        let (x, mut sums) = (i.step.upload(&words, [words.len()])?, i.step.upload(&[0u32; 8], [8])?);
+        let chunks = i.by_form(3, 1);
+        let words =
+            i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+        let (x, mut sums) =
+            (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
         i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
         i.keep(&sums)
     }),
@@ -174,7 +242,10 @@ pub(crate) const CASES: [(&str, Case); 49] = [
             i.keep(&ops::add_bias(i.step, x, &bias)?)
         })
     }),
-    ("fill", |i| [1, 1025, 4099].into_iter().try_for_each(|length| i.keep(&ops::fill(i.step, [length], 0.1)?))),
+    ("fill", |i| {
+        let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
+        lengths.iter().try_for_each(|&length| i.keep(&ops::fill(i.step, [length], 0.1)?))
+    }),
     ("copy", |i| i.flat(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
     ("guard_write", |i| {
         let mut block = i.step.upload(&[7; 200], [200])?;
@@ -204,6 +275,11 @@ pub(crate) const CASES: [(&str, Case); 49] = [
     ("matmul_64x128", |i| matmul!(i, matmul_64x128)),
     ("matmul_128x256", |i| matmul!(i, matmul_128x256)),
     ("sum_splits", |i| {
+        if i.form == Form::Smallest {
+            return [([3, 260], 9, GELU | KEEP, 0.5), ([2, 5], 2, 0, 0.0)]
+                .into_iter()
+                .try_for_each(|(extents, splits, flags, beta)| splits_alone(i, extents, splits, flags, beta));
+        }
         for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
             let (a, b, bias, mut out) = (i.normals([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals([m, n])?);
             let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
@@ -239,18 +315,51 @@ pub(crate) const CASES: [(&str, Case); 49] = [
     }),
     ("round_to_tf32", |i| rounded!(i, round_to_tf32, Tf32)),
     ("round_to_bf16", |i| rounded!(i, round_to_bf16, Bf16)),
-    ("sum_columns", |i| i.rows(|i, x| i.keep(&ops::sum_columns(i.step, x)?))),
-    ("sum_rows", |i| i.rows(|i, x| i.keep(&ops::sum_rows(i.step, x)?))),
-    ("sum_all", |i| i.long(|i, x| i.keep(&ops::sum(i.step, x)?))),
+    ("sum_columns", |i| {
+        i.rows(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            i.sums(
+                rows,
+                || ops::sum_columns(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_columns { x: x.slice(), cols, scale, accumulate, out })
+                },
+            )
+        })
+    }),
+    ("sum_rows", |i| {
+        i.rows(|i, x| {
+            let ([rows, cols], chunk) = (x.shape().as_rows(), 128);
+            i.sums(
+                rows.div_ceil(chunk) * cols,
+                || ops::sum_rows(i.step, x),
+                |scale, accumulate, out| {
+                    i.step.launch(reduce::sum_rows { x: x.slice(), cols, chunk, scale, accumulate, out })
+                },
+            )
+        })
+    }),
+    ("sum_all", |i| {
+        i.long(|i, x| {
+            let blocks = x.shape().elements().div_ceil(kernels::block::CHUNK);
+            i.sums(
+                blocks,
+                || ops::sum(i.step, x),
+                |scale, accumulate, out| i.step.launch(reduce::sum_all { x: x.slice(), scale, accumulate, out }),
+            )
+        })
+    }),
     ("squared_norm", |i| i.long(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),
     ("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
     ("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
     ("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
     ("scalars", |i| {
         (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
-            let length = (1 << 17) + 3;
+            // In the smallest form from 0.01 to 10, by turns of either sign.
+            let (length, first, stride) =
+                i.by_form(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
             let mut y = i.step.empty([length])?;
-            i.step.launch(scalars::scalars { y: y.out(), length, function, first: 0x8000_0001, stride: 32_749 })?;
+            i.step.launch(scalars::scalars { y: y.out(), length, function, first, stride })?;
             i.keep(&y)
         })
     }),
@@ -291,102 +400,27 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
 }
 
-/// Seeded inputs of one case, and what its kernel gave.
-pub(crate) struct Inputs<'i, 's> {
-    step: &'i Eager<'s>,
-    random: RefCell<Random>,
-    results: RefCell<Vec<Vec<u32>>>,
-}
-
-impl<'s> Inputs<'_, 's> {
-    fn normals(&self, shape: impl Into<Shape>) -> Result<Tensor<'s>> {
-        let shape = shape.into();
-        self.step.upload(&self.random.borrow_mut().normals(shape.elements()), shape)
-    }
-
-    /// Whole numbers from -8 to 8.
-    fn whole(&self, length: usize) -> Result<Tensor<'s>> {
-        let below = self.random.borrow_mut().belows(length, 17);
-        self.step.upload(&below.into_iter().map(|below| below as f32 - 8.0).collect::<Vec<_>>(), [length])
-    }
-
-    /// A gain for the norm of `x`.
-    fn gain(&self, x: &Tensor<'s>) -> Result<Tensor<'s>> {
-        self.normals([x.shape().as_rows()[1]])
-    }
-
-    /// A class for each row of `logits`, one beyond the last among them: a row that makes the loss NaN. Of a buffer's content the op
-    /// knows nothing; uploaded, such a label is an error.
-    fn labels(&self, logits: &Tensor<'s>) -> Result<Buffer<u32>> {
-        let [rows, classes] = logits.shape().as_rows();
-        Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
-    }
-
-    /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths.
-    fn flat(&self, op: impl Fn(&Self, &[Tensor<'s>; 2]) -> Result<()>) -> Result<()> {
-        let dense = |seed| {
-            let values = sample(seed, -12.5, 10.0);
-            self.step.upload(&values, [values.len()])
-        };
-        op(self, &[dense(1)?, dense(2)?])?;
-        for length in [1, 5, 1023, 4097] {
-            op(self, &[self.normals([length])?, self.normals([length])?])?;
-        }
-        Ok(())
-    }
-
-    /// The op on arrays shorter than, as long as and longer than what a block reduces.
-    fn long(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
-        [1, 5, 4096, 4096 * 70 + 3].into_iter().try_for_each(|length| op(self, &self.normals([length])?))
-    }
-
-    /// The op on rows of several lengths, then on rows of which most hold one special number each.
-    fn rows(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
-        for shape in [[300, 3], [65, 64], [12, 193], [129, 256], [4100, 5], [2, 20_001]] {
-            op(self, &self.normals(shape)?)?;
-        }
-        let [rows, cols] = [SPECIAL.len() + 3, 193];
-        let mut values = self.random.borrow_mut().normals(rows * cols);
-        for (row, special) in SPECIAL.into_iter().enumerate() {
-            values[row * cols + row] = special;
-        }
-        op(self, &self.step.upload(&values, [rows, cols])?)
-    }
-
-    /// Attention on q, k and v, gains, and a gradient of the output.
-    fn heads(&self, op: impl Fn(&Self, &Tensor<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
-        for [samples, tokens, width] in [[4, 12, 256], [3, 16, 128], [2, 1, 64]] {
-            let qkv = self.normals([3, samples, tokens, width])?;
-            op(self, &qkv, &self.normals([2, 64])?, &self.normals([samples, tokens, width])?)?;
-        }
-        Ok(())
-    }
-
-    /// The op on shapes of `[samples, tokens, cols]`.
-    fn tokens(&self, op: impl Fn(&Self, [usize; 3]) -> Result<()>) -> Result<()> {
-        [[33, 12, 67], [256, 12, 256], [1, 1, 1]].into_iter().try_for_each(|shape| op(self, shape))
-    }
-
-    /// A result: its bits count, but a NaN's.
-    fn keep<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<()> {
-        let values = self.step.read(tensor)?;
-        let mut words = bytemuck::cast_slice::<T, u32>(&values).to_vec();
-        if T::NAME == f32::NAME {
-            for word in words.iter_mut().filter(|word| f32::from_bits(**word).is_nan()) {
-                *word = f32::NAN.to_bits();
-            }
-        }
-        self.results.borrow_mut().push(words);
-        Ok(())
-    }
-}
-
-/// Runs a case in an arena of its own; the words of each result.
-pub(crate) fn run(device: &Device, case: Case) -> Result<Vec<Vec<u32>>> {
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
-    arena.step(|step| {
-        let inputs = Inputs { step, random: Random::new(17).into(), results: RefCell::default() };
-        case(&inputs)?;
-        Ok(inputs.results.into_inner())
-    })
+/// [`sum_splits`] of partials that no kernel has made.
+fn splits_alone(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u32, beta: f32) -> Result<()> {
+    let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
+    let (mut out, mut pre) = (i.normals([m, n])?, i.normals([m, n])?);
+    let (c, written) = out.in_place();
+    i.step.launch(sum_splits {
+        partials: partials.slice(),
+        splits: splits as u32,
+        bias: bias.slice(),
+        c,
+        out: written,
+        pre: pre.out(),
+        m: m as u32,
+        n: n as u32,
+        ldc: n as u32,
+        batches: 1,
+        stride_c: m * n,
+        stride_bias: n,
+        beta,
+        flags,
+    })?;
+    i.keep(&out)?;
+    i.keep(&pre)
 }

@@ -3,41 +3,53 @@
 //! Invariant: a text of digests has a line for each kernel: SHA-256 in hexadecimal, two spaces, the name. The digest of all
 //! kernels is that of the text, so `sha256sum golden.txt` prints it too.
 
+#![forbid(unsafe_code)]
+
+use super::Form;
+use crate::params::hex;
 use sha2::{Digest, Sha256};
 use std::fmt;
 
-/// The committed text.
-pub(crate) const GOLDEN: &str = include_str!("golden.txt");
+impl Form {
+    /// The committed text: `golden.txt`, or `smallest.txt`.
+    pub fn golden(self) -> &'static str {
+        match self {
+            Self::Whole => include_str!("golden.txt"),
+            Self::Smallest => include_str!("smallest.txt"),
+        }
+    }
+}
 
 /// A kernel's line: the digest covers, for each result, its length in 8 bytes and its words, little-endian.
-pub(crate) fn line(name: &str, results: &[Vec<u32>]) -> String {
+pub fn line(name: &str, results: &[Vec<u32>]) -> String {
     let mut hash = Sha256::new();
     for words in results {
         hash.update((words.len() as u64).to_le_bytes());
-        words.iter().for_each(|word| hash.update(word.to_le_bytes()));
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        hash.update(bytes);
     }
-    format!("{}  {name}\n", hex(hash))
+    format!("{}  {name}\n", hex(&hash.finalize()))
 }
 
 /// The digest of all kernels.
-pub(crate) fn of_all(text: &str) -> String {
-    hex(Sha256::new_with_prefix(text))
-}
-
-fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+pub fn of_all(text: &str) -> String {
+    hex(&Sha256::digest(text))
 }
 
 /// A kernel's digest as found and as committed, if it was; shown as `fill    0123456789abcdef  equal`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Verdict<'t> {
-    pub(crate) name: &'t str,
-    pub(crate) found: Option<&'t str>,
-    pub(crate) golden: Option<&'t str>,
+pub struct Verdict<'t> {
+    /// The kernel.
+    pub name: &'t str,
+    /// The digest of what it gave, if it ran.
+    pub found: Option<&'t str>,
+    /// The committed digest, if there is one.
+    pub golden: Option<&'t str>,
 }
 
 impl Verdict<'_> {
-    pub(crate) fn equal(&self) -> bool {
+    /// Whether they are the same.
+    pub fn equal(&self) -> bool {
         self.found == self.golden
     }
 }
@@ -52,7 +64,7 @@ impl fmt::Display for Verdict<'_> {
 }
 
 /// A verdict on each kernel of either text, those of `found` first.
-pub(crate) fn compare<'t>(found: &'t str, golden: &'t str) -> Vec<Verdict<'t>> {
+pub fn compare<'t>(found: &'t str, golden: &'t str) -> Vec<Verdict<'t>> {
     let of = |text: &'t str, name: &str| entries(text).find(|entry| entry.0 == name).map(|entry| entry.1);
     let missing = entries(golden).filter(|(name, _)| of(found, name).is_none());
     let names = entries(found).chain(missing).map(|(name, _)| name);
