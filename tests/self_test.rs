@@ -33,6 +33,7 @@ fn open(kind: DeviceKind, plan: &FaultPlan) -> Device {
 fn before(kind: DeviceKind, call: Call, kernel: &str) -> u64 {
     let plan = FaultPlan::new();
     let device = open(kind, &plan);
+    device.synchronize(DEADLINE).unwrap();
     for (_, case) in in_order().take_while(|(name, _)| *name != kernel) {
         same_bits::run(&device, case, Form::Smallest).unwrap();
     }

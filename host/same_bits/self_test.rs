@@ -32,7 +32,8 @@ impl fmt::Display for Tested {
 impl Device {
     /// Runs the smallest case of every kernel of the library and compares its bits with the committed ones. It takes 2 MiB of the device
     /// for the time of the test, and waits for a GPU two seconds at most in all, whatever its deadline; for the emulator, whose kernels run
-    /// on the host, as long as its deadline says for each.
+    /// on the host, as long as its deadline says for each. What was queued before is waited for first; while the test runs, nothing else
+    /// should use the device, since that is waited for, too.
     ///
     /// A GPU is tested by itself when it is opened and its kernels are new: see [`SelfTest`](crate::SelfTest).
     ///
@@ -44,6 +45,7 @@ impl Device {
             let got = "the rehearsal of one, on which no kernel runs";
             return Err(Error::misuse("self_test", "a device", got));
         }
+        self.synchronize(self.deadline())?;
         match self.description().kind {
             DeviceKind::Cuda => patience::limited(PATIENCE, || self.compare(Form::Smallest.golden())),
             _ => self.compare(Form::Smallest.golden()),
@@ -73,7 +75,12 @@ impl Device {
         match error {
             // What else takes too long is no kernel: memory, say.
             Error::Timeout { call: "launch" | "synchronize", waited, .. } => {
-                self.wrong(kernel, format!("had not ended after {:.1} s", waited.as_secs_f64()))
+                let busy = if self.description().kind == DeviceKind::Cuda && waited < PATIENCE / 2 {
+                    "; those before it took the rest of 2 s: do other programs keep the GPU busy?"
+                } else {
+                    ""
+                };
+                self.wrong(kernel, format!("had not ended after {:.1} s{busy}", waited.as_secs_f64()))
             }
             Error::Driver { call, reason, .. } => self.wrong(kernel, format!("fails: `{call}`: {reason}")),
             Error::Kernel(fault) => self.wrong(kernel, format!("fails: {fault}")),
