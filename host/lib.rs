@@ -35,7 +35,7 @@ mod upload;
 #[doc = include_str!("../docs/guide.md")]
 mod guide {}
 
-pub use autograd::{Backward, Tape, Var};
+pub use autograd::{Backward, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;
@@ -45,8 +45,8 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler, faults,
-    ptx_builds,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler,
+    faults, ptx_builds,
 };
 pub use error::{Error, Result};
 pub use files::{PlainFile, RunLock, replace_file};

@@ -42,3 +42,4 @@ mod same_bits;
 mod scalars;
 mod softmax;
 mod tokens;
+mod transpose;
