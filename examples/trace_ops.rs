@@ -79,7 +79,7 @@ struct Case<'c, 's> {
 type Run = for<'s> fn(&Case<'_, 's>) -> Result<()>;
 
 /// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
-const CASES: [(&str, Run); 27] = [
+const CASES: [(&str, Run); 28] = [
     ("tanh", |c| {
         c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
     }),
@@ -191,6 +191,13 @@ const CASES: [(&str, Run); 27] = [
         c.result("y", &ops::mean_tokens(c.step, &x)?)?;
         c.result("dx", &ops::mean_tokens_backward(c.step, &dy, [batch, tokens, cols])?)
     }),
+    ("transpose", |c| {
+        let [matrices, rows, cols] = c.extents([3, 70, 130]);
+        c.longest(0);
+        let (x, dy) = (c.operand("x", [matrices, rows, cols])?, c.operand("dy", [matrices, cols, rows])?);
+        c.result("y", &ops::transpose(c.step, &x)?)?;
+        c.result("dx", &ops::transpose(c.step, &dy)?)
+    }),
     ("linear", |c| {
         let [m, n, k] = c.extents([150, 140, 300]);
         // The residual and the bias are terms too.
@@ -202,11 +209,12 @@ const CASES: [(&str, Run); 27] = [
         c.result("y", &ops::linear_residual(c.step, &x, &w, Some(&bias), &residual)?)?;
         c.result("activated", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
         // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows.
-        let none = None::<&Tensor<'_>>;
         let (mut dx, mut dw, mut dbias) =
             (c.step.empty([m, k])?, ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
-        ops::gemm_into(c.step, &ops::Gemm::new(m, k, n).transpose_b(), &dy, &w, none, &mut dx)?;
-        ops::gemm_into(c.step, &ops::Gemm::new(k, n, m).transpose_a().accumulate(), &x, &dy, none, &mut dw)?;
+        let for_dw = ops::Gemm::new(k, n, m).transpose_a().accumulate();
+        let for_dw = ops::Gradient { form: for_dw, of: &x, into: &mut dw };
+        let for_dx = ops::Gradient { form: ops::Gemm::new(m, k, n).transpose_b(), of: &w, into: &mut dx };
+        ops::gradients_into(c.step, &dy, for_dw, Some(for_dx))?;
         ops::sum_rows_into(c.step, &dy, &mut dbias, true)?;
         [("dx", &dx), ("dw", &dw), ("dbias", &dbias)].into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
     }),

@@ -52,7 +52,7 @@ pub enum Error {
         tensor: String,
     },
     /// A label that is no class; nothing was trained on it.
-    #[error("cross_entropy: sample {sample} has the label {label}, and there are {classes} classes, counted from 0")]
+    #[error("sample {sample} has the label {label}, and there are {classes} classes, counted from 0")]
     Label {
         /// Its place in the batch.
         sample: usize,
@@ -217,8 +217,17 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn misuse(op: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
+    /// [`Error::Misuse`] of an operation: what it needs, and what it was given.
+    pub fn misuse(op: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
         Self::Misuse { op, expected: expected.into(), got: got.into() }
+    }
+
+    /// The same misuse in the name of the operation that passed on what it was given.
+    pub(crate) fn in_op(self, op: &'static str) -> Self {
+        match self {
+            Self::Misuse { expected, got, .. } => Self::Misuse { op, expected, got },
+            other => other,
+        }
     }
 
     pub(crate) fn file(path: impl Into<PathBuf>, reason: impl ToString) -> Self {

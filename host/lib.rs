@@ -36,7 +36,7 @@ mod upload;
 #[doc = include_str!("../docs/guide.md")]
 mod guide {}
 
-pub use autograd::{Backward, Tape, Var};
+pub use autograd::{Backward, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;

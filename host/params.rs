@@ -273,8 +273,11 @@ impl Layout {
         transfer.run(first.device(), &contents)
     }
 
-    /// The members' common shape and distance in elements.
-    pub(crate) fn stack(&self, stack: &Stack) -> Result<(Shape, usize)> {
+    /// The shape of each member of a stack, and the elements from one's start to the next one's.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle is another layout's, or has no members.
+    pub fn stack(&self, stack: &Stack) -> Result<(Shape, usize)> {
         let head = self.head(stack)?;
         let second = stack.members.get(1).map(|second| self.entry(*second)).transpose()?;
         Ok((head.shape, second.map_or(0, |second| second.start - head.start)))
@@ -288,7 +291,8 @@ impl Layout {
 
     /// The first member.
     fn head(&self, stack: &Stack) -> Result<&Entry> {
-        let first = stack.members.first().ok_or_else(|| Error::misuse("stack", "at least one parameter", "none"))?;
+        let first =
+            stack.members.first().ok_or_else(|| Error::misuse("stack", "a stack of at least one parameter", "none"))?;
         self.entry(*first)
     }
 }
@@ -398,8 +402,11 @@ impl Parameters {
         Ok(Lent::new(memory, shape))
     }
 
-    /// A stack's weights from the first member's start to the last one's end, flat.
-    pub(crate) fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &Stack) -> Result<Lent<'b, 's>> {
+    /// A stack's weights from the first member's start to the last one's end, flat; [`Layout::stack`] tells where each stands.
+    ///
+    /// # Errors
+    /// As for [`Parameters::lend`]; [`Error::Misuse`] for a stack without members.
+    pub fn lend_stack<'b, 's>(&'b self, step: &Step<'s>, stack: &Stack) -> Result<Lent<'b, 's>> {
         let (memory, shape) = self.flat.stack(step, stack, false)?;
         Ok(Lent::new(memory, shape))
     }
@@ -506,8 +513,11 @@ impl Gradients {
         Ok(LentMut::new(memory, shape))
     }
 
-    /// A stack's gradients from the first member's start to the last one's end, flat.
-    pub(crate) fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &Stack) -> Result<LentMut<'b, 's>> {
+    /// A stack's gradients from the first member's start to the last one's end, flat: keep the space between members zero.
+    ///
+    /// # Errors
+    /// As for [`Gradients::lend_mut`]; [`Error::Misuse`] for a stack without members.
+    pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &Stack) -> Result<LentMut<'b, 's>> {
         let (memory, shape) = self.flat.stack(step, stack, true)?;
         Ok(LentMut::new(memory, shape))
     }

@@ -65,8 +65,11 @@ impl<'s> Step<'s> {
     }
 
     /// An error for a label that is no class, where the host knows it: now if they were uploaded in this step, at each replay if they are
-    /// an input of one that is recorded.
-    pub(crate) fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+    /// an input of one that is recorded. For ops that take labels, before they queue anything.
+    ///
+    /// # Errors
+    /// [`Error::Label`] with the sample.
+    pub fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
         let (memory, conditions) = (labels.memory(), self.region.conditions());
         let asked = Labels { address: memory.as_slice().address(), classes };
         if self.region.is_lent() {

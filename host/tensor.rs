@@ -61,7 +61,8 @@ impl Shape {
     }
 
     /// The same extents but the last.
-    pub(crate) fn with_last(mut self, extent: usize) -> Self {
+    #[must_use]
+    pub fn with_last(mut self, extent: usize) -> Self {
         if self.rank > 0 {
             self.extents[self.rank - 1] = extent;
         }

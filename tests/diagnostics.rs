@@ -49,7 +49,7 @@ impl Model {
     fn pass(&mut self, step: &Step<'_>) -> Result<()> {
         let tape = Tape::new(step, &self.parameters);
         make(step, EIGHTH)?;
-        let loss = tape.record(ops::fill(step, [1], 1.0)?.save(), |_, _| Ok(()));
+        let loss = tape.op("one", [])?.record(ops::fill(step, [1], 1.0)?.save(), |_, _| Ok(()));
         tape.backward(&loss, &mut self.gradients)
     }
 }

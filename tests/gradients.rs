@@ -6,195 +6,22 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "gradients/case.rs"]
+mod case;
+#[path = "gradients/own.rs"]
+mod own;
 #[path = "gradients/reference.rs"]
 mod reference;
 mod support;
+#[path = "gradients/tied.rs"]
+mod tied;
 
-use std::ops::Index;
-
-use stepscope::{
-    Arena, Capacity, Device, Eager, Error, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape,
-    Var, ops,
-};
-use support::{Random, on_each_device, relative_l2, tolerance};
+use case::{Case, Operand, leaf, normal, parameters_of, stack};
+use stepscope::{Arena, Capacity, Error, Gradients, Tape, ops};
+use support::{Random, on_each_device};
 
 /// Seeds of each test's shapes and values.
 const SEEDS: std::ops::Range<u64> = 0..6;
-
-/// Parameters of one shape (more than one for a stack), and what stands in them, one after another.
-#[derive(Clone)]
-struct Operand {
-    count: usize,
-    shape: Vec<usize>,
-    values: Vec<f32>,
-}
-
-/// A parameter of standard normal numbers.
-fn normal(random: &mut Random, shape: &[usize]) -> Operand {
-    stack(random, 1, shape)
-}
-
-/// `count` of them.
-fn stack(random: &mut Random, count: usize, shape: &[usize]) -> Operand {
-    Operand { count, shape: shape.to_vec(), values: random.normals(count * shape.iter().product::<usize>()) }
-}
-
-/// The handles of the operands, in order.
-struct Handles {
-    stacks: Vec<Stack>,
-}
-
-impl Index<usize> for Handles {
-    type Output = Parameter;
-
-    fn index(&self, number: usize) -> &Parameter {
-        &self.stacks[number].members()[0]
-    }
-}
-
-/// A parameter as a variable: a copy of its weights, whose gradient becomes the parameter's.
-fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
-    let value = ops::copy(tape.step(), &tape.weights(parameter)?)?;
-    Ok(tape.record(value.save(), move |back, dy| {
-        let step = back.step();
-        let (mut gradient, accumulate) = back.gradient(parameter)?;
-        if accumulate { ops::add_assign(step, &mut gradient, &dy) } else { ops::copy_into(step, &dy, &mut gradient) }
-    }))
-}
-
-/// `sum of coefficients * y`, `[1, 1]`, for coefficients `[n, 1]`.
-fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Result<Var<'s>> {
-    let elements = y.shape().elements();
-    let row = y.value().reshape([1, elements])?;
-    let sum = ops::matmul(tape.step(), &row, &tape.weights(coefficients)?)?;
-    let y = *y;
-    Ok(tape.record(sum.save(), move |back, upstream| {
-        let dy = ops::matmul(back.step(), &back.weights(coefficients)?, &upstream)?;
-        back.add(&y, dy.reshape(y.shape())?)
-    }))
-}
-
-fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
-    let mut layout = Layout::builder();
-    let mut add = |(number, operand): (usize, &Operand)| {
-        let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
-        match *operand.shape.as_slice() {
-            [a] => layout.add_stack(operand.count, name, [a], start),
-            [a, b] => layout.add_stack(operand.count, name, [a, b], start),
-            [a, b, c] => layout.add_stack(operand.count, name, [a, b, c], start),
-            _ => panic!("a parameter of shape {:?}", operand.shape),
-        }
-    };
-    let stacks = operands.iter().enumerate().map(&mut add).collect();
-    (layout.build().unwrap(), Handles { stacks })
-}
-
-fn parameters_of(device: &Device, operands: &[Operand]) -> (Parameters, Handles) {
-    let (layout, handles) = layout_of(operands);
-    let mut parameters = Parameters::new(device, &layout, 0).unwrap();
-    for (stack, operand) in handles.stacks.iter().zip(operands) {
-        let each = operand.values.len() / operand.count;
-        for (member, values) in stack.members().iter().zip(operand.values.chunks_exact(each)) {
-            parameters.write(*member, values).unwrap();
-        }
-    }
-    (parameters, handles)
-}
-
-fn read(gradients: &Gradients, stack: &Stack) -> Vec<f32> {
-    stack.members().iter().flat_map(|member| gradients.read(*member).unwrap()).collect()
-}
-
-/// One check: an op, its operands, the length of its longest sum.
-struct Case {
-    name: &'static str,
-    seed: u64,
-    length: usize,
-    operands: Vec<Operand>,
-    /// The most elements of an operand whose gradient is checked; every one when there are fewer.
-    sample: usize,
-}
-
-impl Case {
-    fn new(name: &'static str, seed: u64, length: usize, operands: Vec<Operand>) -> Self {
-        Self { name, seed, length, operands, sample: usize::MAX }
-    }
-
-    /// Fails unless `on_tape` and `reference` compute the same output, and the gradients are those of the reference.
-    fn check(
-        self,
-        device: &Device,
-        on_tape: impl for<'t, 's> Fn(&Eager<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s>>,
-        reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
-    ) {
-        let Self { name, seed, length, mut operands, sample } = self;
-        let mut random = Random::new(!seed);
-        let mut exact: Vec<Vec<f64>> =
-            operands.iter().map(|operand| operand.values.iter().map(|&value| f64::from(value)).collect()).collect();
-        let expected = reference(&exact);
-        let coefficients = random.normals(expected.len());
-        let loss = |values: &[Vec<f64>]| -> f64 {
-            reference(values).iter().zip(&coefficients).map(|(y, &c)| y * f64::from(c)).sum()
-        };
-        operands.push(Operand { count: 1, shape: vec![expected.len(), 1], values: coefficients.clone() });
-        let (parameters, handles) = parameters_of(device, &operands);
-        let mut once = Gradients::zeros(&parameters).unwrap();
-        let mut twice = Gradients::zeros(&parameters).unwrap();
-        let mut arena = Arena::builder(device).capacity(Capacity::mib(32)).build().unwrap();
-        let got = arena
-            .step(|step| {
-                let mut output = Vec::new();
-                for pass in 0..4 {
-                    let tape = Tape::new(step, &parameters);
-                    let y = on_tape(step, &tape, &handles)?;
-                    output = step.read(y.value())?;
-                    let loss = project(&tape, &y, handles[exact.len()])?;
-                    match pass {
-                        0 => tape.backward(&loss, &mut once)?,
-                        1 => tape.backward_afresh(&loss, &mut once)?,
-                        _ => tape.backward(&loss, &mut twice)?,
-                    }
-                }
-                Ok(output)
-            })
-            .unwrap();
-        let limit = tolerance(length);
-        let error = relative_l2(&got, &expected);
-        assert!(error <= limit, "{name}, seed {seed}: forward {error:.2e} > {limit:.2e}");
-        for number in 0..exact.len() {
-            let len = exact[number].len();
-            let places: Vec<usize> = if len <= sample {
-                (0..len).collect()
-            } else {
-                (0..sample).map(|_| random.extent(0, len - 1)).collect()
-            };
-            let wanted: Vec<f64> = places.iter().map(|&place| difference(&mut exact, number, place, &loss)).collect();
-            // Backward adds to what is there, or overwrites it.
-            for (gradients, times) in [(&once, 1.0), (&twice, 2.0)] {
-                let all = read(gradients, &handles.stacks[number]);
-                let got: Vec<f32> = places.iter().map(|&place| all[place]).collect();
-                let wanted: Vec<f64> = wanted.iter().map(|wanted| times * wanted).collect();
-                let error = relative_l2(&got, &wanted);
-                let shape = &operands[number].shape;
-                println!("{name}, parameter {number} {shape:?}, {times} times: {error:.2e} of {limit:.2e}");
-                assert!(error <= limit, "{name}, seed {seed}, parameter {number} {shape:?}: {error:.2e} > {limit:.2e}");
-            }
-        }
-    }
-}
-
-/// The central difference of `loss` by one element of one operand.
-fn difference(values: &mut [Vec<f64>], number: usize, place: usize, loss: &impl Fn(&[Vec<f64>]) -> f64) -> f64 {
-    const H: f64 = 1e-5;
-    let value = values[number][place];
-    let mut at = |moved| {
-        values[number][place] = moved;
-        loss(values)
-    };
-    let difference = at(value + H) - at(value - H);
-    values[number][place] = value;
-    difference / (2.0 * H)
-}
 
 /// Shapes: all ones for seed 0, the largest for seed 1, else anything between.
 fn extents<const N: usize>(random: &mut Random, seed: u64, most: [usize; N]) -> [usize; N] {
@@ -254,6 +81,96 @@ on_each_device! {
                 let x = tape.reshape(&leaf(tape, p[0])?, [a * b, c])?;
                 tape.tanh(&tape.reshape(&x, [c, b * a])?)
             }, |p| p[0].iter().map(|x| x.tanh()).collect());
+        }
+    }
+
+    fn add(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
+            Case::new("add", seed, 1, values.clone()).check(device, |_, tape, p| {
+                tape.add(&leaf(tape, p[0])?, &leaf(tape, p[1])?)
+            }, |p| reference::add(&p[0], &p[1]));
+            // A variable and itself, one that has a gradient already, and inputs, which want none.
+            Case::new("add twice", seed, 2, values).check(device, |step, tape, p| {
+                let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
+                let zero = tape.input(ops::fill(step, shape, 0.0)?);
+                let twice = tape.add(&tape.add(&zero, &a)?, &tape.add(&a, &zero)?)?;
+                let y = tape.add(&tape.add(&a, &tape.tanh(&b)?)?, &tape.add(&twice, &twice)?)?;
+                tape.add(&y, &tape.add(&zero, &zero)?)
+            }, |p| p[0].iter().zip(&p[1]).map(|(a, b)| 5.0 * a + b.tanh()).collect());
+        }
+    }
+
+    fn scale(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let (shape, factor) = (extents(&mut random, seed, [7, 5, 13]), random.uniform(-2.0, 2.0));
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("scale", seed, 1, values).check(device, |_, tape, p| tape.scale(&leaf(tape, p[0])?, factor), |p| {
+                p[0].iter().map(|x| f64::from(factor) * x).collect()
+            });
+        }
+    }
+
+    fn softmax(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, b, cols] = extents(&mut random, seed, [3, 5, 301]);
+            // The softmax of one number has no gradient at all.
+            let cols = cols + 1;
+            let values = vec![normal(&mut random, &[a, b, cols])];
+            Case::new("softmax", seed, cols, values).check(device, |_, tape, p| tape.softmax(&leaf(tape, p[0])?), |p| {
+                p[0].chunks_exact(cols).flat_map(reference::softmax).collect()
+            });
+        }
+    }
+
+    /// As the loss itself, and as a part of one.
+    fn sum_and_mean(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let elements: usize = shape.iter().product();
+            let mut x = normal(&mut random, &shape);
+            // Of one sign, lest nothing be left of them.
+            x.values.iter_mut().for_each(|x| *x = x.abs() + 0.5);
+            let sum = |x: &[f64]| x.iter().map(|x| x.tanh()).sum::<f64>();
+            Case::new("sum", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
+                tape.sum(&tape.tanh(&leaf(tape, p[0])?)?)
+            }, |p| vec![sum(&p[0])]);
+            Case::new("mean", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
+                tape.mean(&tape.tanh(&leaf(tape, p[0])?)?)
+            }, |p| vec![sum(&p[0]) / elements as f64]);
+
+            let (parameters, p) = parameters_of(device, &[x]);
+            let mut gradients = Gradients::zeros(&parameters).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+            for (expected, of_mean) in [(1.0, false), (1.0 / elements as f32, true)] {
+                arena.step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let x = leaf(&tape, p[0])?;
+                    let loss = if of_mean { tape.mean(&x)? } else { tape.sum(&x)? };
+                    assert_eq!(loss.shape().extents(), [1]);
+                    tape.backward_afresh(&loss, &mut gradients)
+                }).unwrap();
+                assert_eq!(gradients.read(p[0]).unwrap(), vec![expected; elements]);
+            }
+        }
+    }
+
+    fn transpose(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, rows, cols] = extents(&mut random, seed, [3, 35, 67]);
+            let values = vec![normal(&mut random, &[a, rows, cols])];
+            Case::new("transpose", seed, 1, values.clone()).check(device, |_, tape, p| {
+                tape.tanh(&tape.transpose(&leaf(tape, p[0])?)?)
+            }, |p| reference::transpose(&p[0], rows, cols).iter().map(|x| x.tanh()).collect());
+            Case::new("transpose of a matrix", seed, 1, values).check(device, |_, tape, p| {
+                tape.transpose(&tape.reshape(&leaf(tape, p[0])?, [a * rows, cols])?)
+            }, |p| reference::transpose(&p[0], a * rows, cols));
         }
     }
 
@@ -541,9 +458,9 @@ on_each_device! {
             let (tape, other) = (Tape::new(step, &parameters), Tape::new(step, &parameters));
             let x = leaf(&tape, p[0])?;
             let y = tape.linear(&x, p[1], None)?;
-            assert_eq!(op_of(other.tanh(&x).unwrap_err()), "tape");
+            assert_eq!(op_of(other.tanh(&x).unwrap_err()), "tanh");
             let own = other.input(step.empty([2, 3])?);
-            assert_eq!(op_of(other.linear_residual(&own, p[1], None, &y).unwrap_err()), "tape");
+            assert_eq!(op_of(other.linear_residual(&own, p[1], None, &y).unwrap_err()), "linear_residual");
             assert_eq!(op_of(tape.linear(&y, p[1], None).unwrap_err()), "linear");
             assert_eq!(op_of(tape.rms_norm(&x, p[2], 1e-6).unwrap_err()), "rms_norm");
             assert_eq!(op_of(tape.reshape(&x, [7]).unwrap_err()), "reshape");
@@ -556,7 +473,7 @@ on_each_device! {
             assert_eq!(op_of(tape.backward(&y, &mut gradients).unwrap_err()), "backward");
             let tape = Tape::new(step, &parameters);
             let loss = tape.input(step.upload(&[1.0], [1])?);
-            assert_eq!(op_of(other.backward(&loss, &mut gradients).unwrap_err()), "tape");
+            assert_eq!(op_of(other.backward(&loss, &mut gradients).unwrap_err()), "backward");
             assert_eq!(op_of(tape.backward(&loss, &mut others_gradients).unwrap_err()), "backward");
             Ok(())
         }).unwrap();

@@ -50,6 +50,7 @@ mod entries {
     pub mod scalars;
     pub mod softmax;
     pub mod tokens;
+    pub mod transpose;
 }
 
 #[cfg(not(all(target_arch = "nvptx64", feature = "library")))]

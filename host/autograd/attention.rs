@@ -13,15 +13,15 @@ impl<'s> Tape<'_, 's> {
     /// Those of the op.
     #[track_caller]
     pub fn attention(&self, qkv: &Var<'s>, gains: &Stack, epsilon: f32, scale: f32) -> Result<Var<'s>> {
-        self.check(qkv)?;
-        let weights = self.parameters.lend_stack(self.step, gains)?;
-        let Attention { out, kept } = ops::attention(self.step, &qkv.value, &weights, epsilon, scale)?;
+        let op = self.op("attention", [qkv])?;
+        let weights = op.stack_weights(gains)?;
+        let Attention { out, kept } = ops::attention(self.step(), qkv.value(), &weights, epsilon, scale)?;
         let (qkv, gains) = (*qkv, gains.clone());
-        Ok(self.record(out.save(), move |back, dout| {
+        Ok(op.record(out.save(), move |back, dout| {
             let (step, weights) = (back.step(), back.stack_weights(&gains)?);
             let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
             let dqkv =
-                ops::attention_backward(step, &qkv.value, &weights, &kept, &dout, scale, &mut dgains, accumulate)?;
+                ops::attention_backward(step, qkv.value(), &weights, &kept, &dout, scale, &mut dgains, accumulate)?;
             back.add(&qkv, dqkv)
         }))
     }

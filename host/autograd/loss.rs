@@ -14,8 +14,8 @@ impl<'s> Tape<'_, 's> {
     /// Those of [`ops::cross_entropy`].
     #[track_caller]
     pub fn cross_entropy(&self, logits: &Var<'s>, labels: Saved<'s, u32>, weight: f32) -> Result<Var<'s>> {
-        self.check(logits)?;
-        let (loss, dlogits) = ops::cross_entropy(self.step, &logits.value, &labels, weight)?;
-        Ok(self.record_known(loss.save(), *logits, dlogits))
+        let op = self.op("cross_entropy", [logits])?;
+        let (loss, dlogits) = ops::cross_entropy(self.step(), logits.value(), &labels, weight)?;
+        op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))
     }
 }

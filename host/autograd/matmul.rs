@@ -16,11 +16,11 @@ impl<'s> Tape<'_, 's> {
     /// Those of the op.
     #[track_caller]
     pub fn linear(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
-        self.check(x)?;
-        let bias = b.map(|b| self.weights(b)).transpose()?;
-        let y = ops::linear(self.step, &x.value, &self.weights(w)?, bias.as_ref())?;
+        let op = self.op("linear", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let y = ops::linear(self.step(), x.value(), &op.weights(w)?, bias.as_ref())?;
         let x = *x;
-        Ok(self.record(y.save(), move |back, dy| linear_backward(back, &x, w, b, &dy)))
+        Ok(op.record(y.save(), move |back, dy| linear_backward(back, &x, w, b, &dy)))
     }
 
     /// `y = residual + x w (+ b)`; `residual`, `y`: `[.., out]`. See [`ops::linear_residual`].
@@ -35,12 +35,11 @@ impl<'s> Tape<'_, 's> {
         b: Option<Parameter>,
         residual: &Var<'s>,
     ) -> Result<Var<'s>> {
-        self.check(x)?;
-        self.check(residual)?;
-        let bias = b.map(|b| self.weights(b)).transpose()?;
-        let y = ops::linear_residual(self.step, &x.value, &self.weights(w)?, bias.as_ref(), &residual.value)?;
+        let op = self.op("linear_residual", [x, residual])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let y = ops::linear_residual(self.step(), x.value(), &op.weights(w)?, bias.as_ref(), residual.value())?;
         let (x, residual) = (*x, *residual);
-        Ok(self.record(y.save(), move |back, dy| {
+        Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
             back.add(&residual, dy)
         }))
@@ -52,11 +51,11 @@ impl<'s> Tape<'_, 's> {
     /// Those of the op.
     #[track_caller]
     pub fn linear_gelu(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
-        self.check(x)?;
-        let bias = b.map(|b| self.weights(b)).transpose()?;
-        let (y, pre) = ops::linear_gelu(self.step, &x.value, &self.weights(w)?, bias.as_ref())?;
+        let op = self.op("linear_gelu", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights(w)?, bias.as_ref())?;
         let (x, pre) = (*x, pre.save());
-        Ok(self.record(y.save(), move |back, dy| {
+        Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
             let dpre = match b {
                 Some(b) => {
@@ -77,9 +76,8 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn linear_per_token(&self, x: &Var<'s>, w: &Stack, b: &Stack) -> Result<Var<'s>> {
         const OP: &str = "linear_per_token";
-        self.check(x)?;
-        let layout = self.parameters.layout();
-        let ((w_shape, w_stride), (b_shape, b_stride)) = (layout.stack(w)?, layout.stack(b)?);
+        let op = self.op(OP, [x])?;
+        let ((w_shape, w_stride), (b_shape, b_stride)) = (op.stack(w)?, op.stack(b)?);
         let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
             return Err(Error::misuse(
                 OP,
@@ -98,7 +96,7 @@ impl<'s> Tape<'_, 's> {
                 format!("{n} outputs"),
             ));
         }
-        if x.record.is_some() {
+        if x.wants_gradient() {
             return Err(Error::misuse(OP, "an input, which needs no gradient", "an op's output"));
         }
         let form = Gemm {
@@ -111,11 +109,11 @@ impl<'s> Tape<'_, 's> {
             stride_bias: b_stride,
             ..Gemm::new(batch, n, k)
         };
-        let (weights, biases) = (self.parameters.lend_stack(self.step, w)?, self.parameters.lend_stack(self.step, b)?);
-        let mut y = self.step.empty([batch, tokens, n])?;
-        ops::gemm_into(self.step, &form, &x.value, &weights, Some(&biases), &mut y)?;
-        let (x, w, b) = (x.value, w.clone(), b.clone());
-        Ok(self.record(y.save(), move |back, dy| {
+        let (weights, biases) = (op.stack_weights(w)?, op.stack_weights(b)?);
+        let mut y = self.step().empty([batch, tokens, n])?;
+        ops::gemm_into(self.step(), &form, x.value(), &weights, Some(&biases), &mut y)?;
+        let (x, w, b) = (*x.value(), w.clone(), b.clone());
+        Ok(op.record(y.save(), move |back, dy| {
             // dw_s += x_s^T dy_s
             let form = Gemm {
                 lda: tokens * k,
@@ -147,16 +145,16 @@ fn linear_backward<'s>(
     let (step, weights) = (back.step(), back.weights(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let form = Gemm::new(rows, k, n).transpose_b();
-    let mut dx = match (back.wants(x)?, back.take(x)?) {
-        (false, _) => None,
-        (true, Some(sum)) => Some((form.accumulate(), sum)),
-        (true, None) => Some((form, step.empty(x.shape())?)),
+    let mut dx = match back.take(x)? {
+        Some(sum) => Some((form.accumulate(), sum)),
+        None if x.wants_gradient() => Some((form, step.empty(x.shape())?)),
+        None => None,
     };
     let form = Gemm::new(k, n, rows).transpose_a();
     let (mut dw, accumulate) = back.gradient(w)?;
     let form = if accumulate { form.accumulate() } else { form };
     let for_dx = dx.as_mut().map(|(form, dx)| Gradient { form: *form, of: &weights, into: dx });
-    ops::gradients_into(step, dy, Gradient { form, of: &x.value, into: &mut dw }, for_dx)?;
+    ops::gradients_into(step, dy, Gradient { form, of: x.value(), into: &mut dw }, for_dx)?;
     if let Some(b) = b {
         let (mut db, accumulate) = back.gradient(b)?;
         ops::sum_rows_into(step, dy, &mut db, accumulate)?;

@@ -15,10 +15,10 @@ impl<'s> Tape<'_, 's> {
     /// Those of the op.
     #[track_caller]
     pub fn rms_norm(&self, x: &Var<'s>, gain: Parameter, epsilon: f32) -> Result<Var<'s>> {
-        self.check(x)?;
-        let (y, inverse_rms) = ops::rms_norm(self.step, &x.value, &self.weights(gain)?, epsilon)?;
+        let op = self.op("rms_norm", [x])?;
+        let (y, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
         let (x, inverse_rms) = (*x, inverse_rms.save());
-        Ok(self.record(y.save(), move |back, dy| rms_norm_backward(back, &x, gain, &inverse_rms, &dy)))
+        Ok(op.record(y.save(), move |back, dy| rms_norm_backward(back, &x, gain, &inverse_rms, &dy)))
     }
 
     /// `y[i] = rms_norm(x) w_i`, one norm and one batched multiply for all of a stack; `x`: `[batch, tokens, in]`, `w_i`:
@@ -28,24 +28,25 @@ impl<'s> Tape<'_, 's> {
     /// [`Error::Misuse`] when extents differ; those of [`ops::rms_norm`].
     #[track_caller]
     pub fn norm_project(&self, x: &Var<'s>, gain: Parameter, epsilon: f32, w: &Stack) -> Result<Var<'s>> {
-        self.check(x)?;
-        let (w_shape, distance) = self.parameters.layout().stack(w)?;
+        const OP: &str = "norm_project";
+        let op = self.op(OP, [x])?;
+        let (w_shape, distance) = op.stack(w)?;
         let (&[batch, tokens, inner], &[k, n]) = (x.shape().extents(), w_shape.extents()) else {
             let got = format!("{} and {w_shape}", x.shape());
-            return Err(Error::misuse("norm_project", "x [batch, tokens, in] and w [in, out]", got));
+            return Err(Error::misuse(OP, "x [batch, tokens, in] and w [in, out]", got));
         };
         if inner != k {
             let expected = format!("an input of shape [.., {k}] for weights {w_shape}");
-            return Err(Error::misuse("norm_project", expected, x.shape().to_string()));
+            return Err(Error::misuse(OP, expected, x.shape().to_string()));
         }
         let (members, rows) = (w.members().len(), batch * tokens);
-        let (z, inverse_rms) = ops::rms_norm(self.step, &x.value, &self.weights(gain)?, epsilon)?;
-        let mut y = self.step.empty([members, batch, tokens, n])?;
+        let (z, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
+        let mut y = self.step().empty([members, batch, tokens, n])?;
         let form = Gemm { batches: members, stride_b: distance, stride_c: rows * n, ..Gemm::new(rows, n, k) };
-        let weights = self.parameters.lend_stack(self.step, w)?;
-        ops::gemm_into(self.step, &form, &z, &weights, None::<&Saved<'s>>, &mut y)?;
+        let weights = op.stack_weights(w)?;
+        ops::gemm_into(self.step(), &form, &z, &weights, None::<&Saved<'s>>, &mut y)?;
         let (x, z, inverse_rms, w) = (*x, z.save(), inverse_rms.save(), w.clone());
-        Ok(self.record(y.save(), move |back, dy| {
+        Ok(op.record(y.save(), move |back, dy| {
             let (step, weights) = (back.step(), back.stack_weights(&w)?);
             // dw_i += z^T dy_i
             let (mut dw, accumulate) = back.stack_gradient(&w)?;
@@ -76,6 +77,6 @@ fn rms_norm_backward<'s>(
 ) -> Result<()> {
     let (step, weights, so_far) = (back.step(), back.weights(gain)?, back.take(x)?);
     let (mut dgain, accumulate) = back.gradient(gain)?;
-    let dx = ops::rms_norm_backward(step, &x.value, &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)?;
+    let dx = ops::rms_norm_backward(step, x.value(), &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)?;
     back.add(x, dx)
 }

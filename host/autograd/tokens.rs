@@ -11,9 +11,9 @@ impl<'s> Tape<'_, 's> {
     /// Those of the op.
     #[track_caller]
     pub fn mean_tokens(&self, x: &Var<'s>) -> Result<Var<'s>> {
-        self.check(x)?;
-        let (y, x) = (ops::mean_tokens(self.step, &x.value)?, *x);
-        Ok(self.record(y.save(), move |back, dy| {
+        let op = self.op("mean_tokens", [x])?;
+        let (y, x) = (ops::mean_tokens(self.step(), x.value())?, *x);
+        Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::mean_tokens_backward(back.step(), &dy, x.shape())?;
             back.add(&x, dx)
         }))

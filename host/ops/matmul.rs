@@ -192,11 +192,15 @@ pub fn gemm_into<'s>(
     queue(step, form, a, b, bias, None::<&Tensor<'s>>, out, Epilogue::Store)
 }
 
-/// A multiply that gives the gradient of one factor, from that of the product and `of` the other factor.
-pub(crate) struct Gradient<'g, S, T> {
-    pub(crate) form: Gemm,
-    pub(crate) of: &'g S,
-    pub(crate) into: &'g mut T,
+/// A multiply that gives the gradient of one factor from that of the product; for [`gradients_into`].
+#[derive(Debug)]
+pub struct Gradient<'g, S, T> {
+    /// The multiply; with [`Gemm::accumulate`] it adds to what is there.
+    pub form: Gemm,
+    /// The other factor.
+    pub of: &'g S,
+    /// Where the gradient goes.
+    pub into: &'g mut T,
 }
 
 /// The gradients of `y = x w`, for any strides: `dw = x^T dy` and where it is wanted `dx = dy w^T`. Below f32 what both need is
@@ -205,7 +209,7 @@ pub(crate) struct Gradient<'g, S, T> {
 /// # Errors
 /// As for [`gemm_into`].
 #[track_caller]
-pub(crate) fn gradients_into<'s>(
+pub fn gradients_into<'s>(
     step: &Step<'s>,
     dy: &impl Source<'s, f32>,
     dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,

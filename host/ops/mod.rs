@@ -20,6 +20,7 @@ mod reduce;
 mod softmax;
 mod split;
 mod tokens;
+mod transpose;
 
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::adamw;
@@ -28,8 +29,9 @@ pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use loss::cross_entropy;
-pub use matmul::{Gemm, TILES, Tile, gemm_into, linear, linear_gelu, linear_residual, matmul};
-pub(crate) use matmul::{Gradient, gradients_into};
+pub use matmul::{
+    Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
+};
 pub use norm::{rms_norm, rms_norm_backward};
 pub use precision::Precision;
 pub use reduce::{
@@ -37,11 +39,15 @@ pub use reduce::{
 };
 pub use softmax::{softmax, softmax_backward};
 pub use tokens::{mean_tokens, mean_tokens_backward};
+pub use transpose::transpose;
 
 use crate::error::{Error, Result};
 use crate::tensor::Shape;
 
-/// An error unless two tensors that must agree do.
-fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
+/// An error in the name of `op` unless two tensors that must agree do.
+///
+/// # Errors
+/// [`Error::Misuse`] when the shapes differ.
+pub fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
     if a == b { Ok(()) } else { Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("one of {b}"))) }
 }

@@ -189,7 +189,7 @@ macro_rules! matmul_tensor {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub const CASES: [(&str, Case); 49] = [
+pub const CASES: [(&str, Case); 50] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -370,6 +370,10 @@ pub const CASES: [(&str, Case); 49] = [
         i.tokens(|i, [samples, tokens, cols]| {
             i.keep(&ops::mean_tokens_backward(i.step, &i.normals([samples, cols])?, [samples, tokens, cols])?)
         })
+    }),
+    ("transpose", |i| {
+        i.rows(|i, x| i.keep(&ops::transpose(i.step, x)?))?;
+        i.tokens(|i, shape| i.keep(&ops::transpose(i.step, &i.normals(shape)?)?))
     }),
 ];
 

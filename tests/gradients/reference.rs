@@ -71,3 +71,9 @@ pub(super) fn cross_entropy(logits: &[f64], labels: &[u32], classes: usize, weig
     let rows = logits.chunks_exact(classes).zip(labels);
     vec![weight * rows.map(|(row, &label)| -softmax(row)[label as usize].ln()).sum::<f64>()]
 }
+
+/// Each `[rows, cols]` of `x` as `[cols, rows]`.
+pub(super) fn transpose(x: &[f64], rows: usize, cols: usize) -> Vec<f64> {
+    let matrix = |x: &[f64]| (0..rows * cols).map(|at| x[at % rows * cols + at / rows]).collect::<Vec<f64>>();
+    x.chunks_exact(rows * cols).flat_map(matrix).collect()
+}

@@ -38,3 +38,4 @@ mod same_bits;
 mod scalars;
 mod softmax;
 mod tokens;
+mod transpose;

@@ -75,6 +75,7 @@ REFERENCES = {
     "rms_norm": rms_norm,
     "attention": attention,
     "mean_tokens": lambda x: jnp.mean(x, axis=1),
+    "transpose": lambda x: jnp.swapaxes(x, 1, 2),
     "linear": linear,
     "gemm": lambda a, b, bias, c: jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
     "adamw": adamw,

@@ -3,7 +3,7 @@
 //! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
 
 /// Each file's path below `device/src/kernels`, without its ending, and its text.
-pub(crate) const SOURCES: [(&str, &str); 26] = [
+pub(crate) const SOURCES: [(&str, &str); 27] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
@@ -30,4 +30,5 @@ pub(crate) const SOURCES: [(&str, &str); 26] = [
     ("scalars", include_str!("../../device/src/kernels/scalars.rs")),
     ("softmax", include_str!("../../device/src/kernels/softmax.rs")),
     ("tokens", include_str!("../../device/src/kernels/tokens.rs")),
+    ("transpose", include_str!("../../device/src/kernels/transpose.rs")),
 ];

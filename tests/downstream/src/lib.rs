@@ -16,13 +16,13 @@ pub fn builder(kind: DeviceKind) -> DeviceBuilder {
 /// `y = x` above zero, else `slope x`; backward is [`kernels::leaky_relu_backward`].
 ///
 /// # Errors
-/// When the arena is full.
+/// When the arena is full; for a variable of another tape.
 #[track_caller]
 pub fn leaky_relu<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, slope: f32) -> Result<Var<'s>> {
-    let (step, x) = (tape.step(), *x);
+    let (op, step, x) = (tape.op("leaky_relu", [x])?, tape.step(), *x);
     let mut y = step.empty(x.shape())?;
     step.launch(kernels::leaky_relu { x: x.value().slice(), slope, y: y.out() })?;
-    Ok(tape.record(y.save(), move |back, dy| {
+    Ok(op.record(y.save(), move |back, dy| {
         let mut dx = back.step().empty(x.shape())?;
         let (x_slice, dy) = (x.value().slice(), dy.slice());
         back.step().launch(kernels::leaky_relu_backward { x: x_slice, dy, slope, dx: dx.out() })?;

@@ -253,6 +253,7 @@ kernels_and_products! {
     softmax::softmax_backward { y: f32s 24, dy: f32s 24, cols: number 8, dx: out 24 }
     tokens::mean_tokens_forward { x: f32s 24, tokens: number 3, cols: number 4, length: number 8, y: out 8 }
     tokens::mean_tokens_backward { dy: f32s 8, tokens: number 3, cols: number 4, dx: out 24 }
+    transpose::transpose { x: f32s 24, rows: number 3, cols: number 4, y: out 24 }
 }
 
 #[test]

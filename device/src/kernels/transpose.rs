@@ -1,0 +1,73 @@
+//! Matrices transposed, one after another.
+//!
+//! A block turns a square of 32 x 32 elements through shared memory, so that both its reads and its writes run along rows:
+//!
+//! ```text
+//!            x: lane = column                     y: lane = row
+//!            c0  c1  ..  c31                      r0  r1  ..  r31
+//! warp 0 r0  a   b   ..           warp 0 c0       a   d   ..
+//! warp 1 r1  d   e   ..           warp 1 c1       b   e   ..
+//! ```
+//! Warp w has the rows w, w + 8, w + 16 and w + 24 of either. Rows of the square in shared memory are 33 elements apart: the 32 that
+//! a warp reads together, one of each row, lie in 32 banks.
+//!
+//! Invariant: an element is moved as it is, whatever it holds.
+
+use crate::block::{BLOCK, divide};
+use crate::contract;
+use crate::tile::SharedTile;
+use crate::vector::{load, store};
+use crate::warp::LANES;
+use cuda_std::prelude::*;
+
+/// Rows and columns of a block's square.
+const SIDE: usize = LANES as usize;
+/// Elements between rows of the square in shared memory.
+const PITCH: u32 = LANES + 1;
+/// Shared bytes of the square.
+const SQUARE_BYTES: u32 = LANES * PITCH * 4;
+/// Rows that a block moves at once.
+const WARPS: u32 = BLOCK / LANES;
+
+/// `y[m, c, r] = x[m, r, c]`; `x`: `[matrices, rows, cols]`, `y`: `[matrices, cols, rows]`. Overwrites `y`.
+#[kernel]
+pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
+    let (lane, warp) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
+    // SAFETY: by the contract neither extent is 0, and `x` and `y` hold the elements of every matrix; beyond its rows and columns nothing is
+    // touched. The indices of the square are below 32 each.
+    unsafe {
+        let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
+        let (matrix, down) = divide(before, rows.div_ceil(SIDE));
+        let (start, first_row, first_column) = (matrix * rows * cols, down * SIDE, across * SIDE);
+        let square = SharedTile::<f32>::new(0, LANES * PITCH);
+        let column = first_column + lane as usize;
+        let mut at = warp;
+        while at < LANES {
+            let row = first_row + at as usize;
+            if row < rows && column < cols {
+                square.set(at * PITCH + lane, load(x, start + row * cols + column));
+            }
+            at += WARPS;
+        }
+        thread::sync_threads();
+        let row = first_row + lane as usize;
+        let mut at = warp;
+        while at < LANES {
+            let column = first_column + at as usize;
+            if row < rows && column < cols {
+                store(y, start + column * rows + row, square.get(lane * PITCH + at));
+            }
+            at += WARPS;
+        }
+    }
+}
+
+// SAFETY: `x` is whole matrices of `rows` x `cols`, neither of which is 0, and `y` as long; a block has its square of one of them, of
+// which there are as many as blocks. The shared bytes are the square's.
+contract! { unsafe transpose { block: BLOCK, shared: SQUARE_BYTES, align: 4 } |k| {
+    Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
+    let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    Violation::unless(all_rows.is_multiple_of(k.rows), "x", "whole matrices of rows x cols", k.x.len())?;
+    Violation::unless_length("y", k.x.len(), k.y.len())?;
+    Grid::cover(Size::of(all_rows).div_ceil(k.rows).times(k.rows.div_ceil(SIDE)).times(k.cols.div_ceil(SIDE)), 1)
+}}

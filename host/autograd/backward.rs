@@ -1,0 +1,217 @@
+//! The backward pass in progress.
+//!
+//! Invariant: a gradient that was given is never lost. What comes for an output whose op has run already, of another shape or for
+//! another tape's variable is refused, and so is an op that takes what a variable has and does not give it back.
+
+use super::{Record, Var};
+use crate::error::{Error, Result};
+use crate::launch::{Lent, LentMut};
+use crate::ops;
+use crate::params::{Gradients, Parameter, Parameters, Stack};
+use crate::step::Step;
+use crate::tensor::{Shape, Tensor};
+use std::fmt;
+
+/// The gradient that an output has.
+pub(super) enum Upstream<'s> {
+    /// None: so far, the loss does not depend on it.
+    Nothing,
+    /// It is the loss, whose gradient is one.
+    Loss,
+    /// What the ops behind it have given.
+    Sum(Tensor<'s>),
+}
+
+impl<'s> Upstream<'s> {
+    /// As a tensor of the output's shape.
+    pub(super) fn into_tensor(self, step: &Step<'s>, shape: Shape) -> Result<Option<Tensor<'s>>> {
+        match self {
+            Self::Nothing => Ok(None),
+            Self::Loss => ops::fill(step, shape, 1.0).map(Some),
+            Self::Sum(gradient) => Ok(Some(gradient)),
+        }
+    }
+}
+
+/// The backward pass in progress, as the op sees it that is run: what its outputs' gradients become is given to this.
+pub struct Backward<'b, 't, 's> {
+    step: &'t Step<'s>,
+    parameters: &'t Parameters,
+    /// The identity of the tape that is run.
+    tape: u64,
+    /// The name of the op that is run.
+    op: &'static str,
+    gradients: &'b mut Gradients,
+    /// Whether each parameter's gradient holds what counts: if not, the next to come overwrites it.
+    written: Vec<bool>,
+    /// What each output has so far, of those whose op has not run.
+    pending: Vec<Upstream<'s>>,
+    /// The outputs whose gradients the op that is run has taken and not given back.
+    taken: Vec<usize>,
+}
+
+impl fmt::Debug for Backward<'_, '_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Backward of `{}`, over {} outputs", self.op, self.pending.len())
+    }
+}
+
+impl<'b, 't, 's> Backward<'b, 't, 's> {
+    pub(super) fn new(
+        step: &'t Step<'s>,
+        parameters: &'t Parameters,
+        tape: u64,
+        gradients: &'b mut Gradients,
+        written: Vec<bool>,
+        outputs: usize,
+    ) -> Self {
+        let pending = (0..outputs).map(|_| Upstream::Nothing).collect();
+        Self { step, parameters, tape, op: "backward", gradients, written, pending, taken: Vec::new() }
+    }
+
+    /// The loss's gradient is one.
+    pub(super) fn begin(&mut self, loss: &Var<'s>) {
+        if let Some(output) = loss.output {
+            self.pending[output] = Upstream::Loss;
+        }
+    }
+
+    /// Runs the last op that has not run, if the loss depends on it.
+    pub(super) fn run(&mut self, record: Record<'t, 's>) -> Result<()> {
+        let Record { op, site, first, backward } = record;
+        let upstream = self.pending.split_off(first);
+        if upstream.iter().all(|upstream| matches!(upstream, Upstream::Nothing)) {
+            return Ok(());
+        }
+        self.step.region().attribute(Some(site));
+        self.op = op;
+        backward(self, upstream)?;
+        if self.taken.is_empty() {
+            return Ok(());
+        }
+        Err(Error::misuse(op, "`add` for each gradient that was taken", format!("{} not given back", self.taken.len())))
+    }
+
+    /// Gradients that nothing has come for are zero.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        self.parameters.layout().parameters().try_for_each(|parameter| self.zero_unless_written(parameter))
+    }
+
+    /// The step that the pass belongs to.
+    pub fn step(&self) -> &'t Step<'s> {
+        self.step
+    }
+
+    /// The weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device than the step, or the handle is another layout's.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        self.parameters.lend(self.step, parameter).map_err(|error| error.in_op(self.op))
+    }
+
+    /// A stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
+    ///
+    /// # Errors
+    /// As for [`Backward::weights`]; [`Error::Misuse`] for a stack without members.
+    pub fn stack_weights(&self, stack: &Stack) -> Result<Lent<'t, 's>> {
+        self.parameters.lend_stack(self.step, stack).map_err(|error| error.in_op(self.op))
+    }
+
+    /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not. So the gradients of
+    /// several ops with one parameter add up, in the reverse of the order in which these were recorded.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it is on another device than the step, or the handle is another layout's.
+    pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
+        let op = self.op;
+        let index = self.parameters.layout().index(parameter).map_err(|error| error.in_op(op))?;
+        let gradient = self.gradients.lend_mut(self.step, parameter).map_err(|error| error.in_op(op))?;
+        Ok((gradient, std::mem::replace(&mut self.written[index], true)))
+    }
+
+    /// A stack's gradients as one, flat like its weights, of which the second says what [`Backward::gradient`] says. The space between
+    /// members must stay zero.
+    ///
+    /// # Errors
+    /// As for [`Backward::gradient`]; [`Error::Misuse`] for a stack without members.
+    pub fn stack_gradient(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
+        let op = self.op;
+        // One write must do for all: where some are written already, the others start from zero.
+        let layout = self.parameters.layout();
+        let places = stack.members().iter().map(|member| layout.index(*member)).collect::<Result<Vec<_>>>();
+        let places = places.map_err(|error| error.in_op(op))?;
+        let written = places.iter().any(|&place| self.written[place]);
+        for (member, place) in stack.members().iter().zip(places) {
+            if written {
+                self.zero_unless_written(*member)?;
+            }
+            self.written[place] = true;
+        }
+        let gradient = self.gradients.lend_stack_mut(self.step, stack).map_err(|error| error.in_op(op))?;
+        Ok((gradient, written))
+    }
+
+    fn zero_unless_written(&mut self, parameter: Parameter) -> Result<()> {
+        let step = self.step;
+        let (mut gradient, written) = self.gradient(parameter)?;
+        if written { Ok(()) } else { ops::fill_into(step, &mut gradient, 0.0) }
+    }
+
+    /// Adds `gradient` to what `var` has.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when shapes differ, and for a variable of another tape or one that was made after the op that is run.
+    pub fn add(&mut self, var: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
+        let output = self.output(var)?;
+        if gradient.shape() != var.shape() {
+            let expected = format!("a gradient of the variable's shape {}", var.shape());
+            return Err(Error::misuse(self.op, expected, gradient.shape().to_string()));
+        }
+        let Some(output) = output else { return Ok(()) };
+        self.taken.retain(|&taken| taken != output);
+        let sum = match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
+            Upstream::Sum(mut sum) => {
+                ops::add_assign(self.step, &mut sum, &gradient)?;
+                sum
+            }
+            // The loss's own op is the first to run.
+            Upstream::Nothing | Upstream::Loss => gradient,
+        };
+        self.pending[output] = Upstream::Sum(sum);
+        Ok(())
+    }
+
+    /// What `var` has so far, if it has something, for an op whose kernel adds to it in place: [`Backward::add`] gives it back.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] as for [`Backward::add`], and when it was taken and not given back.
+    pub fn take(&mut self, var: &Var<'s>) -> Result<Option<Tensor<'s>>> {
+        let Some(output) = self.output(var)? else { return Ok(None) };
+        if self.taken.contains(&output) {
+            return Err(Error::misuse(
+                self.op,
+                "`add` before a variable's gradient is taken again",
+                "it was not given back",
+            ));
+        }
+        match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
+            Upstream::Sum(sum) => {
+                self.taken.push(output);
+                Ok(Some(sum))
+            }
+            Upstream::Nothing | Upstream::Loss => Ok(None),
+        }
+    }
+
+    /// The output that a variable is, whose op is still to run: a gradient for any other would be lost.
+    fn output(&self, var: &Var<'s>) -> Result<Option<usize>> {
+        var.check(self.op, self.tape)?;
+        match var.output {
+            Some(output) if output >= self.pending.len() => {
+                Err(Error::misuse(self.op, "a variable made before the op that is run", "a later one"))
+            }
+            output => Ok(output),
+        }
+    }
+}

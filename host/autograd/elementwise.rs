@@ -1,0 +1,46 @@
+//! Sums of variables and multiples of them on a tape.
+
+use super::{Tape, Var};
+use crate::error::Result;
+use crate::ops;
+
+impl<'s> Tape<'_, 's> {
+    /// `y = a + b`; `a`, `b`, `y`: the same shape. See [`ops::add`].
+    ///
+    /// Where a multiply makes one of them, [`Tape::linear_residual`] adds the other in its launch.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn add(&self, a: &Var<'s>, b: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("add", [a, b])?;
+        let y = ops::add(self.step(), a.value(), b.value())?;
+        let (a, b) = (*a, *b);
+        Ok(op.record(y.save(), move |back, dy| {
+            // Both get dy, of which there is one: the second has it, the first a copy, unless it can add it to what it has.
+            let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
+            if first.wants_gradient() {
+                let gradient = match back.take(&first)? {
+                    Some(mut sum) => ops::add_assign(back.step(), &mut sum, &dy).map(|()| sum)?,
+                    None => ops::copy(back.step(), &dy)?,
+                };
+                back.add(&first, gradient)?;
+            }
+            back.add(&second, dy)
+        }))
+    }
+
+    /// `y = factor x`; `x`, `y`: the same shape. See [`ops::scale`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn scale(&self, x: &Var<'s>, factor: f32) -> Result<Var<'s>> {
+        let op = self.op("scale", [x])?;
+        let (y, x) = (ops::scale(self.step(), x.value(), factor)?, *x);
+        Ok(op.record(y.save(), move |back, dy| {
+            let dx = ops::scale(back.step(), &dy, factor)?;
+            back.add(&x, dx)
+        }))
+    }
+}

@@ -1,0 +1,130 @@
+//! An op on its way to a tape.
+//!
+//! Invariant: whatever an op of the library does to a tape it does through this, as an op of another package does.
+
+use super::backward::{Backward, Upstream};
+use super::{Record, Tape, Var};
+use crate::error::{Error, Result};
+use crate::launch::Lent;
+use crate::ops;
+use crate::params::{Parameter, Stack};
+use crate::step::Step;
+use crate::tensor::{Saved, Shape, Tensor};
+use std::fmt;
+use std::panic::Location;
+
+/// An op whose variables were found to be the tape's: lends weights, and records what backward must do. See [`Tape::op`].
+pub struct Op<'o, 't, 's> {
+    pub(super) tape: &'o Tape<'t, 's>,
+    pub(super) name: &'static str,
+    /// The line that memory of its backward pass is accounted to.
+    pub(super) site: &'static Location<'static>,
+}
+
+impl fmt::Debug for Op<'_, '_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Op `{}`", self.name)
+    }
+}
+
+impl<'t, 's> Op<'_, 't, 's> {
+    /// The weights of a parameter.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device than the step, or the handle is another layout's.
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
+        let lent = self.tape.parameters.lend(self.tape.step, parameter);
+        lent.map_err(|error| error.in_op(self.name))
+    }
+
+    /// A stack's weights from the first member's start to the last one's end, flat; [`Op::stack`] tells where each stands.
+    ///
+    /// # Errors
+    /// As for [`Op::weights`]; [`Error::Misuse`] for a stack without members.
+    pub fn stack_weights(&self, stack: &Stack) -> Result<Lent<'t, 's>> {
+        let lent = self.tape.parameters.lend_stack(self.tape.step, stack);
+        lent.map_err(|error| error.in_op(self.name))
+    }
+
+    /// The shape of each member of a stack, and the elements from one's start to the next one's.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle is another layout's, or has no members.
+    pub fn stack(&self, stack: &Stack) -> Result<(Shape, usize)> {
+        self.tape.parameters.layout().stack(stack).map_err(|error| error.in_op(self.name))
+    }
+
+    /// Puts the op's output on the tape. `backward` gets the output's gradient and gives variables theirs, by
+    /// [`Backward::add`], and parameters, by [`Backward::gradient`]. It does not run where the loss does not depend on the output.
+    pub fn record(
+        self,
+        value: Saved<'s>,
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
+    ) -> Var<'s> {
+        let [var] = self.record_all([value], move |back, [gradient]| match gradient {
+            Some(gradient) => backward(back, gradient),
+            None => Ok(()),
+        });
+        var
+    }
+
+    /// Puts the op's outputs on the tape. `backward` gets the gradient of each, none for one on which the loss does not depend; it does
+    /// not run where that is so of all.
+    pub fn record_all<const N: usize>(
+        self,
+        values: [Saved<'s>; N],
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Option<Tensor<'s>>; N]) -> Result<()> + 't,
+    ) -> [Var<'s>; N] {
+        self.push(values, move |back, upstream| {
+            let mut gradients = [const { None }; N];
+            for ((gradient, upstream), value) in gradients.iter_mut().zip(upstream).zip(values) {
+                *gradient = upstream.into_tensor(back.step(), value.shape())?;
+            }
+            backward(back, gradients)
+        })
+    }
+
+    /// Puts an output of one element on the tape by its `derivative` by x, of x's shape, which is made in the backward pass. Where the
+    /// output is the loss itself, that is x's gradient; nothing multiplies it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a value of more or fewer elements.
+    pub fn record_scalar(
+        self,
+        value: Saved<'s>,
+        x: &Var<'s>,
+        derivative: impl FnOnce(&Step<'s>) -> Result<Tensor<'s>> + 't,
+    ) -> Result<Var<'s>> {
+        if value.shape().elements() != 1 {
+            return Err(Error::misuse(self.name, "an output of one element", value.shape().to_string()));
+        }
+        let x = *x;
+        let [var] = self.push([value], move |back, [upstream]| {
+            let derivative = derivative(back.step())?;
+            let gradient = match upstream {
+                Upstream::Sum(factor) => ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?,
+                Upstream::Nothing | Upstream::Loss => derivative,
+            };
+            back.add(&x, gradient)
+        });
+        Ok(var)
+    }
+
+    fn push<const N: usize>(
+        self,
+        values: [Saved<'s>; N],
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Upstream<'s>; N]) -> Result<()> + 't,
+    ) -> [Var<'s>; N] {
+        let backward = move |back: &mut Backward<'_, 't, 's>, upstream: Vec<Upstream<'s>>| {
+            let Ok(upstream) = upstream.try_into() else { unreachable!("as many as there are outputs") };
+            backward(back, upstream)
+        };
+        let Self { tape, name: op, site } = self;
+        let mut records = tape.records.borrow_mut();
+        let first = records.outputs;
+        records.outputs += N;
+        records.all.push(Record { op, site, first, backward: Box::new(backward) });
+        let mut output = first..;
+        values.map(|value| Var { value, tape: tape.identity, output: output.next() })
+    }
+}

@@ -1,0 +1,177 @@
+//! A parameter that several ops have: its gradient is the sum of theirs, the op that was recorded last first.
+
+use crate::case::{Case, leaf};
+use crate::support::{Random, bits, on_each_device};
+use crate::{SEEDS, extents, linear_values, longest, reference};
+use stepscope::ops::{self, Gemm, Precision};
+use stepscope::{
+    AdamWConfig, Arena, Batch, Capacity, EpochProgress, Gradients, Initializer, Inputs, Layout, Learner, Model,
+    Parameter, Parameters, Result, Samples, Saved, Tape, Trainer, Var,
+};
+
+/// A head over the rows of an embedding: `y = h w^T`; `h`: `[rows, width]`, `w`: `[words, width]`, `y`: `[rows, words]`.
+fn head<'s>(tape: &Tape<'_, 's>, h: &Var<'s>, w: Parameter) -> Result<Var<'s>> {
+    let (op, none) = (tape.op("head", [h])?, None::<&Saved<'s>>);
+    let weights = op.weights(w)?;
+    let [words, width] = stepscope::Source::shape(&weights).as_rows();
+    let [rows, _] = h.shape().as_rows();
+    let mut y = tape.step().empty([rows, words])?;
+    ops::gemm_into(tape.step(), &Gemm::new(rows, words, width).transpose_b(), h.value(), &weights, none, &mut y)?;
+    let h = *h;
+    Ok(op.record(y.save(), move |back, dy| {
+        let (step, weights) = (back.step(), back.weights(w)?);
+        let mut dh = step.empty([rows, width])?;
+        ops::gemm_into(step, &Gemm::new(rows, width, words), &dy, &weights, none, &mut dh)?;
+        let (mut dw, accumulate) = back.gradient(w)?;
+        let form = Gemm::new(words, width, rows).transpose_a();
+        let form = if accumulate { form.accumulate() } else { form };
+        ops::gemm_into(step, &form, &dy, h.value(), none, &mut dw)?;
+        back.add(&h, dh)
+    }))
+}
+
+/// Words in, words out, twice: the same parameter as an embedding, a head, and an embedding again.
+fn words_in_words_out<'s>(tape: &Tape<'_, 's>, words: &Var<'s>, w: [Parameter; 3]) -> Result<Var<'s>> {
+    let h = tape.tanh(&tape.linear(words, w[0], None)?)?;
+    let guess = tape.softmax(&head(tape, &h, w[1])?)?;
+    tape.linear(&guess, w[2], None)
+}
+
+/// Rows of zeros with a one among them.
+fn one_hot(random: &mut Random, rows: usize, words: usize) -> Vec<f32> {
+    let chosen = random.belows(rows, words as u32);
+    chosen.iter().flat_map(|&word| (0..words as u32).map(move |at| f32::from(u8::from(at == word)))).collect()
+}
+
+fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+/// Names the word that it is given, of eight.
+struct Tied {
+    w: Parameter,
+}
+
+impl Model for Tied {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let words = tape.input(batch.input::<f32>(0)?);
+        head(tape, &tape.tanh(&tape.linear(&words, self.w, None)?)?, self.w)
+    }
+}
+
+const WORDS: usize = 8;
+
+struct Words {
+    given: Vec<f32>,
+    numbers: Vec<u32>,
+}
+
+impl Words {
+    fn new(seed: u64) -> Self {
+        let given = one_hot(&mut Random::new(seed), 20, WORDS);
+        let numbers = given.chunks(WORDS).map(|word| word.iter().position(|&at| at == 1.0).unwrap() as u32);
+        Self { numbers: numbers.collect(), given }
+    }
+}
+
+impl Samples for Words {
+    fn len(&self) -> usize {
+        self.numbers.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.given, [self.len(), WORDS])?.with(&self.numbers, [self.len()])
+    }
+}
+
+on_each_device! {
+    fn an_embedding_and_a_head(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, words, width] = extents(&mut random, seed, [37, 12, 19]);
+            let words = words + 1;
+            let mut w = linear_values(&mut random, [1, words, width]).swap_remove(1);
+            w.values.iter_mut().for_each(|w| *w *= (words as f32).sqrt());
+            let operands = vec![crate::normal(&mut random, &[rows, words]), w];
+            let length = longest(&[rows, words, width]);
+            Case::new("tied", seed, length, operands).check(device, |_, tape, p| {
+                words_in_words_out(tape, &leaf(tape, p[0])?, [p[1]; 3])
+            }, |p| {
+                let back = reference::transpose(&p[1], words, width);
+                let h: Vec<f64> = reference::linear(&p[0], &p[1], &[], words, width).iter().map(|h| h.tanh()).collect();
+                let logits = reference::linear(&h, &back, &[], width, words);
+                let guess: Vec<f64> = logits.chunks_exact(words).flat_map(reference::softmax).collect();
+                reference::linear(&guess, &p[1], &[], words, width)
+            });
+        }
+    }
+
+    /// Bit for bit what adds up by hand from parameters of their own, over micro-batches too.
+    fn the_sum_is_that_of_parameters_of_their_own(device: &Device) {
+        // The second needs products in chunks.
+        for (rows, words, width) in [(33, 20, 24), (1030, 16, 16)] {
+            let mut layout = Layout::builder();
+            let [tied, first, second, third] =
+                ["tied", "first", "second", "third"].map(|name| layout.add(name, [words, width], Initializer::ZERO));
+            let mut parameters = Parameters::new(device, &layout.build().unwrap(), 0).unwrap();
+            let mut random = Random::new(words as u64);
+            let values = random.normals(words * width);
+            for parameter in [tied, first, second, third] {
+                parameters.write(parameter, &values).unwrap();
+            }
+            let parts: Vec<Vec<f32>> = (0..3).map(|_| random.normals(rows * words)).collect();
+            for precision in [Precision::Ieee, Precision::Bf16] {
+                let pass = |gradients: &mut Gradients, w: [Parameter; 3], part: &[f32], afresh: bool| {
+                    let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
+                    arena.step(|step| {
+                        step.set_precision(precision);
+                        let tape = Tape::new(step, &parameters);
+                        let y = words_in_words_out(&tape, &tape.input(step.upload(part, [rows, words])?), w)?;
+                        let loss = tape.mean(&tape.tanh(&y)?)?;
+                        if afresh { tape.backward_afresh(&loss, gradients) } else { tape.backward(&loss, gradients) }
+                    }).unwrap();
+                };
+                let [mut got, mut alone] = [(); 2].map(|()| Gradients::zeros(&parameters).unwrap());
+                let (mut want, mut otherwise) = (Vec::new(), Vec::new());
+                for (number, part) in parts.iter().enumerate() {
+                    pass(&mut got, [tied; 3], part, number == 0);
+                    pass(&mut alone, [first, second, third], part, true);
+                    let each = [first, second, third].map(|parameter| alone.read(parameter).unwrap());
+                    assert!(each.iter().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
+                    for (sum, order) in [(&mut want, [2, 1, 0]), (&mut otherwise, [0, 1, 2])] {
+                        for place in order {
+                            *sum = if sum.is_empty() { each[place].clone() } else { add(sum, &each[place]) };
+                        }
+                    }
+                    let got = bits(&got.read(tied).unwrap());
+                    assert!(got == bits(&want), "{rows} rows, {precision:?}, part {number}");
+                    assert!(got != bits(&otherwise), "another order has other bits, or nothing is shown");
+                }
+                assert!(got.read(first).unwrap().iter().all(|&value| value == 0.0));
+            }
+        }
+    }
+
+    /// Eager and captured, whole batches and micro-batches: the same weights after a training, and it learns.
+    fn training_has_the_same_bits_however_it_runs(device: &Device) {
+        let train = |captured: bool, parts: usize| {
+            let mut layout = Layout::builder();
+            let model = Tied { w: layout.add("w", [WORDS, 16], Initializer::fan_in(16)) };
+            let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+            let learner = Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+            let mut trainer = match captured {
+                true => Trainer::captured(&mut arena, learner, &Words::new(0)).unwrap(),
+                false => Trainer::eager(&mut arena, learner),
+            };
+            let batch = |number: u64| Ok((0..parts as u64).map(|part| Words::new(2 * number + part)).collect());
+            trainer.epoch((0..30).map(batch), &mut EpochProgress::default(), &mut ()).unwrap();
+            let (loss, ()) = trainer.evaluate(&Words::new(99), |_, _| Ok(())).unwrap();
+            assert!(loss < 20.0 * 0.5, "a quarter of guessing's at most: {loss} of 20 samples");
+            trainer.learner().parameters.sha256().unwrap()
+        };
+        for parts in [1, 2] {
+            assert_eq!(train(false, parts), train(true, parts), "{parts} parts");
+        }
+    }
+}
