@@ -78,7 +78,7 @@ impl Training {
 
     /// Weights and both moments, as bits, and the number of updates.
     fn state(&self) -> ([Vec<u32>; 3], u64) {
-        let [first, second] = self.optimizer.moments();
+        let [first, second] = self.optimizer.state() else { panic!("two moments") };
         ([self.parameters.flat(), first, second].map(|flat| bits(&flat.read().unwrap())), self.optimizer.updates())
     }
 

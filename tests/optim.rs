@@ -159,7 +159,7 @@ on_each_device! {
         model.optimizer.advance().unwrap();
         arena.step(|step| model.apply(step, 1e25)).unwrap();
         assert!(model.state().0.iter().all(|weight| weight.is_finite()));
-        let (update, what, tensor) = (Some(1), Quantity::Moment, "`adamw.second.w`".to_owned());
+        let (update, what, tensor) = (Some(1), Quantity::OptimizerState, "`adamw.second.w`".to_owned());
         let error = Error::NotFinite { update, what, tensor };
         assert_eq!(Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]), Err(error.clone()));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);

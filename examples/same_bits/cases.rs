@@ -125,7 +125,7 @@ macro_rules! matmul_tensor {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub(crate) const CASES: [(&str, Case); 49] = [
+pub(crate) const CASES: [(&str, Case); 53] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -138,6 +138,7 @@ pub(crate) const CASES: [(&str, Case); 49] = [
         })
     }),
     ("adamw", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| adamw(i, length))),
+    ("adamw_groups", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| adamw_groups(i, length))),
     ("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
             let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, 0.125)?;
@@ -157,6 +158,12 @@ pub(crate) const CASES: [(&str, Case); 49] = [
         let (x, mut sums) = (i.step.upload(&words, [words.len()])?, i.step.upload(&[0u32; 8], [8])?);
         i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
         i.keep(&sums)
+    }),
+    ("clip_factor", |i| {
+        i.flat(|i, [x, _]| {
+            let norm = ops::squared_norm(i.step, x)?;
+            [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
+        })
     }),
     ("add", |i| i.flat(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
     ("add_assign", |i| {
@@ -254,6 +261,8 @@ pub(crate) const CASES: [(&str, Case); 49] = [
             i.keep(&y)
         })
     }),
+    ("sgd", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| sgd(i, length))),
+    ("sgd_groups", |i| [1, 1023, 70_003].into_iter().try_for_each(|length| sgd_groups(i, length))),
     ("softmax_forward", |i| i.rows(|i, x| i.keep(&ops::softmax(i.step, x)?))),
     ("softmax_backward", |i| i.rows(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
     ("mean_tokens_forward", |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals(shape)?)?))),
@@ -291,6 +300,42 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
 }
 
+/// As [`adamw`], by three groups, one of them not clipped.
+fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+    let hyper = [
+        [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0],
+        [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.02, 0.0],
+        [5e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002, 2.0],
+    ];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    ops::adamw_groups(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+}
+
+/// Both kinds of momentum, with and without clipping.
+fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
+        let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+        let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
+        ops::sgd(i.step, &mut weights, &gradients, &mut velocity, &hyper, &norm)?;
+        [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    }
+    Ok(())
+}
+
+/// Groups of both kinds of momentum.
+fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    ops::sgd_groups(i.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
+    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))
+}
+
 /// Seeded inputs of one case, and what its kernel gave.
 pub(crate) struct Inputs<'i, 's> {
     step: &'i Eager<'s>,
@@ -308,6 +353,12 @@ impl<'s> Inputs<'_, 's> {
     fn whole(&self, length: usize) -> Result<Tensor<'s>> {
         let below = self.random.borrow_mut().belows(length, 17);
         self.step.upload(&below.into_iter().map(|below| below as f32 - 8.0).collect::<Vec<_>>(), [length])
+    }
+
+    /// A group below `count` for each run of a flat region.
+    fn groups(&self, length: usize, count: u32) -> Result<Tensor<'s, u32>> {
+        let runs = length.div_ceil(kernels::update::RUN);
+        self.step.upload(&self.random.borrow_mut().belows(runs, count), [runs])
     }
 
     /// A gain for the norm of `x`.
