@@ -61,8 +61,10 @@ impl<R: UpdateRule> Optimizer<R> {
         let device = self.settings.device();
         let settings = Buffer::from_slice(device, &settings_of(&self.rule, 1, &groups)?)?;
         let runs = if groups.len() > 1 { Some(Buffer::from_slice(device, &runs)?) } else { None };
-        let turns = Turns::new(name);
-        turns.reset(self.updates());
+        // What was captured asks the turns of before, which nobody sets up any more.
+        let (made, turns) = (self.updates(), Turns::new(name));
+        self.turns.reset(made);
+        turns.reset(made);
         Ok(Self { groups, runs, settings, turns: Arc::new(turns), ..self })
     }
 
@@ -122,11 +124,10 @@ impl<R: UpdateRule> Optimizer<R> {
     #[track_caller]
     fn queue<'s>(&mut self, step: &Step<'s>, parameters: &mut Parameters, gradients: &Gradients) -> Result<Tensor<'s>> {
         let elements = [parameters.layout().elements()];
-        let groups = self.groups.len();
         let gradients = step.lend(gradients.flat(), elements)?;
         let weights = parameters.lend_flat_mut(step)?;
         let state = self.state.iter_mut().map(|state| step.lend_mut(state, elements)).collect::<Result<_>>()?;
-        let settings = step.lend(&self.settings, [groups, self.settings.len() / groups])?;
+        let settings = step.lend(&self.settings, [self.settings.len()])?;
         let groups = self.runs.as_ref().map(|runs| step.lend(runs, [runs.len()])).transpose()?;
         let _phase = step.enter(Phase::Optimizer);
         let norm = ops::squared_norm(step, &gradients)?;

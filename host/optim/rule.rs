@@ -99,7 +99,7 @@ pub struct UpdateArguments<'b, 's> {
     pub gradients: Lent<'b, 's>,
     /// What [`UpdateRule::state`] names, in its order.
     pub state: Vec<LentMut<'b, 's>>,
-    /// The settings of each group: `[groups, settings]`.
+    /// The settings of the update, one group's behind the other's.
     pub settings: Lent<'b, 's>,
     /// The group of each run of 64 elements, if there are several groups.
     pub groups: Option<Lent<'b, 's, u32>>,
