@@ -18,6 +18,7 @@ mod tensor_file;
 
 use clap::Parser;
 use kernels::attention::HEAD;
+use kernels::update::RUN;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -79,7 +80,7 @@ struct Case<'c, 's> {
 type Run = for<'s> fn(&Case<'_, 's>) -> Result<()>;
 
 /// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
-const CASES: [(&str, Run); 28] = [
+const CASES: [(&str, Run); 32] = [
     ("tanh", |c| {
         c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
     }),
@@ -242,6 +243,50 @@ const CASES: [(&str, Run); 28] = [
         let updated = [("weights", &weights), ("first", &first), ("second", &second)];
         updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
     }),
+    ("adamw_groups", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut first = c.operand("first", shape)?;
+        let second = c.random.borrow_mut().uniforms(shape[0], 0.1, 2.0);
+        let mut second = c.given("second", shape, &second)?;
+        let hyper =
+            [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.0199, 2.0]];
+        let (hyper, groups) = (c.given("hyper", [2, 8], hyper.as_flattened())?, c.groups(shape[0], 2)?);
+        let norm = ops::squared_norm(c.step, &gradients)?;
+        ops::adamw_groups(c.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+        let updated = [("weights", &weights), ("first", &first), ("second", &second)];
+        updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
+    }),
+    ("sgd", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut velocity = c.operand("velocity", shape)?;
+        // Learning rate, momentum, decay, the largest norm, and whether it is Nesterov's.
+        let hyper = c.given("hyper", [5], &[0.3, 0.9, 0.1, 1.0, (c.seed % 2) as f32])?;
+        let squared_norm = ops::squared_norm(c.step, &gradients)?;
+        ops::sgd(c.step, &mut weights, &gradients, &mut velocity, &hyper, &squared_norm)?;
+        c.result("weights", &weights)?;
+        c.result("velocity", &velocity)
+    }),
+    ("sgd_groups", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut velocity = c.operand("velocity", shape)?;
+        let hyper = [[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, 0.0, 2.0, 1.0]];
+        let (hyper, groups) = (c.given("hyper", [2, 5], hyper.as_flattened())?, c.groups(shape[0], 2)?);
+        let norm = ops::squared_norm(c.step, &gradients)?;
+        ops::sgd_groups(c.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
+        c.result("weights", &weights)?;
+        c.result("velocity", &velocity)
+    }),
+    ("clip_factor", |c| {
+        c.longest(1);
+        let squared_norm = c.given("squared_norm", [1], &[4.0f32.powi(c.seed as i32 - 2)])?;
+        c.result("y", &ops::clip_factor(c.step, &squared_norm, c.scalar("largest"))?)
+    }),
 ];
 
 impl<'s> Case<'_, 's> {
@@ -278,6 +323,13 @@ impl<'s> Case<'_, 's> {
         let value = self.random.borrow_mut().uniform(0.125, 1.0);
         self.file.borrow_mut().add(format!("{}.in.{name}", self.name), [1], &[value]);
         value
+    }
+
+    /// A group below `count` for each run of a flat region.
+    fn groups(&self, length: usize, count: u32) -> Result<Tensor<'s, u32>> {
+        let runs = length.div_ceil(RUN);
+        let groups = self.random.borrow_mut().belows(runs, count);
+        self.given("groups", [runs], &groups)
     }
 
     fn result<T: Element>(&self, name: &str, tensor: &impl Source<'s, T>) -> Result<()> {

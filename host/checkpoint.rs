@@ -1,4 +1,4 @@
-//! Checkpoints: weights, moments and the caller's own notes in one safetensors file.
+//! Checkpoints: weights, the optimiser's state and the caller's own notes in one safetensors file.
 //!
 //! Invariant: a path holds either the old file or the whole new one, whenever the process dies; a restored run
 //! continues with the same bits. What is not finite is neither written nor restored unless it is asked for.
@@ -8,7 +8,7 @@
 use crate::error::{Error, Result, short};
 use crate::files::{replace_file, sweep};
 use crate::finite::{Numbers, Quantity};
-use crate::optim::AdamW;
+use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Entry, Layout, Parameters, hex};
 use crate::tensor::Shape;
 use crate::tensors::Tensors;
@@ -20,12 +20,13 @@ use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "stepscope.format";
 const UPDATES: &str = "stepscope.updates";
+/// The note that names the optimiser. Files from before it are AdamW's.
+const OPTIMIZER: &str = "stepscope.optimizer";
+const FIRST_OPTIMIZER: &str = "adamw";
 /// The most updates that a file may claim: counting on from there cannot overflow.
 const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note that tells a damaged file.
 const DIGEST: &str = "stepscope.sha256";
-/// Names of the moments' tensors, before the parameter's own name.
-const MOMENTS: [&str; 2] = ["adamw.first.", "adamw.second."];
 
 /// What a checkpoint's file held when it was loaded, known to be whole. It takes as much of the host's memory as the file has bytes: drop
 /// it when all is restored. What becomes of the file does not matter any more.
@@ -40,26 +41,26 @@ impl Checkpoint {
     /// file in the same folder is written, flushed to the disk and renamed. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] for weights or moments that are not finite; [`Error::Misuse`] when two tensors would have one name, as a
+    /// [`Error::NotFinite`] for weights or state that are not finite; [`Error::Misuse`] when two tensors would have one name, as a
     /// parameter `adamw.first.w` and the first moment of `w` have; [`Error::File`] with the system's reason; the old file is untouched
     /// then.
     pub fn save(
         path: impl AsRef<Path>,
         parameters: &Parameters,
-        optimizer: Option<&AdamW>,
+        optimizer: Option<&Optimizer<dyn UpdateRule>>,
         notes: &[(&str, String)],
     ) -> Result<()> {
         Self::save_with(path, parameters, optimizer, notes, Numbers::Finite)
     }
 
-    /// [`Checkpoint::save`] of weights and moments that may hold these numbers.
+    /// [`Checkpoint::save`] of weights and state that may hold these numbers.
     ///
     /// # Errors
     /// As for [`Checkpoint::save`].
     pub fn save_with(
         path: impl AsRef<Path>,
         parameters: &Parameters,
-        optimizer: Option<&AdamW>,
+        optimizer: Option<&Optimizer<dyn UpdateRule>>,
         notes: &[(&str, String)],
         numbers: Numbers,
     ) -> Result<()> {
@@ -67,16 +68,17 @@ impl Checkpoint {
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
-        let update = optimizer.map(AdamW::updates);
-        let mut regions = vec![("", parameters.flat().read()?)];
+        let update = optimizer.map(Optimizer::updates);
+        let mut regions = vec![(String::new(), parameters.flat().read()?)];
         numbers.check((update, Quantity::Weight), layout.finite("", &regions[0].1))?;
         if let Some(optimizer) = optimizer {
             optimizer.check_layout(layout)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
-            for (prefix, moment) in MOMENTS.into_iter().zip(optimizer.moments()) {
-                let moment = moment.read()?;
-                numbers.check((update, Quantity::Moment), layout.finite(prefix, &moment))?;
-                regions.push((prefix, moment));
+            notes.insert(OPTIMIZER.into(), optimizer.name().into());
+            for (prefix, state) in optimizer.prefixes().into_iter().zip(optimizer.state()) {
+                let state = state.read()?;
+                numbers.check((update, Quantity::OptimizerState), layout.finite(&prefix, &state))?;
+                regions.push((prefix, state));
             }
         }
         let path = path.as_ref();
@@ -90,7 +92,7 @@ impl Checkpoint {
         named.sort_by(|(a, ..), (b, ..)| a.cmp(b));
         let twice = named.windows(2).find(|pair| pair[0].0 == pair[1].0).map(|pair| pair[0].0.as_str());
         if let Some(name) = twice {
-            let expected = "a different name for each parameter and moment";
+            let expected = "a different name for each parameter and what the optimiser keeps for it";
             return Err(Error::misuse("checkpoint", expected, format!("two named `{}`", short(name))));
         }
         let contents = named.iter().map(|(name, shape, bytes)| (name.as_str(), shape.extents(), bytes.as_slice()));
@@ -141,25 +143,30 @@ impl Checkpoint {
     /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
     ///
     /// # Errors
-    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state; [`Error::NotFinite`] when one
-    /// holds such a number; when the upload fails, as for [`Parameters::load`].
-    pub fn restore(&self, parameters: &mut Parameters, optimizer: Option<&mut AdamW>) -> Result<()> {
+    /// [`Error::File`] when a tensor is missing, has another shape or type, or there is no optimiser state;
+    /// [`Error::OtherOptimizer`] when it is another optimiser's; [`Error::NotFinite`] when one holds such a number; when the upload
+    /// fails, as for [`Parameters::load`].
+    pub fn restore(
+        &self,
+        parameters: &mut Parameters,
+        optimizer: Option<&mut Optimizer<dyn UpdateRule>>,
+    ) -> Result<()> {
         self.restore_with(parameters, optimizer, Transfer::new())
     }
 
-    /// [`Checkpoint::restore`] with a deadline, progress or numbers that are not finite: weights and moments are one upload.
+    /// [`Checkpoint::restore`] with a deadline, progress or numbers that are not finite: weights and state are one upload.
     ///
     /// # Errors
     /// As for [`Checkpoint::restore`].
     pub fn restore_with(
         &self,
         parameters: &mut Parameters,
-        optimizer: Option<&mut AdamW>,
+        optimizer: Option<&mut Optimizer<dyn UpdateRule>>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
         let layout = parameters.layout().clone();
         let weights = self.region(&layout, "")?;
-        let moments = match &optimizer {
+        let state = match &optimizer {
             None => None,
             Some(optimizer) => {
                 optimizer.check_layout(&layout)?;
@@ -172,24 +179,33 @@ impl Checkpoint {
                         format!("expected `{UPDATES}` to be a number up to {MOST_UPDATES}, got `{got}`"),
                     )
                 })?;
-                let [first, second] = MOMENTS;
-                Some((number, self.region(&layout, first)?, self.region(&layout, second)?))
+                self.check_optimizer(optimizer.name())?;
+                let region = |prefix: String| Ok((self.region(&layout, &prefix)?, prefix));
+                Some((number, optimizer.prefixes().into_iter().map(region).collect::<Result<Vec<_>>>()?))
             }
         };
-        let update = moments.as_ref().map(|(updates, ..)| *updates);
-        let check = |what, prefix, region: &[&[u8]]| {
+        let update = state.as_ref().map(|(updates, _)| *updates);
+        let check = |what, prefix: &str, region: &[&[u8]]| {
             transfer.allowed().check((update, what), layout.finite_bytes(prefix, region))
         };
         check(Quantity::Weight, "", &weights)?;
-        if let Some((_, first, second)) = &moments {
-            check(Quantity::Moment, MOMENTS[0], first)?;
-            check(Quantity::Moment, MOMENTS[1], second)?;
+        for (region, prefix) in state.iter().flat_map(|(_, state)| state) {
+            check(Quantity::OptimizerState, prefix, region)?;
         }
         let mut regions = vec![(parameters.flat_mut(), weights)];
-        if let (Some(optimizer), Some((updates, first, second))) = (optimizer, moments) {
-            regions.extend(optimizer.restore(updates).into_iter().zip([first, second]));
+        if let (Some(optimizer), Some((updates, state))) = (optimizer, state) {
+            regions.extend(optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region)));
         }
         layout.upload(&regions, transfer)
+    }
+
+    /// An error unless the optimiser's state is that of the optimiser `expected`.
+    fn check_optimizer(&self, expected: &'static str) -> Result<()> {
+        let got = self.tensors.notes().get(OPTIMIZER).map_or(FIRST_OPTIMIZER, String::as_str);
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::OtherOptimizer { path: self.path.clone(), expected, got: short(got).to_string() })
     }
 
     /// The bytes of the tensors whose names start with `prefix`, for each parameter.

@@ -206,6 +206,19 @@ pub enum Error {
         /// What the thread that makes them said.
         reason: String,
     },
+    /// A checkpoint holds the state of another optimiser; nothing was changed.
+    #[error(
+        "{}: expected the state of the optimiser `{expected}`, got that of `{got}`: restore it with `{got}`, or the weights alone",
+        path.display()
+    )]
+    OtherOptimizer {
+        /// The file.
+        path: PathBuf,
+        /// The optimiser whose state was asked for.
+        expected: &'static str,
+        /// The one whose state it is.
+        got: String,
+    },
     /// A file could not be read or written, or does not hold what it should.
     #[error("{}: {reason}", path.display())]
     File {

@@ -29,8 +29,8 @@ pub enum Quantity {
     GradientNorm,
     /// A weight.
     Weight,
-    /// A moment of the optimiser.
-    Moment,
+    /// What the optimiser keeps for a weight, such as a moment.
+    OptimizerState,
 }
 
 impl fmt::Display for Quantity {
@@ -39,7 +39,7 @@ impl fmt::Display for Quantity {
             Self::Loss => "the loss",
             Self::GradientNorm => "the gradients' norm",
             Self::Weight => "a weight",
-            Self::Moment => "a moment",
+            Self::OptimizerState => "the optimiser's state",
         })
     }
 }

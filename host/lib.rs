@@ -61,7 +61,7 @@ pub use memory::{
 };
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
-pub use optim::{AdamW, AdamWConfig, Schedule};
+pub use optim::{AdamW, AdamWConfig, Group, Groups, Optimizer, Schedule, Sgd, SgdConfig, UpdateArguments, UpdateRule};
 pub use params::{Entry, Gradients, Layout, LayoutBuilder, Parameter, Parameters, Stack};
 pub use random::SplitMix64;
 pub use step::{Eager, Scratch, Step};
@@ -81,6 +81,8 @@ mod threads {
     assert_impl_all!(Parameters: Send, Sync);
     assert_impl_all!(Gradients: Send, Sync);
     assert_impl_all!(AdamW: Send, Sync);
+    assert_impl_all!(Sgd: Send, Sync);
+    assert_impl_all!(Groups: Send, Sync);
     assert_impl_all!(Layout: Send, Sync, Clone);
     assert_impl_all!(Checkpoint: Send, Sync);
     assert_impl_all!(Recording: Send, Sync);
@@ -93,6 +95,7 @@ mod threads {
     assert_not_impl_any!(Parameters: Clone);
     assert_not_impl_any!(Gradients: Clone);
     assert_not_impl_any!(AdamW: Clone);
+    assert_not_impl_any!(Sgd: Clone);
     assert_impl_all!(Arena: Send);
     assert_not_impl_any!(Arena: Sync, Clone);
 
@@ -104,6 +107,7 @@ mod threads {
     assert_not_impl_any!(Saved<'static>: Send, Sync);
     assert_not_impl_any!(Lent<'static, 'static>: Send, Sync);
     assert_not_impl_any!(LentMut<'static, 'static>: Send, Sync, Clone);
+    assert_not_impl_any!(UpdateArguments<'static, 'static>: Send, Sync, Clone);
     assert_not_impl_any!(Tape<'static, 'static>: Send, Sync, Clone);
     assert_not_impl_any!(Var<'static>: Send, Sync);
 

@@ -78,7 +78,7 @@ impl Training {
 
     /// Weights and both moments, as bits, and the number of updates.
     fn state(&self) -> ([Vec<u32>; 3], u64) {
-        let [first, second] = self.optimizer.moments();
+        let [first, second] = self.optimizer.state() else { panic!("two moments") };
         ([self.parameters.flat(), first, second].map(|flat| bits(&flat.read().unwrap())), self.optimizer.updates())
     }
 
@@ -132,29 +132,43 @@ fn described() -> Vec<Described> {
     ["", "adamw.first.", "adamw.second."].into_iter().flat_map(of).collect()
 }
 
-/// A safetensors file of these tensors, all zero, with the digest that the format asks for.
-fn write_file(path: &Path, tensors: &[Described], notes: &[(&str, &str)]) {
-    let zeros = vec![0u8; 1 << 16];
-    let bytes = |dtype: &Dtype, shape: &[usize]| &zeros[..shape.iter().product::<usize>() * dtype.bitsize() / 8];
-    let (mut sorted, mut tensors) = (notes.to_vec(), tensors.to_vec());
-    sorted.sort_unstable();
-    tensors.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+/// Writes a safetensors file of these tensors and notes, with the digest that the format asks for.
+fn write_sealed(path: &Path, mut tensors: Vec<(String, TensorView<'_>)>, mut notes: HashMap<String, String>) {
+    let mut sorted: Vec<_> = notes.iter().collect();
+    sorted.sort();
+    tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
     let mut hash = Sha256::new();
     for (key, value) in sorted {
         hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
     }
-    for (name, dtype, shape) in &tensors {
-        hash.update(format!("{}:{name}{shape:?}", name.len()));
-        hash.update(bytes(dtype, shape));
+    for (name, tensor) in &tensors {
+        hash.update(format!("{}:{name}{:?}", name.len(), tensor.shape()));
+        hash.update(tensor.data());
     }
     let digest = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let views = tensors
-        .iter()
-        .map(|(name, dtype, shape)| (name, TensorView::new(*dtype, shape.clone(), bytes(dtype, shape)).unwrap()));
-    let mut notes: HashMap<String, String> =
-        notes.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
     notes.insert("stepscope.sha256".into(), digest);
-    fs::write(path, safetensors::serialize(views, Some(notes)).unwrap()).unwrap();
+    fs::write(path, safetensors::serialize(tensors, Some(notes)).unwrap()).unwrap();
+}
+
+/// A safetensors file of these tensors, all zero.
+fn write_file(path: &Path, tensors: &[Described], notes: &[(&str, &str)]) {
+    let zeros = vec![0u8; 1 << 16];
+    let bytes = |dtype: &Dtype, shape: &[usize]| &zeros[..shape.iter().product::<usize>() * dtype.bitsize() / 8];
+    let view = |(name, dtype, shape): &Described| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes(dtype, shape)).unwrap())
+    };
+    let notes = notes.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
+    write_sealed(path, tensors.iter().map(view).collect(), notes);
+}
+
+/// Makes of a checkpoint what was written when AdamW was the only optimiser: no note says whose the state is.
+fn make_old(path: &Path) {
+    let file = fs::read(path).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&file).unwrap();
+    let mut notes = header.metadata().clone().unwrap();
+    assert_eq!(notes.remove("stepscope.optimizer").unwrap(), "adamw");
+    notes.remove("stepscope.sha256");
+    write_sealed(path, safetensors::SafeTensors::deserialize(&file).unwrap().tensors(), notes);
 }
 
 on_each_device! {
@@ -170,6 +184,10 @@ on_each_device! {
         // Other weights, other moments, a layout of its own.
         let mut resumed = Training::new(device, 99);
         resumed.update(77);
+        resumed.restore(&path).unwrap();
+        assert_eq!(resumed.state(), saved);
+        resumed.update(78);
+        make_old(&path);
         resumed.restore(&path).unwrap();
         assert_eq!(resumed.state(), saved);
         (4..=6).for_each(|number| resumed.update(number));

@@ -159,7 +159,7 @@ on_each_device! {
         model.optimizer.advance().unwrap();
         arena.step(|step| model.apply(step, 1e25)).unwrap();
         assert!(model.state().0.iter().all(|weight| weight.is_finite()));
-        let (update, what, tensor) = (Some(1), Quantity::Moment, "`adamw.second.w`".to_owned());
+        let (update, what, tensor) = (Some(1), Quantity::OptimizerState, "`adamw.second.w`".to_owned());
         let error = Error::NotFinite { update, what, tensor };
         assert_eq!(Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]), Err(error.clone()));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
@@ -170,6 +170,148 @@ on_each_device! {
         // The weights alone are sound.
         checkpoint.restore(&mut other.weights, None).unwrap();
         assert_eq!(other.state().0, model.state().0);
+    }
+}
+
+/// A rule with faults: how many settings an update and a group have, and whether it queues anything.
+struct Odd {
+    settings: fn(u64, &Group) -> usize,
+    groups: bool,
+    fails: bool,
+}
+
+impl Default for Odd {
+    fn default() -> Self {
+        Self { settings: |_, _| 1, groups: true, fails: false }
+    }
+}
+
+impl UpdateRule for Odd {
+    fn name(&self) -> &'static str {
+        "odd"
+    }
+
+    fn has_groups(&self) -> bool {
+        self.groups
+    }
+
+    fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
+        vec![0.0; (self.settings)(number, group)]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        if self.fails {
+            return Err(Error::Misuse { op: "odd", expected: "nothing".into(), got: "a failure".into() });
+        }
+        assert_eq!(arguments.groups.is_some(), arguments.settings.shape().elements() > 1);
+        ops::fill_into(step, &mut arguments.weights, 0.0)
+    }
+}
+
+on_each_device! {
+    fn rules_are_looked_at(device: &Device) {
+        let mut model = Model::new(device);
+        let weights = &model.weights;
+        let told = |error: Result<Optimizer<Odd>>, words: &str| {
+            let error = error.err().expect("it is refused").to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
+        let halves = || Groups::new().with(Group { rate: 0.5, weight_decay: None }, |_| true);
+        let odd = |odd| Optimizer::new(weights, odd).unwrap();
+        told(odd(Odd { groups: false, ..Odd::default() }).with_groups(&halves()), "heeds no others, got 2");
+        let by_group: fn(u64, &Group) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
+        told(odd(Odd { settings: by_group, ..Odd::default() }).with_groups(&halves()), "1 settings for each group, got 2");
+        told(odd(Odd::default()).with_groups(&Groups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
+        let mut more = odd(Odd { settings: |number, _| number as usize, ..Odd::default() });
+        more.advance().unwrap();
+        let mut fails = odd(Odd { fails: true, ..Odd::default() });
+        let mut sound = odd(Odd::default()).with_groups(&halves()).unwrap();
+        let mut arena = arena(device);
+        // What was not queued is no update, and still set up.
+        fails.advance().unwrap();
+        for _ in 0..2 {
+            let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap_err();
+            assert!(failed.to_string().contains("a failure"), "{failed}");
+            assert_eq!(fails.updates(), 0);
+        }
+        arena.step(|step| more.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        assert!(more.advance().unwrap_err().to_string().contains("1 settings for each update, got 2"));
+        assert_eq!(model.state().0, [0.0; LEN]);
+        model.weights.write(model.w, &[1.0; LEN]).unwrap();
+        sound.advance().unwrap();
+        arena.step(|step| sound.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        assert_eq!((sound.updates(), model.state().0), (1, vec![0.0; LEN]));
+    }
+
+    /// A graph that was captured before has the old groups.
+    fn groups_end_what_was_captured_and_set_up(device: &Device) {
+        let slow = || Groups::new().with(Group { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
+        let mut arena = arena(device);
+        let mut captured = arena.capture(Some(Model::new(device)), &Inputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        captured.replay(&Inputs::new()).unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        let model = captured.state_mut().take().unwrap();
+        let after_one = model.state();
+        let model = Model { optimizer: model.optimizer.with_groups(&slow()).unwrap(), ..model };
+        *captured.state_mut() = Some(model);
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        assert!(captured.replay(&Inputs::new()).is_err(), "the graph's turn is gone");
+        assert_eq!(captured.state().as_ref().unwrap().state(), after_one);
+        // Another recording makes it; a tenth of the rate, without decay, by a second moment that knows one gradient.
+        captured.replay(&Inputs::new().variant(1)).unwrap();
+        let (weights, updates) = captured.state().as_ref().unwrap().state();
+        assert_eq!(updates, 2);
+        assert!(weights.iter().zip(&after_one.0).all(|(now, before)| (before - now - 0.01).abs() < 1e-6), "{weights:?}");
+    }
+
+    /// A file says whose state it has.
+    fn a_file_of_another_optimiser_is_refused_by_name(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut model = Model::new(device);
+        let mut sgd = Sgd::new(&model.weights, SgdConfig { momentum: 0.9, ..SgdConfig::default() }).unwrap();
+        sgd.advance().unwrap();
+        arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        Checkpoint::save(&path, &model.weights, Some(&sgd), &[]).unwrap();
+        let checkpoint = Checkpoint::load(&path).unwrap();
+        let before = model.state();
+        let expected = |expected, got: &str| Error::OtherOptimizer { path: path.clone(), expected, got: got.into() };
+        let error = checkpoint.restore(&mut model.weights, Some(&mut model.optimizer)).unwrap_err();
+        assert_eq!(error, expected("adamw", "sgd"));
+        assert!(error.to_string().contains("expected the state of the optimiser `adamw`, got that of `sgd`"), "{error}");
+        assert_eq!(model.state(), before);
+        checkpoint.restore(&mut model.weights, None).unwrap();
+        let mut other = Sgd::new(&model.weights, *sgd.rule()).unwrap();
+        checkpoint.restore(&mut model.weights, Some(&mut other)).unwrap();
+        assert_eq!(other.updates(), 1);
+
+        Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]).unwrap();
+        let restored = Checkpoint::load(&path).unwrap().restore(&mut model.weights, Some(&mut other));
+        assert_eq!(restored, Err(expected("sgd", "adamw")));
+        assert_eq!(other.updates(), 1);
+    }
+}
+
+#[test]
+fn sgds_settings_out_of_range_are_refused() {
+    let device = support::open(DeviceKind::Emulated);
+    let model = Model::new(&device);
+    let base = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
+    for (config, words) in [
+        (SgdConfig { learning_rate: -1.0, ..base }, "`learning_rate` finite and at least 0, got -1"),
+        (SgdConfig { momentum: f32::NAN, ..base }, "`momentum` finite"),
+        (SgdConfig { momentum: 0.0, nesterov: true, ..base }, "`momentum` above 0 with `nesterov`, got 0"),
+        (SgdConfig { weight_decay: f32::INFINITY, ..base }, "`weight_decay` finite"),
+        (SgdConfig { clip: Some(0.0), ..base }, "`clip` above 0, got 0"),
+        (
+            SgdConfig { schedule: Schedule::WarmupCosine { warmup: 1, total: 2, floor: 2.0 }, ..base },
+            "`floor` in [0, 1]",
+        ),
+    ] {
+        let error = Sgd::new(&model.weights, config).err().unwrap().to_string();
+        assert!(error.contains("sgd: expected ") && error.contains(words), "{error}");
     }
 }
 

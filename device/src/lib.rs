@@ -1,7 +1,7 @@
 //! The kernels of stepscope.
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract; the arithmetic
-//! that several share stands in [`math`], [`exps`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
+//! that several share stands in [`math`], [`exps`], [`update`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
 //! to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
 //! Invariant: f32 results have the same bits on every device: fused multiply-adds only where written, ascending
@@ -28,6 +28,7 @@ pub mod math;
 pub mod mma;
 pub mod tile;
 mod unroll;
+pub mod update;
 pub mod vector;
 pub mod warp;
 
@@ -38,6 +39,7 @@ mod entries {
     pub mod adamw;
     pub mod attention;
     pub mod checksum;
+    pub mod clip;
     pub mod elementwise;
     pub mod fill;
     pub mod guard;
@@ -48,6 +50,7 @@ mod entries {
     pub mod precision;
     pub mod reduce;
     pub mod scalars;
+    pub mod sgd;
     pub mod softmax;
     pub mod tokens;
     pub mod transpose;

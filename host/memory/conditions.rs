@@ -11,13 +11,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Updates of one optimiser: each is set up, and made once.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Turns {
+    /// The optimiser's name.
+    op: &'static str,
     set_up: AtomicBool,
     made: AtomicU64,
 }
 
 impl Turns {
+    /// None is made or set up.
+    pub(crate) fn new(op: &'static str) -> Self {
+        Self { op, set_up: AtomicBool::default(), made: AtomicU64::default() }
+    }
+
     /// Updates made.
     pub(crate) fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
@@ -44,7 +51,7 @@ impl Turns {
         };
         Self::end(&all[..missing], false);
         let got = format!("none since update {} was made", all[missing].made());
-        Err(Error::misuse("adamw", "an `advance` before each `apply`, or replay of one", got))
+        Err(Error::misuse(all[missing].op, "an `advance` before each `apply`, or replay of one", got))
     }
 
     /// Counts the updates that were taken or, if they were not made, sets them up again.
@@ -119,7 +126,7 @@ impl Conditions {
     pub(crate) fn ask_turn(&self, turns: &Arc<Turns>) -> Result<()> {
         let mut asked = self.turns.borrow_mut();
         if asked.iter().any(|other| Arc::ptr_eq(other, turns)) {
-            return Err(Error::misuse("adamw", "one `apply` of an optimiser in a recorded step", "a second one"));
+            return Err(Error::misuse(turns.op, "one `apply` of an optimiser in a recorded step", "a second one"));
         }
         asked.push(Arc::clone(turns));
         Ok(())

@@ -21,7 +21,7 @@ pub enum Phase {
     Forward,
     /// [`Tape::backward`](crate::Tape::backward).
     Backward,
-    /// [`AdamW::apply`](crate::AdamW::apply).
+    /// [`Optimizer::apply`](crate::Optimizer::apply).
     Optimizer,
 }
 

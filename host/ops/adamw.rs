@@ -1,4 +1,4 @@
-//! The AdamW update; [`crate::AdamW`] drives it.
+//! The AdamW update, with the settings of one group and of several; [`crate::AdamW`] drives it.
 
 use super::same_shape;
 use crate::error::Result;
@@ -35,6 +35,37 @@ pub fn adamw<'s>(
         m: first.out(),
         v: second.out(),
         hyper: hyper.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// [`adamw`] with settings by group, likewise in one launch.
+///
+/// `hyper`: `[groups, 8]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements: NaN where there is no such group.
+///
+/// # Errors
+/// As for [`adamw`]; [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has another number of elements.
+#[track_caller]
+pub fn adamw_groups<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    gradients: &impl Source<'s, f32>,
+    first: &mut impl Target<'s, f32>,
+    second: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    groups: &impl Source<'s, u32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), first.shape(), second.shape()] {
+        same_shape("adamw_groups", weights.shape(), shape)?;
+    }
+    step.launch(kernel::adamw_groups {
+        weights: weights.out(),
+        gradients: gradients.slice(),
+        m: first.out(),
+        v: second.out(),
+        hyper: hyper.slice(),
+        groups: groups.slice(),
         squared_norm: squared_norm.slice(),
     })
 }

@@ -9,6 +9,7 @@
 mod activation;
 mod adamw;
 mod attention;
+mod clip;
 mod elementwise;
 mod fill;
 mod loss;
@@ -17,14 +18,16 @@ mod matmul_tensor;
 mod norm;
 mod precision;
 mod reduce;
+mod sgd;
 mod softmax;
 mod split;
 mod tokens;
 mod transpose;
 
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
-pub use adamw::adamw;
+pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attention, AttentionKept, attention, attention_backward};
+pub use clip::clip_factor;
 pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
@@ -37,6 +40,7 @@ pub use precision::Precision;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
+pub use sgd::{sgd, sgd_groups};
 pub use softmax::{softmax, softmax_backward};
 pub use tokens::{mean_tokens, mean_tokens_backward};
 pub use transpose::transpose;

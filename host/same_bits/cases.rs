@@ -189,7 +189,7 @@ macro_rules! matmul_tensor {
 }
 
 /// Every kernel, by its name, in the order of the files that they are in.
-pub const CASES: [(&str, Case); 50] = [
+pub const CASES: [(&str, Case); 54] = [
     ("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
     ("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
     ("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
@@ -202,6 +202,9 @@ pub const CASES: [(&str, Case); 50] = [
         })
     }),
     ("adamw", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
+    ("adamw_groups", |i| {
+        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw_groups(i, length))
+    }),
     ("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
             let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, i.attention_scale())?;
@@ -225,6 +228,12 @@ pub const CASES: [(&str, Case); 50] = [
             (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
         i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
         i.keep(&sums)
+    }),
+    ("clip_factor", |i| {
+        i.flat(|i, [x, _]| {
+            let norm = ops::squared_norm(i.step, x)?;
+            [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
+        })
     }),
     ("add", |i| i.flat(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
     ("add_assign", |i| {
@@ -363,6 +372,10 @@ pub const CASES: [(&str, Case); 50] = [
             i.keep(&y)
         })
     }),
+    ("sgd", |i| i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
+    ("sgd_groups", |i| {
+        i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd_groups(i, length))
+    }),
     ("softmax_forward", |i| i.rows(|i, x| i.keep(&ops::softmax(i.step, x)?))),
     ("softmax_backward", |i| i.rows(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
     ("mean_tokens_forward", |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals(shape)?)?))),
@@ -427,4 +440,40 @@ fn splits_alone(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u3
     })?;
     i.keep(&out)?;
     i.keep(&pre)
+}
+
+/// As [`adamw`], by three groups, one of them not clipped.
+fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
+    let hyper = [
+        [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0],
+        [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.02, 0.0],
+        [5e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002, 2.0],
+    ];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    ops::adamw_groups(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+}
+
+/// Both kinds of momentum, with and without clipping.
+fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
+        let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+        let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
+        ops::sgd(i.step, &mut weights, &gradients, &mut velocity, &hyper, &norm)?;
+        [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    }
+    Ok(())
+}
+
+/// Groups of both kinds of momentum.
+fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
+    let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
+    let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
+    let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
+    let norm = ops::squared_norm(i.step, &gradients)?;
+    ops::sgd_groups(i.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
+    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))
 }

@@ -74,6 +74,12 @@ impl<'s> Inputs<'_, 's> {
         self.by_form(0.125, 0.1)
     }
 
+    /// A group below `count` for each run of a flat region.
+    pub(super) fn groups(&self, length: usize, count: u32) -> Result<Tensor<'s, u32>> {
+        let runs = length.div_ceil(kernels::update::RUN);
+        self.step.upload(&self.random.borrow_mut().belows(runs, count), [runs])
+    }
+
     /// A gain for the norm of `x`.
     pub(super) fn gain(&self, x: &Tensor<'s>) -> Result<Tensor<'s>> {
         self.normals([x.shape().as_rows()[1]])

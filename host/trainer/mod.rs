@@ -1,6 +1,6 @@
 //! Training: batches to updates, eagerly or captured, with checkpoints and an end that leaves one.
 //!
-//! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser has the schedule and the clipping,
+//! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser, of any rule, has the schedule and the clipping,
 //! [`Checkpoint`] the files. Invariants: the weights after an update depend on the batches alone, not on how they were run, looked
 //! at or interrupted; while captured steps run, the next batch is staged before the last one's loss is waited for, and never more
 //! than one ahead; an update whose loss or gradients are not finite is an error, and neither told of nor saved.
@@ -21,6 +21,7 @@ use crate::driver::Landing;
 use crate::error::{Error, Result};
 use crate::finite::{Numbers, Quantity};
 use crate::memory::Arena;
+use crate::optim::{AdamWConfig, UpdateRule};
 use crate::step::Eager;
 use crate::upload::Transfer;
 use batch::{PROGRESS, Part};
@@ -57,7 +58,7 @@ pub enum Ended {
     Stopped,
 }
 
-/// Trains a model on an arena.
+/// Trains a model on an arena, by updates of the rule `R`.
 ///
 /// ```
 /// use stepscope::nn::Linear;
@@ -100,9 +101,9 @@ pub enum Ended {
 /// # Ok(())
 /// # }
 /// ```
-pub struct Trainer<'a, M> {
+pub struct Trainer<'a, M, R = AdamWConfig> {
     arena: &'a mut Arena,
-    stage: Stage<M>,
+    stage: Stage<M, R>,
     /// Where results land, free for the next update.
     landings: Vec<Landing>,
     checkpoint: Option<PathBuf>,
@@ -113,15 +114,15 @@ pub struct Trainer<'a, M> {
     accumulated: bool,
 }
 
-impl<M: fmt::Debug> fmt::Debug for Trainer<'_, M> {
+impl<M: fmt::Debug, R: fmt::Debug> fmt::Debug for Trainer<'_, M, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Trainer").field("learner", self.stage.learner()).finish_non_exhaustive()
     }
 }
 
-impl<'a, M: Model> Trainer<'a, M> {
+impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// A trainer whose steps run launch by launch.
-    pub fn eager(arena: &'a mut Arena, learner: Learner<M>) -> Self {
+    pub fn eager(arena: &'a mut Arena, learner: Learner<M, R>) -> Self {
         Self::new(arena, Stage::Eager(learner))
     }
 
@@ -130,13 +131,13 @@ impl<'a, M: Model> Trainer<'a, M> {
     ///
     /// # Errors
     /// As for [`Arena::capture`].
-    pub fn captured(arena: &'a mut Arena, learner: Learner<M>, largest: &impl Samples) -> Result<Self> {
+    pub fn captured(arena: &'a mut Arena, learner: Learner<M, R>, largest: &impl Samples) -> Result<Self> {
         let part = Part { samples: largest.len(), first: true, last: true, update: true };
         let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), Learner::record)?;
         Ok(Self::new(arena, Stage::Captured(captured)))
     }
 
-    fn new(arena: &'a mut Arena, stage: Stage<M>) -> Self {
+    fn new(arena: &'a mut Arena, stage: Stage<M, R>) -> Self {
         Self {
             arena,
             stage,
@@ -172,7 +173,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     /// The model with its weights and optimiser. What the host reads of it is read behind all updates so far.
-    pub fn learner(&self) -> &Learner<M> {
+    pub fn learner(&self) -> &Learner<M, R> {
         self.stage.learner()
     }
 
@@ -298,11 +299,11 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// # Errors
     /// [`Error::NotFinite`] when the sum is not finite; [`Error::Label`] for a label that is no class; those of the step.
     #[track_caller]
-    pub fn evaluate<R>(
+    pub fn evaluate<T>(
         &mut self,
         samples: &impl Samples,
-        read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<R>,
-    ) -> Result<(f64, R)> {
+        read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<T>,
+    ) -> Result<(f64, T)> {
         let Learner { model, parameters, .. } = self.stage.learner();
         let (loss, made) = self.arena.step(|step| {
             let batch = step.upload_inputs(&samples.inputs()?)?;

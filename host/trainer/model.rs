@@ -6,7 +6,7 @@ use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
 use crate::ops::{self, Precision};
-use crate::optim::{AdamW, AdamWConfig};
+use crate::optim::{AdamWConfig, Groups, Optimizer, UpdateRule};
 use crate::params::{Gradients, Layout, Parameter, Parameters};
 use crate::step::Step;
 use crate::tensor::{Saved, Tensor};
@@ -38,7 +38,7 @@ pub trait Model {
 
 /// A model with its weights, gradients and optimiser: what steps of training change.
 #[derive(Debug)]
-pub struct Learner<M> {
+pub struct Learner<M, R = AdamWConfig> {
     /// The handles.
     pub model: M,
     /// The weights.
@@ -46,7 +46,7 @@ pub struct Learner<M> {
     /// The gradients of the batch that is being trained on.
     pub gradients: Gradients,
     /// The optimiser.
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer<R>,
     /// How the multiplies of training round their factors; evaluation is always [`Precision::Ieee`].
     pub precision: Precision,
 }
@@ -59,14 +59,14 @@ pub(super) struct Told<Loss, Norm> {
     pub(super) watched: Option<Norm>,
 }
 
-impl<M: Model> Learner<M> {
-    /// A model with the weights that its initialisers make from `seed`, and an optimiser that has made no update.
+impl<M: Model, R: UpdateRule> Learner<M, R> {
+    /// A model with the weights that its initialisers make from `seed`, and an optimiser of this rule that has made no update.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory) when there is no room; [`Error::Misuse`](crate::Error::Misuse) for a setting out of range.
-    pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, config: AdamWConfig) -> Result<Self> {
+    pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, rule: R) -> Result<Self> {
         let parameters = Parameters::new(device, layout, seed)?;
-        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
+        let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, rule)?);
         Ok(Self { model, parameters, gradients, optimizer, precision: Precision::default() })
     }
 
@@ -76,7 +76,15 @@ impl<M: Model> Learner<M> {
         Self { precision, ..self }
     }
 
-    /// Forward, backward and, at the end of a batch, the update that [`AdamW::advance`] has set up.
+    /// The same, with rates and weight decay by group; see [`Optimizer::with_groups`].
+    ///
+    /// # Errors
+    /// As for [`Optimizer::with_groups`].
+    pub fn with_groups(self, groups: &Groups) -> Result<Self> {
+        Ok(Self { optimizer: self.optimizer.with_groups(groups)?, ..self })
+    }
+
+    /// Forward, backward and, at the end of a batch, the update that [`Optimizer::advance`] has set up.
     #[track_caller]
     pub(super) fn learn<'s>(
         &mut self,

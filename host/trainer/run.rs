@@ -7,24 +7,25 @@ use crate::capture::{Captured, Output};
 use crate::driver::Landing;
 use crate::error::{Error, Result};
 use crate::finite::{Numbers, Quantity};
+use crate::optim::UpdateRule;
 
 /// How the learner's steps run.
-pub(super) enum Stage<M> {
+pub(super) enum Stage<M, R> {
     /// Launch by launch.
-    Eager(Learner<M>),
+    Eager(Learner<M, R>),
     /// As one graph.
-    Captured(Captured<Learner<M>, Told<Output, Output>>),
+    Captured(Captured<Learner<M, R>, Told<Output, Output>>),
 }
 
-impl<M> Stage<M> {
-    pub(super) fn learner(&self) -> &Learner<M> {
+impl<M, R> Stage<M, R> {
+    pub(super) fn learner(&self) -> &Learner<M, R> {
         match self {
             Self::Eager(learner) => learner,
             Self::Captured(captured) => captured.state(),
         }
     }
 
-    pub(super) fn learner_mut(&mut self) -> &mut Learner<M> {
+    pub(super) fn learner_mut(&mut self) -> &mut Learner<M, R> {
         match self {
             Self::Eager(learner) => learner,
             Self::Captured(captured) => captured.state_mut(),
@@ -51,7 +52,7 @@ enum Results {
     Landing(Landing),
 }
 
-impl<M: Model> Trainer<'_, M> {
+impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues an update, or makes it where steps run launch by launch.
     #[track_caller]
     pub(super) fn queue<S: Samples>(&mut self, batch: &[S]) -> Result<Queued> {

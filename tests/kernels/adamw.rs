@@ -1,10 +1,11 @@
-//! `ops::adamw`: one update of one flat region.
+//! `ops::adamw` and `ops::adamw_groups`: one update of one flat region.
 
 use crate::shapes::LENGTHS;
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, trial};
 use kernels::adamw::slot;
+use kernels::update::RUN;
 use stepscope::{Device, ops};
 
 /// Weights, gradients, first and second moments, all of one length.
@@ -24,6 +25,24 @@ impl State {
             let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
             let (hyper, squared_norm) = (trial.upload(&hyper, [slot::LEN])?, trial.upload(&[squared_norm], [1])?);
             ops::adamw(trial, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            Ok([trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?])
+        })
+    }
+
+    /// [`State::update`] by groups, of which each run has one.
+    fn update_groups(
+        &self,
+        device: &Device,
+        hyper: &[[f32; slot::LEN]],
+        groups: &[u32],
+        squared_norm: f32,
+    ) -> [Vec<f32>; 3] {
+        trial(device, |trial| {
+            let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
+            let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
+            let hyper = trial.upload(hyper.as_flattened(), [hyper.len(), slot::LEN])?;
+            let (groups, norm) = (trial.upload(groups, [groups.len()])?, trial.upload(&[squared_norm], [1])?);
+            ops::adamw_groups(trial, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
             Ok([trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?])
         })
     }
@@ -72,6 +91,33 @@ on_each_device! {
         seen.into_iter().for_each(Closeness::finish);
     }
 
+    /// Each run's elements have the bits that their group's settings give where all have them; in one launch.
+    fn groups_have_settings_of_their_own(device: &Device) {
+        let hyper = [LATE, FIRST, [2e-2, 0.8, 0.99, 1e-6, 0.1, 0.5, 0.3, 2.0]];
+        for length in LENGTHS {
+            let (state, runs) = (State::new(length), length.div_ceil(RUN));
+            let alone = hyper.map(|hyper| state.update(device, hyper, 9.0));
+            let groups = Random::new(7).belows(runs, 3);
+            let got = state.update_groups(device, &hyper, &groups, 9.0);
+            for (part, got) in got.iter().enumerate() {
+                let want = (0..length).map(|at| alone[groups[at / RUN] as usize][part][at]);
+                assert_eq!(bits(got), bits(&want.collect::<Vec<_>>()), "{length}, {part}");
+            }
+            // One group is none.
+            assert_eq!(state.update_groups(device, &hyper[..1], &vec![0; runs], 9.0), alone[0]);
+        }
+    }
+
+    /// Groups are numbers on the device: one without settings makes its own weights NaN, and reads nothing that is not there.
+    fn a_group_without_settings_is_not_a_number(device: &Device) {
+        let state = State::new(3 * RUN);
+        for group in [2, 3, u32::MAX] {
+            for results in state.update_groups(device, &[LATE, FIRST], &[1, group, 0], 9.0) {
+                assert!(results.iter().enumerate().all(|(at, value)| value.is_nan() == (at / RUN == 1)), "{group}");
+            }
+        }
+    }
+
     /// A NaN among the gradients must not pass unseen, and one weight's gradient is no other's business.
     fn not_a_number(device: &Device) {
         let mut state = State::new(9);
@@ -107,6 +153,24 @@ on_each_device! {
                 ops::adamw(trial, &mut a, &g, &mut b, &mut d, &hyper, &g),
                 &["adamw", "`squared_norm`", "1 elements"],
             );
+            let (runs, none) = (trial.upload(&[0u32, 0], [2])?, trial.upload(&[0u32; 0], [0])?);
+            assert_refused(
+                ops::adamw_groups(trial, &mut a, &g, &mut b, &mut c, &hyper, &runs, &norm),
+                &["adamw_groups", "[3]", "[4]"],
+            );
+            for groups in [&runs, &none] {
+                assert_refused(
+                    ops::adamw_groups(trial, &mut a, &g, &mut b, &mut d, &hyper, groups, &norm),
+                    &["adamw_groups", "`groups`", "1 elements"],
+                );
+            }
+            let one = trial.upload(&[0u32], [1])?;
+            for hyper in [&norm, &trial.upload(&[0.0; 12], [12])?, &trial.upload(&[0.0; 0], [0])?] {
+                assert_refused(
+                    ops::adamw_groups(trial, &mut a, &g, &mut b, &mut d, hyper, &one, &norm),
+                    &["adamw_groups", "`hyper`", "whole groups"],
+                );
+            }
             Ok(())
         });
     }

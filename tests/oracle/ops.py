@@ -40,13 +40,38 @@ def linear(x, w, bias, residual):
     return {"y": residual + affine, "product": x @ w, "affine": affine, "activated": gelu(affine)}
 
 
+def clipped(gradients, largest):
+    return gradients * clip_factor(jnp.sum(gradients**2), largest)
+
+
+def clip_factor(squared_norm, largest):
+    return jnp.minimum(1.0, largest / (jnp.sqrt(squared_norm) + 1e-6))
+
+
 def adamw(weights, gradients, first, second, hyper):
-    rate, beta1, beta2, epsilon, decay, correction1, correction2, clip = hyper
-    gradients = gradients * jnp.minimum(1.0, clip / (jnp.linalg.norm(gradients) + 1e-6))
+    rate, beta1, beta2, epsilon, decay, correction1, correction2, largest = hyper
+    gradients = clipped(gradients, largest)
     first = beta1 * first + (1.0 - beta1) * gradients
     second = beta2 * second + (1.0 - beta2) * gradients**2
     direction = (first / correction1) / (jnp.sqrt(second / correction2) + epsilon)
     return {"weights": weights - rate * (decay * weights + direction), "first": first, "second": second}
+
+
+def sgd(weights, gradients, velocity, hyper):
+    rate, momentum, decay, largest, nesterov = hyper
+    gradients = clipped(gradients, largest) + decay * weights
+    velocity = momentum * velocity + gradients
+    direction = jnp.where(nesterov != 0, gradients + momentum * velocity, velocity)
+    return {"weights": weights - rate * direction, "velocity": velocity}
+
+
+def by_groups(update):
+    """An update whose settings are by element, those of the group of its run of 64."""
+
+    def grouped(weights, hyper, groups, **operands):
+        return update(weights=weights, hyper=hyper[jnp.repeat(groups, 64)[: weights.size]].T, **operands)
+
+    return grouped
 
 
 # What each op computes of its operands: `y`, or several results by name.
@@ -79,6 +104,10 @@ REFERENCES = {
     "linear": linear,
     "gemm": lambda a, b, bias, c: jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
     "adamw": adamw,
+    "adamw_groups": by_groups(adamw),
+    "sgd": sgd,
+    "sgd_groups": by_groups(sgd),
+    "clip_factor": clip_factor,
 }
 
 

@@ -3,11 +3,12 @@
 //! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
 
 /// Each file's path below `device/src/kernels`, without its ending, and its text.
-pub(crate) const SOURCES: [(&str, &str); 27] = [
+pub(crate) const SOURCES: [(&str, &str); 29] = [
     ("activation", include_str!("../../device/src/kernels/activation.rs")),
     ("adamw", include_str!("../../device/src/kernels/adamw.rs")),
     ("attention", include_str!("../../device/src/kernels/attention.rs")),
     ("checksum", include_str!("../../device/src/kernels/checksum.rs")),
+    ("clip", include_str!("../../device/src/kernels/clip.rs")),
     ("elementwise", include_str!("../../device/src/kernels/elementwise.rs")),
     ("fill", include_str!("../../device/src/kernels/fill.rs")),
     ("guard", include_str!("../../device/src/kernels/guard.rs")),
@@ -28,6 +29,7 @@ pub(crate) const SOURCES: [(&str, &str); 27] = [
     ("precision", include_str!("../../device/src/kernels/precision.rs")),
     ("reduce", include_str!("../../device/src/kernels/reduce.rs")),
     ("scalars", include_str!("../../device/src/kernels/scalars.rs")),
+    ("sgd", include_str!("../../device/src/kernels/sgd.rs")),
     ("softmax", include_str!("../../device/src/kernels/softmax.rs")),
     ("tokens", include_str!("../../device/src/kernels/tokens.rs")),
     ("transpose", include_str!("../../device/src/kernels/transpose.rs")),

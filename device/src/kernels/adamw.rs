@@ -3,7 +3,8 @@
 //! Invariant: all that changes from step to step stands in the `hyper` slot on the device, so that a launch can be
 //! recorded once and replayed.
 
-use crate::vector::{F4, load};
+use crate::update::{clip_factor, group_settings};
+use crate::vector::{F4, Part, load};
 use crate::{contract, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};
 
@@ -50,33 +51,8 @@ pub unsafe fn adamw(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long.
-        unsafe {
-            let learning_rate = load(hyper, slot::LEARNING_RATE);
-            let beta1 = load(hyper, slot::BETA1);
-            let beta2 = load(hyper, slot::BETA2);
-            let epsilon = load(hyper, slot::EPSILON);
-            let keep = 1.0 - learning_rate * load(hyper, slot::WEIGHT_DECAY);
-            let step = learning_rate / load(hyper, slot::BIAS_CORRECTION1);
-            let correction = GpuFloat::sqrt(load(hyper, slot::BIAS_CORRECTION2));
-            let max_norm = load(hyper, slot::MAX_NORM);
-            let clip = max_norm / (GpuFloat::sqrt(load(squared_norm, 0)) + 1e-6);
-            // A NaN norm stays NaN.
-            let clip = if clip > 1.0 { 1.0 } else { clip };
-            let clip = if max_norm == 0.0 { 1.0 } else { clip };
-
-            let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
-            let m_old = F4::load_part_raw(m, index, part, 0.0);
-            let v_old = F4::load_part_raw(v, index, part, 0.0);
-            let w_old = F4::load_part_raw(weights, index, part, 0.0);
-            let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
-            let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
-            let direction = m_new / (v_new.sqrt() / F4::splat(correction) + F4::splat(epsilon));
-            let w = (w_old * F4::splat(keep)).fma(F4::splat(-step), direction);
-            w.store_part(weights, index, part);
-            m_new.store_part(m, index, part);
-            v_new.store_part(v, index, part);
-        }
+        // SAFETY: the vector lies inside `gradients`, and the others are as long; `hyper` has the settings of one group.
+        unsafe { update(weights, gradients, m, v, Settings::load(hyper, 0, squared_norm), index, part) }
     });
 }
 
@@ -90,3 +66,108 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
     crate::block::vector_grid(k.gradients.len())
 }}
+
+/// [`adamw`](fn@adamw) with settings by group: `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// NaN where there is no such group.
+#[kernel]
+pub unsafe fn adamw_groups(
+    weights: *mut f32,
+    gradients: &[f32],
+    m: *mut f32,
+    v: *mut f32,
+    hyper: &[f32],
+    groups: &[u32],
+    squared_norm: &[f32],
+) {
+    for_own_vector!(gradients.len(), |index, part| {
+        // SAFETY: the vector lies inside `gradients`, and the others are as long; `groups` has its run's group, and what
+        // `group_settings` gives starts whole settings of `hyper`.
+        unsafe {
+            let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
+            let settings = Settings::load(hyper, start, squared_norm);
+            update(weights, gradients, m, v, Settings { clip: settings.clip * known, ..settings }, index, part);
+        }
+    });
+}
+
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long, and
+// `groups` has a group for each 64 of them. `hyper` is read where it has all settings of a group, the first's if that is none.
+contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Violation::unless_length("m", k.gradients.len(), k.m.len())?;
+    Violation::unless_length("v", k.gradients.len(), k.v.len())?;
+    crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
+    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+    crate::block::vector_grid(k.gradients.len())
+}}
+
+/// A group's settings as the update uses them.
+#[derive(Clone, Copy)]
+struct Settings {
+    beta1: f32,
+    beta2: f32,
+    epsilon: f32,
+    /// What weight decay leaves of a weight.
+    keep: f32,
+    /// The learning rate over the first moment's correction.
+    step: f32,
+    /// The root of the second moment's correction.
+    correction: f32,
+    clip: f32,
+}
+
+impl Settings {
+    /// Those that start at `start`.
+    ///
+    /// # Safety
+    /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
+        // SAFETY: each place is one of the group's, as is asked.
+        unsafe {
+            let learning_rate = load(hyper, start + slot::LEARNING_RATE);
+            Self {
+                beta1: load(hyper, start + slot::BETA1),
+                beta2: load(hyper, start + slot::BETA2),
+                epsilon: load(hyper, start + slot::EPSILON),
+                keep: 1.0 - learning_rate * load(hyper, start + slot::WEIGHT_DECAY),
+                step: learning_rate / load(hyper, start + slot::BIAS_CORRECTION1),
+                correction: GpuFloat::sqrt(load(hyper, start + slot::BIAS_CORRECTION2)),
+                clip: clip_factor(load(squared_norm, 0), load(hyper, start + slot::MAX_NORM)),
+            }
+        }
+    }
+}
+
+/// Updates the thread's vector.
+///
+/// # Safety
+/// The vector lies inside each of the four.
+#[inline(always)]
+#[track_caller]
+unsafe fn update(
+    weights: *mut f32,
+    gradients: &[f32],
+    m: *mut f32,
+    v: *mut f32,
+    settings: Settings,
+    index: usize,
+    part: Part,
+) {
+    let Settings { beta1, beta2, epsilon, keep, step, correction, clip } = settings;
+    // SAFETY: the vector lies inside each of them, as is asked.
+    unsafe {
+        let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
+        let m_old = F4::load_part_raw(m, index, part, 0.0);
+        let v_old = F4::load_part_raw(v, index, part, 0.0);
+        let w_old = F4::load_part_raw(weights, index, part, 0.0);
+        let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
+        let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
+        let direction = m_new / (v_new.sqrt() / F4::splat(correction) + F4::splat(epsilon));
+        let w = (w_old * F4::splat(keep)).fma(F4::splat(-step), direction);
+        w.store_part(weights, index, part);
+        m_new.store_part(m, index, part);
+        v_new.store_part(v, index, part);
+    }
+}

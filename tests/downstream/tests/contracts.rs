@@ -208,6 +208,9 @@ kernels_and_products! {
         x: f32s 24, dy: f32s 24, cols: number 8, accumulate: number 1, dx: out 24, db: out 8,
     }
     adamw::adamw { weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 8, squared_norm: f32s 1 }
+    adamw::adamw_groups {
+        weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
+    }
     attention::attention_forward {
         qkv: f32s 3072, gains: f32s 128, tokens: number 4, heads: number 2, epsilon: float 1e-6, scale: float 0.125,
         out: out 1024, probabilities: out 64, inverse_rms: out 32,
@@ -217,6 +220,7 @@ kernels_and_products! {
         heads: number 2, scale: float 0.125, dqkv: out 3072, dgains: out 512,
     }
     checksum::checksum { x: u32s 5000, out: out_u32 4 }
+    clip::clip_factor { squared_norm: f32s 1, max_norm: float 1.0, out: out 1 }
     elementwise::add { a: f32s 9, b: f32s 9, out: out 9 }
     elementwise::add_assign { a: f32s 9, out: out 9 }
     elementwise::scale { x: f32s 9, factor: float 2.0, out: out 9 }
@@ -249,6 +253,10 @@ kernels_and_products! {
     reduce::max_columns { x: f32s 24, cols: number 8, out: out 3 }
     reduce::argmax_columns { x: f32s 24, cols: number 8, out: out_u32 3 }
     scalars::scalars { y: out 9, length: number 9, function: number 0, first: number 0, stride: number 1 }
+    sgd::sgd { weights: out 9, gradients: f32s 9, velocity: out 9, hyper: f32s 5, squared_norm: f32s 1 }
+    sgd::sgd_groups {
+        weights: out 9, gradients: f32s 9, velocity: out 9, hyper: f32s 10, groups: u32s 1, squared_norm: f32s 1,
+    }
     softmax::softmax_forward { x: f32s 24, cols: number 8, y: out 24 }
     softmax::softmax_backward { y: f32s 24, dy: f32s 24, cols: number 8, dx: out 24 }
     tokens::mean_tokens_forward { x: f32s 24, tokens: number 3, cols: number 4, length: number 8, y: out 8 }

@@ -1,0 +1,23 @@
+//! Clipping by the global norm, for optimisers that are made of ops.
+
+use crate::contract;
+use crate::update;
+use crate::vector::{load, store};
+use cuda_std::prelude::*;
+
+/// out = min(1, max_norm / (sqrt(squared_norm) + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it; 1 where `max_norm` is 0, NaN where
+/// the norm is. `squared_norm`, `out`: `[1]`. Overwrites `out`. One thread.
+#[kernel]
+pub unsafe fn clip_factor(squared_norm: &[f32], max_norm: f32, out: *mut f32) {
+    if thread::thread_idx_x() == 0 {
+        // SAFETY: both have their one element.
+        unsafe { store(out, 0, update::clip_factor(load(squared_norm, 0), max_norm)) }
+    }
+}
+
+// SAFETY: one thread reads the element of `squared_norm` and writes that of `out`.
+contract! { unsafe clip_factor { block: 32, align: 4 } |k| {
+    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+    Violation::unless_length("out", 1, k.out.len())?;
+    Grid::new(1, 1, 1)
+}}

@@ -1,0 +1,144 @@
+//! SGD with momentum (Sutskever et al., 2013, as PyTorch computes it), with clipping by the global norm.
+//!
+//! Invariant: all that changes from step to step stands in the `hyper` slot on the device, so that a launch can be
+//! recorded once and replayed.
+
+use crate::update::{clip_factor, group_settings};
+use crate::vector::{F4, Part, load};
+use crate::{contract, for_own_vector};
+use cuda_std::prelude::*;
+
+/// Places in the `hyper` slot.
+pub mod slot {
+    /// The learning rate of this step.
+    pub const LEARNING_RATE: usize = 0;
+    /// What is left of the velocity of the step before.
+    pub const MOMENTUM: usize = 1;
+    /// The weight decay: so much of the weight is added to its gradient.
+    pub const WEIGHT_DECAY: usize = 2;
+    /// The global norm to which gradients are clipped; 0 for no clipping.
+    pub const MAX_NORM: usize = 3;
+    /// Not 0: the step looks ahead (Nesterov).
+    pub const NESTEROV: usize = 4;
+    /// Floats in the slot.
+    pub const LEN: usize = 5;
+}
+
+/// One step of SGD with momentum over one flat region, in PyTorch's order of operations, with a dampening of 0:
+///
+/// ```text
+/// g = gradient * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + weight_decay * w
+/// velocity = momentum * velocity + g
+/// w = w - learning_rate * velocity                      or, with Nesterov's, learning_rate * (g + momentum * velocity)
+/// ```
+/// `weights`, `gradients`, `velocity`: `[n]`; `hyper`: `[5]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients. Each line
+/// ends in a fused multiply-add. Updates `weights` and `velocity`.
+#[kernel]
+pub unsafe fn sgd(weights: *mut f32, gradients: &[f32], velocity: *mut f32, hyper: &[f32], squared_norm: &[f32]) {
+    for_own_vector!(gradients.len(), |index, part| {
+        // SAFETY: the vector lies inside `gradients`, and the others are as long; `hyper` has the settings of one group.
+        unsafe { update(weights, gradients, velocity, Settings::load(hyper, 0, squared_norm), index, part) }
+    });
+}
+
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long.
+// What else it reads are places of `hyper` and the one element of `squared_norm`.
+contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
+    Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
+    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+    crate::block::vector_grid(k.gradients.len())
+}}
+
+/// [`sgd`](fn@sgd) with settings by group: `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// NaN where there is no such group.
+#[kernel]
+pub unsafe fn sgd_groups(
+    weights: *mut f32,
+    gradients: &[f32],
+    velocity: *mut f32,
+    hyper: &[f32],
+    groups: &[u32],
+    squared_norm: &[f32],
+) {
+    for_own_vector!(gradients.len(), |index, part| {
+        // SAFETY: the vector lies inside `gradients`, and the others are as long; `groups` has its run's group, and what
+        // `group_settings` gives starts whole settings of `hyper`.
+        unsafe {
+            let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
+            let settings = Settings::load(hyper, start, squared_norm);
+            update(weights, gradients, velocity, Settings { clip: settings.clip * known, ..settings }, index, part);
+        }
+    });
+}
+
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long, and
+// `groups` has a group for each 64 of them. `hyper` is read where it has all settings of a group, the first's if that is none.
+contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
+    Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
+    crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
+    Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+    crate::block::vector_grid(k.gradients.len())
+}}
+
+/// A group's settings as the update uses them.
+#[derive(Clone, Copy)]
+struct Settings {
+    learning_rate: f32,
+    momentum: f32,
+    weight_decay: f32,
+    nesterov: bool,
+    clip: f32,
+}
+
+impl Settings {
+    /// Those that start at `start`.
+    ///
+    /// # Safety
+    /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
+        // SAFETY: each place is one of the group's, as is asked.
+        unsafe {
+            Self {
+                learning_rate: load(hyper, start + slot::LEARNING_RATE),
+                momentum: load(hyper, start + slot::MOMENTUM),
+                weight_decay: load(hyper, start + slot::WEIGHT_DECAY),
+                nesterov: load(hyper, start + slot::NESTEROV) != 0.0,
+                clip: clip_factor(load(squared_norm, 0), load(hyper, start + slot::MAX_NORM)),
+            }
+        }
+    }
+}
+
+/// Updates the thread's vector.
+///
+/// # Safety
+/// The vector lies inside each of the three.
+#[inline(always)]
+#[track_caller]
+unsafe fn update(
+    weights: *mut f32,
+    gradients: &[f32],
+    velocity: *mut f32,
+    settings: Settings,
+    index: usize,
+    part: Part,
+) {
+    let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
+    // SAFETY: the vector lies inside each of them, as is asked.
+    unsafe {
+        let w_old = F4::load_part_raw(weights, index, part, 0.0);
+        let velocity_old = F4::load_part_raw(velocity, index, part, 0.0);
+        let g = (F4::load_part(gradients, index, part, 0.0) * F4::splat(clip)).fma(F4::splat(weight_decay), w_old);
+        let velocity_new = g.fma(F4::splat(momentum), velocity_old);
+        let ahead = g.fma(F4::splat(momentum), velocity_new);
+        let direction = if nesterov { ahead } else { velocity_new };
+        let w = w_old.fma(F4::splat(-learning_rate), direction);
+        w.store_part(weights, index, part);
+        velocity_new.store_part(velocity, index, part);
+    }
+}

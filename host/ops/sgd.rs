@@ -1,0 +1,66 @@
+//! The update of SGD with momentum, with the settings of one group and of several; [`crate::Sgd`] drives it.
+
+use super::same_shape;
+use crate::error::Result;
+use crate::launch::{Source, Target};
+use crate::step::Step;
+use kernels::sgd as kernel;
+
+/// One update of SGD with momentum, as PyTorch computes it with a dampening of 0, in place, in one launch:
+/// `velocity = momentum velocity + g`, `w = w - rate velocity` or, with Nesterov's momentum, `w - rate (g + momentum velocity)`, with
+/// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + decay w`.
+///
+/// `weights`, `gradients`, `velocity`: one shape; `hyper`: `[5]`, by the places of `kernels::sgd::slot`; `squared_norm`: `[1]`. Queued,
+/// no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
+#[track_caller]
+pub fn sgd<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    gradients: &impl Source<'s, f32>,
+    velocity: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), velocity.shape()] {
+        same_shape("sgd", weights.shape(), shape)?;
+    }
+    step.launch(kernel::sgd {
+        weights: weights.out(),
+        gradients: gradients.slice(),
+        velocity: velocity.out(),
+        hyper: hyper.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// [`sgd`] with settings by group, likewise in one launch.
+///
+/// `hyper`: `[groups, 5]`; `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements: NaN where there is no such group.
+///
+/// # Errors
+/// As for [`sgd`]; [`Error::Contract`](crate::Error::Contract) when `groups` or `hyper` has another number of elements.
+#[track_caller]
+pub fn sgd_groups<'s>(
+    step: &Step<'s>,
+    weights: &mut impl Target<'s, f32>,
+    gradients: &impl Source<'s, f32>,
+    velocity: &mut impl Target<'s, f32>,
+    hyper: &impl Source<'s, f32>,
+    groups: &impl Source<'s, u32>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    for shape in [gradients.shape(), velocity.shape()] {
+        same_shape("sgd_groups", weights.shape(), shape)?;
+    }
+    step.launch(kernel::sgd_groups {
+        weights: weights.out(),
+        gradients: gradients.slice(),
+        velocity: velocity.out(),
+        hyper: hyper.slice(),
+        groups: groups.slice(),
+        squared_norm: squared_norm.slice(),
+    })
+}

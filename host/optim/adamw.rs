@@ -1,0 +1,124 @@
+//! AdamW: Adam with decoupled weight decay, its moments on the device.
+
+#![forbid(unsafe_code)]
+
+use super::rule::{UpdateArguments, UpdateRule, at_least_zero, expect, expect_clip};
+use super::{Group, Optimizer, Schedule};
+use crate::error::Result;
+use crate::ops;
+use crate::step::Step;
+use kernels::adamw::slot;
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as PyTorch computes it.
+pub type AdamW = Optimizer<AdamWConfig>;
+
+/// Settings of [`AdamW`]; the defaults are PyTorch's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWConfig {
+    /// The step size before the schedule.
+    pub learning_rate: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+    /// Decoupled weight decay, where a group has none of its own.
+    pub weight_decay: f32,
+    /// The largest L2 norm of all gradients together; larger ones are scaled down to it.
+    pub clip: Option<f32>,
+    /// How the learning rate changes.
+    pub schedule: Schedule,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.01,
+            clip: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+impl UpdateRule for AdamWConfig {
+    fn name(&self) -> &'static str {
+        "adamw"
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *self;
+        at_least_zero("adamw", "learning_rate", learning_rate)?;
+        for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
+            expect("adamw", name, beta, (0.0..1.0).contains(&beta), "in [0, 1)")?;
+        }
+        at_least_zero("adamw", "epsilon", epsilon)?;
+        at_least_zero("adamw", "weight_decay", weight_decay)?;
+        expect_clip("adamw", clip)?;
+        schedule.check("adamw")
+    }
+
+    fn state(&self) -> &'static [&'static str] {
+        &["first", "second"]
+    }
+
+    fn has_groups(&self) -> bool {
+        true
+    }
+
+    fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
+        let correction = |beta: f32| (1.0 - power(f64::from(beta), number)) as f32;
+        let mut hyper = vec![0.0; slot::LEN];
+        hyper[slot::LEARNING_RATE] = self.schedule.rate(self.learning_rate, number, group);
+        hyper[slot::BETA1] = self.beta1;
+        hyper[slot::BETA2] = self.beta2;
+        hyper[slot::EPSILON] = self.epsilon;
+        hyper[slot::WEIGHT_DECAY] = group.weight_decay.unwrap_or(self.weight_decay);
+        hyper[slot::BIAS_CORRECTION1] = correction(self.beta1);
+        hyper[slot::BIAS_CORRECTION2] = correction(self.beta2);
+        hyper[slot::MAX_NORM] = self.clip.unwrap_or(0.0);
+        hyper
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let UpdateArguments { mut weights, gradients, mut state, settings, groups, squared_norm } = arguments;
+        let [first, second] = &mut state[..] else { unreachable!("the two that `state` names") };
+        match groups {
+            None => ops::adamw(step, &mut weights, &gradients, first, second, &settings, squared_norm),
+            Some(groups) => {
+                ops::adamw_groups(step, &mut weights, &gradients, first, second, &settings, &groups, squared_norm)
+            }
+        }
+    }
+}
+
+/// `base^exponent` by squaring: multiplications alone, so the same bits on every machine.
+fn power(base: f64, exponent: u64) -> f64 {
+    let (mut result, mut square, mut left) = (1.0, base, exponent);
+    while left > 0 {
+        if left & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        left >>= 1;
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powers_match_repeated_multiplication() {
+        let mut product = 1.0;
+        for exponent in 0..200 {
+            assert!((power(0.999, exponent) / product - 1.0).abs() < 1e-13);
+            product *= 0.999;
+        }
+    }
+}

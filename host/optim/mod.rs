@@ -1,0 +1,19 @@
+//! Optimisers: a rule says how weights are updated ([`UpdateRule`]), [`Optimizer`] makes any rule's updates.
+//!
+//! Each is one launch over the flat region behind the one of the gradients' norm, with clipping, a schedule and groups of parameters.
+
+#![forbid(unsafe_code)]
+
+mod adamw;
+mod groups;
+mod optimizer;
+mod rule;
+mod schedule;
+mod sgd;
+
+pub use adamw::{AdamW, AdamWConfig};
+pub use groups::{Group, Groups};
+pub use optimizer::Optimizer;
+pub use rule::{UpdateArguments, UpdateRule};
+pub use schedule::Schedule;
+pub use sgd::{Sgd, SgdConfig};

@@ -1,0 +1,185 @@
+//! Updates of weights, by any rule.
+//!
+//! Invariant: what changes from step to step lies in a device slot that is written before the kernels are queued, so
+//! the queued work is the same every time and can be recorded. Each update is set up once and made once.
+
+#![forbid(unsafe_code)]
+
+use super::{Group, Groups, UpdateArguments, UpdateRule};
+use crate::error::{Error, Result};
+use crate::memory::{Buffer, Phase, Turns};
+use crate::ops;
+use crate::params::{Gradients, Layout, Parameters};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use std::sync::Arc;
+
+/// Updates weights by a rule `R`, whose state is on the device: [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two.
+#[derive(Debug)]
+pub struct Optimizer<R: ?Sized> {
+    layout: Layout,
+    turns: Arc<Turns>,
+    groups: Vec<Group>,
+    /// The group of each run of elements, if there are several.
+    runs: Option<Buffer<u32>>,
+    /// The settings of the update that is set up, by group.
+    settings: Buffer<f32>,
+    state: Vec<Buffer<f32>>,
+    rule: R,
+}
+
+impl<R: UpdateRule> Optimizer<R> {
+    /// An optimiser for `parameters` that has made no update.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a setting out of range; [`Error::DeviceMemory`] when there is no room for the state.
+    pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
+        rule.check()?;
+        let (device, layout) = (parameters.flat().device(), parameters.layout().clone());
+        let groups = vec![Group::default()];
+        let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
+        let state = rule.state().iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
+        let turns = Arc::new(Turns::new(rule.name()));
+        Ok(Self { layout, turns, groups, runs: None, settings, state, rule })
+    }
+
+    /// The same with rates and weight decay by group, in place of what groups it had: its updates are as many launches as before. What
+    /// was set up must be set up anew, and a step that was captured with it before makes no update any more.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a setting out of range, a group without a parameter, and a rule that knows no groups.
+    pub fn with_groups(self, groups: &Groups) -> Result<Self> {
+        let name = self.name();
+        let (groups, runs) = groups.of(&self.layout)?;
+        if groups.len() > 1 && !self.rule.has_groups() {
+            return Err(Error::misuse(
+                name,
+                "one group: the rule's `has_groups` says that it heeds no others",
+                groups.len().to_string(),
+            ));
+        }
+        let device = self.settings.device();
+        let settings = Buffer::from_slice(device, &settings_of(&self.rule, 1, &groups)?)?;
+        let runs = if groups.len() > 1 { Some(Buffer::from_slice(device, &runs)?) } else { None };
+        // What was captured asks the turns of before, which nobody sets up any more.
+        let (made, turns) = (self.updates(), Turns::new(name));
+        self.turns.reset(made);
+        turns.reset(made);
+        Ok(Self { groups, runs, settings, turns: Arc::new(turns), ..self })
+    }
+
+    /// How it updates.
+    pub fn rule(&self) -> &R {
+        &self.rule
+    }
+
+    /// Sets up the next update: its rate and corrections go to the device. Returns its number, counted from 1. Call it before each
+    /// [`Optimizer::apply`] and before each replay of one; called again before that, it sets up the same update again.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] after 2^64 - 1 updates; those of the driver.
+    pub fn advance(&mut self) -> Result<u64> {
+        let made = self.updates();
+        let Some(number) = made.checked_add(1) else {
+            return Err(Error::misuse(self.name(), "an update whose number fits 64 bits", format!("one after {made}")));
+        };
+        // If the slot is not written, nothing is set up.
+        self.turns.reset(made);
+        let settings = settings_of(&self.rule, number, &self.groups)?;
+        if settings.len() != self.settings.len() {
+            let expected = format!("{} settings for each update", self.settings.len());
+            return Err(Error::misuse(self.name(), expected, format!("{} for update {number}", settings.len())));
+        }
+        self.settings.write(0, &settings)?;
+        self.turns.set_up();
+        Ok(number)
+    }
+
+    /// Queues the update that [`Optimizer::advance`] has set up: the squared norm of all gradients, then what the rule queues, for those
+    /// of the library one launch over all weights. Returns the squared norm, `[1]`, before clipping. In a step that is captured, each
+    /// replay makes the update that was set up before it.
+    ///
+    /// A norm that is not finite is not looked at here: the weights are worthless then. A [`Trainer`](crate::Trainer) looks.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when parameters, gradients and state do not belong together, and when no update is set up: then the replay's
+    /// error, where this is captured.
+    #[track_caller]
+    pub fn apply<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+    ) -> Result<Tensor<'s>> {
+        self.check_layout(parameters.layout())?;
+        self.check_layout(gradients.layout())?;
+        let turns = Arc::clone(&self.turns);
+        let made = step.makes(&turns)?;
+        Turns::take(made)?;
+        let queued = self.queue(step, parameters, gradients);
+        Turns::end(made, queued.is_ok());
+        queued
+    }
+
+    #[track_caller]
+    fn queue<'s>(&mut self, step: &Step<'s>, parameters: &mut Parameters, gradients: &Gradients) -> Result<Tensor<'s>> {
+        let elements = [parameters.layout().elements()];
+        let gradients = step.lend(gradients.flat(), elements)?;
+        let weights = parameters.lend_flat_mut(step)?;
+        let state = self.state.iter_mut().map(|state| step.lend_mut(state, elements)).collect::<Result<_>>()?;
+        let settings = step.lend(&self.settings, [self.settings.len()])?;
+        let groups = self.runs.as_ref().map(|runs| step.lend(runs, [runs.len()])).transpose()?;
+        let _phase = step.enter(Phase::Optimizer);
+        let norm = ops::squared_norm(step, &gradients)?;
+        let squared_norm = &norm;
+        self.rule.queue(step, UpdateArguments { weights, gradients, state, settings, groups, squared_norm })?;
+        Ok(norm)
+    }
+}
+
+impl<R: UpdateRule + ?Sized> Optimizer<R> {
+    /// The rule's name.
+    pub fn name(&self) -> &'static str {
+        self.rule.name()
+    }
+
+    /// Updates made so far: those that were queued by [`Optimizer::apply`] or by a replay.
+    pub fn updates(&self) -> u64 {
+        self.turns.made()
+    }
+
+    /// What the rule keeps for each weight, in the order of [`UpdateRule::state`]: flat, in the parameters' layout.
+    pub fn state(&self) -> &[Buffer<f32>] {
+        &self.state
+    }
+
+    /// What stands before a parameter's name in the names of its state, by part of the state.
+    pub(crate) fn prefixes(&self) -> Vec<String> {
+        self.rule.state().iter().map(|state| format!("{}.{state}.", self.name())).collect()
+    }
+
+    /// An error unless the state is that of parameters of `layout`.
+    pub(crate) fn check_layout(&self, layout: &Layout) -> Result<()> {
+        if self.layout.same(layout) {
+            return Ok(());
+        }
+        Err(Error::misuse(self.name(), "parameters, gradients and state of one layout", "another layout's"))
+    }
+
+    /// The state, to be overwritten by that of `updates` updates.
+    pub(crate) fn restore(&mut self, updates: u64) -> &mut [Buffer<f32>] {
+        self.turns.reset(updates);
+        &mut self.state
+    }
+}
+
+/// The settings of an update, by group.
+fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[Group]) -> Result<Vec<f32>> {
+    let all: Vec<Vec<f32>> = groups.iter().map(|group| rule.settings(number, group)).collect();
+    let len = all[0].len();
+    match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {
+        None => Ok(all.concat()),
+        Some(0) => Err(Error::misuse(rule.name(), "at least one setting", "none")),
+        Some(other) => Err(Error::misuse(rule.name(), format!("{len} settings for each group"), other.to_string())),
+    }
+}

@@ -1,0 +1,123 @@
+//! What an optimiser does of its own: one trait, for those of the library and for anyone's.
+//!
+//! Invariant: a rule has no state but its settings, and queues the same launches whenever it is asked: all that changes from update to
+//! update lies on the device, in memory that [`Optimizer`](super::Optimizer) owns.
+
+#![forbid(unsafe_code)]
+
+use super::Group;
+use crate::error::{Error, Result};
+use crate::launch::{Lent, LentMut};
+use crate::step::Step;
+use crate::tensor::Tensor;
+use std::fmt::Display;
+
+/// How an optimiser updates weights. Its settings implement it: [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or
+/// a struct of yours; [`Optimizer`](crate::Optimizer) does the rest.
+///
+/// ```
+/// use stepscope::*;
+///
+/// /// Gradient descent, made of ops.
+/// struct Descent {
+///     rate: f32,
+/// }
+///
+/// impl UpdateRule for Descent {
+///     fn name(&self) -> &'static str {
+///         "descent"
+///     }
+///
+///     fn settings(&self, number: u64, _: &Group) -> Vec<f32> {
+///         vec![-self.rate / (number as f32).sqrt()]
+///     }
+///
+///     fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+///         let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
+///         ops::add_assign(step, &mut arguments.weights, &change)
+///     }
+/// }
+/// # fn main() -> Result<()> {
+/// # let device = Device::open(DeviceKind::Emulated)?;
+/// # let mut layout = Layout::builder();
+/// # let w = layout.add("w", [3], Initializer::ONE);
+/// # let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
+/// # let mut gradients = Gradients::zeros(&weights)?;
+/// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+/// let mut optimizer = Optimizer::new(&weights, Descent { rate: 0.5 })?;
+/// optimizer.advance()?;
+/// arena.step(|step| {
+///     ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 1.0)?;
+///     optimizer.apply(step, &mut weights, &gradients).map(drop)
+/// })?;
+/// assert_eq!(weights.read(w)?, [0.5; 3]);
+/// # Ok(())
+/// # }
+/// ```
+pub trait UpdateRule: 'static {
+    /// What it is called in errors and in checkpoints: `adamw`.
+    fn name(&self) -> &'static str;
+
+    /// An error for a setting out of range.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] that names the setting.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The names of what it keeps for each weight from update to update, as moments are: regions of the weights' layout, zero before
+    /// the first update. A checkpoint has the one of parameter `w` as `adamw.first.w`.
+    fn state(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group.
+    fn has_groups(&self) -> bool {
+        false
+    }
+
+    /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number, and
+    /// always as many. They are on the device when the update runs.
+    fn settings(&self, number: u64, group: &Group) -> Vec<f32>;
+
+    /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
+}
+
+/// What an update reads and writes: flat regions of one layout, and what [`UpdateRule::settings`] has said of it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct UpdateArguments<'b, 's> {
+    /// All weights: keep the space between parameters zero.
+    pub weights: LentMut<'b, 's>,
+    /// All gradients, not clipped.
+    pub gradients: Lent<'b, 's>,
+    /// What [`UpdateRule::state`] names, in its order.
+    pub state: Vec<LentMut<'b, 's>>,
+    /// The settings of the update, one group's behind the other's.
+    pub settings: Lent<'b, 's>,
+    /// The group of each run of 64 elements, if there are several groups.
+    pub groups: Option<Lent<'b, 's, u32>>,
+    /// The squared L2 norm of all gradients together, `[1]`. [`ops::clip_factor`](crate::ops::clip_factor) makes of it what clips them.
+    pub squared_norm: &'b Tensor<'s>,
+}
+
+/// An error unless a setting is what it must be.
+pub(super) fn expect(op: &'static str, name: &str, value: impl Display, holds: bool, rule: &str) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::misuse(op, format!("`{name}` {rule}"), value.to_string())) }
+}
+
+/// An error unless a setting is finite and not negative.
+pub(super) fn at_least_zero(op: &'static str, name: &str, value: f32) -> Result<()> {
+    expect(op, name, value, value >= 0.0 && value.is_finite(), "finite and at least 0")
+}
+
+/// An error unless gradients can be clipped to this norm.
+pub(super) fn expect_clip(op: &'static str, clip: Option<f32>) -> Result<()> {
+    clip.map_or(Ok(()), |clip| expect(op, "clip", clip, clip > 0.0 && clip.is_finite(), "above 0"))
+}

@@ -1,0 +1,69 @@
+//! How learning rates change over the updates.
+
+#![forbid(unsafe_code)]
+
+use super::Group;
+use super::rule::expect;
+use crate::error::Result;
+
+/// How the learning rate changes over the updates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Schedule {
+    /// Always the same.
+    Constant,
+    /// Linear from zero over `warmup` updates, then half a cosine down to `floor` at update `total`.
+    WarmupCosine {
+        /// Updates of the rise.
+        warmup: u64,
+        /// Updates in all.
+        total: u64,
+        /// The share of the rate that is left at the end, in `[0, 1]`.
+        floor: f64,
+    },
+}
+
+impl Schedule {
+    /// An error for a floor out of range.
+    pub(super) fn check(&self, op: &'static str) -> Result<()> {
+        let floor = match *self {
+            Self::Constant => 0.0,
+            Self::WarmupCosine { floor, .. } => floor,
+        };
+        expect(op, "floor", floor, (0.0..=1.0).contains(&floor), "in [0, 1]")
+    }
+
+    /// `rate` times the factors of update `number` and of its group.
+    pub(super) fn rate(&self, rate: f32, number: u64, group: &Group) -> f32 {
+        (f64::from(rate) * self.factor(number) * f64::from(group.rate)) as f32
+    }
+
+    /// The factor for update `number`, counted from 1.
+    pub fn factor(&self, number: u64) -> f64 {
+        match *self {
+            Self::Constant => 1.0,
+            Self::WarmupCosine { warmup, .. } if number <= warmup => number as f64 / warmup as f64,
+            Self::WarmupCosine { warmup, total, floor } => {
+                let done = (number - warmup) as f64 / total.saturating_sub(warmup).max(1) as f64;
+                // libm's cosine has the same bits on every machine.
+                let fall = 0.5 * (1.0 + libm::cos(std::f64::consts::PI * done.min(1.0)));
+                floor + (1.0 - floor) * fall
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_schedule_rises_falls_and_ends_at_its_floor() {
+        let schedule = Schedule::WarmupCosine { warmup: 4, total: 12, floor: 0.1 };
+        let factors: Vec<f64> = (1..=14).map(|number| schedule.factor(number)).collect();
+        assert_eq!(factors[..4], [0.25, 0.5, 0.75, 1.0]);
+        assert!(factors[3..12].windows(2).all(|pair| pair[0] > pair[1]));
+        assert!((factors[7] - 0.55).abs() < 1e-12, "half way down: {}", factors[7]);
+        assert!(factors[11..].iter().all(|factor| (factor - 0.1).abs() < 1e-12));
+    }
+}

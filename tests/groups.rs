@@ -1,0 +1,320 @@
+//! Rules and groups over several updates: as float64 has them, and to the same bits however they run.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use stepscope::nn::{Linear, Mlp};
+use stepscope::*;
+use support::{Random, bits, on_each_device, relative_l2, tolerance};
+
+const UPDATES: u64 = 6;
+const CLIP: f32 = 8.0;
+const SCHEDULE: Schedule = Schedule::WarmupCosine { warmup: 2, total: 5, floor: 0.25 };
+/// Parameters by name and shape, and the number of the group that [`groups`] puts them in: sizes that are no whole vectors beside
+/// some that are whole runs, and neighbours of other groups.
+const SHAPES: [(&str, [usize; 2], usize); 6] = [
+    ("body.weight", [7, 33], 0),
+    ("body.gain", [1, 1], 2),
+    ("tail.weight", [3, 1], 1),
+    ("tokens.embedding", [16, 4], 2),
+    ("tail.bias", [1, 5], 1),
+    ("last.weight", [130, 2], 0),
+];
+/// The rate's factor and the weight decay of a group.
+const TAIL: Group = Group { rate: 0.5, weight_decay: Some(0.2) };
+
+fn groups() -> Groups {
+    Groups::new().with(TAIL, |entry| entry.name().starts_with("tail.")).no_decay(Groups::is_gain_bias_or_embedding)
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+/// A parameter's gradient in an update: the third update is inside the norm, all others are clipped.
+fn gradient(update: u64, parameter: usize, elements: usize) -> Vec<f32> {
+    let size = if update == 3 { 0.1 } else { 1.0 };
+    Random::new(100 * update + parameter as u64).normals(elements).into_iter().map(|value| size * value).collect()
+}
+
+/// The weights before and after [`UPDATES`] updates, by parameter.
+fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<Groups>) -> [Vec<Vec<f32>>; 2] {
+    let mut layout = Layout::builder();
+    let handles = SHAPES.map(|(name, shape, _)| layout.add(name, shape, Initializer::fan_in(2)));
+    let mut weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+    let mut gradients = Gradients::zeros(&weights).unwrap();
+    let mut optimizer = Optimizer::new(&weights, rule).unwrap();
+    if let Some(groups) = groups {
+        optimizer = optimizer.with_groups(&groups).unwrap();
+    }
+    let all = |weights: &Parameters| handles.map(|handle| weights.read(handle).unwrap()).to_vec();
+    let before = all(&weights);
+    let mut arena = arena(device);
+    for update in 1..=UPDATES {
+        assert_eq!(optimizer.advance().unwrap(), update);
+        arena
+            .step(|step| {
+                for (number, handle) in handles.into_iter().enumerate() {
+                    let mut place = gradients.lend_mut(step, handle)?;
+                    let values = gradient(update, number, place.shape().elements());
+                    ops::copy_into(step, &step.upload(&values, place.shape())?, &mut place)?;
+                }
+                optimizer.apply(step, &mut weights, &gradients).map(drop)
+            })
+            .unwrap();
+    }
+    let space = weights.flat().read().unwrap();
+    let mut between = vec![true; space.len()];
+    weights.layout().entries().iter().for_each(|entry| between[entry.range()].fill(false));
+    assert!(space.iter().zip(between).all(|(value, between)| !between || value.to_bits() == 0), "the space stays zero");
+    [before, all(&weights)]
+}
+
+/// [`train`] in float64: `update` gets a weight, its clipped gradient, two numbers that are kept for it, the rate, the decay and the
+/// update's number, and makes the new weight.
+fn exact(
+    before: &[Vec<f32>],
+    (rate, decay): (f64, f64),
+    update: impl Fn(f64, f64, &mut [f64; 2], f64, f64, i32) -> f64,
+) -> Vec<Vec<f64>> {
+    let mut weights: Vec<Vec<f64>> =
+        before.iter().map(|values| values.iter().map(|&value| f64::from(value)).collect()).collect();
+    let mut kept: Vec<Vec<[f64; 2]>> = weights.iter().map(|values| vec![[0.0; 2]; values.len()]).collect();
+    for number in 1..=UPDATES {
+        let gradients: Vec<Vec<f64>> = weights
+            .iter()
+            .enumerate()
+            .map(|(at, values)| gradient(number, at, values.len()).into_iter().map(f64::from).collect())
+            .collect();
+        let norm = gradients.iter().flatten().map(|value| value * value).sum::<f64>().sqrt();
+        let clip = (f64::from(CLIP) / (norm + 1e-6)).min(1.0);
+        assert_eq!(clip < 1.0, number != 3, "{norm}");
+        // Up over two updates, then half a cosine down to a quarter at the fifth.
+        let done = (number.max(2) - 2).min(3) as f64 / 3.0;
+        let fall = 0.25 + 0.75 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos());
+        let factor = if number == 1 { 0.5 } else { fall };
+        for (at, (values, gradients)) in weights.iter_mut().zip(&gradients).enumerate() {
+            let (own, decay) = [(1.0, decay), (0.5, f64::from(0.2f32)), (1.0, 0.0)][SHAPES[at].2];
+            for ((weight, gradient), kept) in values.iter_mut().zip(gradients).zip(&mut kept[at]) {
+                *weight = update(*weight, gradient * clip, kept, rate * factor * own, decay, number as i32);
+            }
+        }
+    }
+    weights
+}
+
+#[track_caller]
+fn assert_close(got: &[Vec<f32>], want: &[Vec<f64>]) {
+    for (((got, want), (name, ..)), number) in got.iter().zip(want).zip(SHAPES).zip(0..) {
+        let error = relative_l2(got, want);
+        println!("{name}: {error:.2e}");
+        assert!(error <= tolerance(UPDATES as usize), "parameter {number} `{name}`: {error:e}");
+    }
+}
+
+fn adamw() -> AdamWConfig {
+    AdamWConfig {
+        learning_rate: 0.05,
+        weight_decay: 0.1,
+        clip: Some(CLIP),
+        schedule: SCHEDULE,
+        ..AdamWConfig::default()
+    }
+}
+
+fn sgd(nesterov: bool) -> SgdConfig {
+    let config = SgdConfig { learning_rate: 0.1, momentum: 0.9, nesterov, weight_decay: 0.1, ..SgdConfig::default() };
+    SgdConfig { clip: Some(CLIP), schedule: SCHEDULE, ..config }
+}
+
+on_each_device! {
+    fn adamw_is_float64s_by_groups(device: &Device) {
+        let [before, after] = train(device, adamw(), Some(groups()));
+        let [rate, beta1, beta2, epsilon, decay] = [0.05f32, 0.9, 0.999, 1e-8, 0.1].map(f64::from);
+        let want = exact(&before, (rate, decay), |w, g, [m, v], rate, decay, number| {
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * g * g;
+            let (m, v) = (*m / (1.0 - beta1.powi(number)), *v / (1.0 - beta2.powi(number)));
+            w - rate * decay * w - rate * m / (v.sqrt() + epsilon)
+        });
+        assert_close(&after, &want);
+    }
+
+    fn sgd_is_float64s_by_groups(device: &Device) {
+        for nesterov in [false, true] {
+            let [before, after] = train(device, sgd(nesterov), Some(groups()));
+            let [rate, momentum, decay] = [0.1f32, 0.9, 0.1].map(f64::from);
+            let want = exact(&before, (rate, decay), |w, g, [velocity, _], rate, decay, _| {
+                let g = g + decay * w;
+                *velocity = momentum * *velocity + g;
+                w - rate * if nesterov { g + momentum * *velocity } else { *velocity }
+            });
+            assert_close(&after, &want);
+        }
+    }
+
+    /// Groups that say what the optimiser says change no bit.
+    fn groups_alike_are_one(device: &Device) {
+        let alike = || Some(Groups::new().with(Group::default(), Groups::is_gain_bias_or_embedding));
+        assert_eq!(train(device, adamw(), alike()), train(device, adamw(), None));
+        assert_eq!(train(device, adamw(), Some(Groups::new())), train(device, adamw(), None));
+        assert_eq!(train(device, sgd(true), alike()), train(device, sgd(true), None));
+        assert_ne!(train(device, adamw(), Some(groups())), train(device, adamw(), None));
+    }
+}
+
+/// Gradient descent, clipped, made of ops: what a rule outside the library can be.
+#[derive(Clone, Copy, Debug)]
+struct Descent;
+
+impl UpdateRule for Descent {
+    fn name(&self) -> &'static str {
+        "descent"
+    }
+
+    fn state(&self) -> &'static [&'static str] {
+        &["mean"]
+    }
+
+    /// The rate, turned around.
+    fn settings(&self, number: u64, _: &Group) -> Vec<f32> {
+        vec![-0.5 / number as f32]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let factor = ops::clip_factor(step, arguments.squared_norm, CLIP)?;
+        let clipped = ops::scale_by(step, &arguments.gradients, &factor)?;
+        let rest = ops::scale(step, &arguments.state[0], 0.5)?;
+        ops::copy_into(step, &ops::add(step, &rest, &clipped)?, &mut arguments.state[0])?;
+        let change = ops::scale_by(step, &arguments.state[0], &arguments.settings)?;
+        ops::add_assign(step, &mut arguments.weights, &change)
+    }
+}
+
+const INPUTS: usize = 12;
+const CLASSES: usize = 3;
+
+struct Classifier {
+    mlp: Mlp,
+    head: Linear,
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
+    }
+}
+
+fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<Groups>) -> Learner<Classifier, R> {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
+    let model = Classifier { mlp, head: Linear::new(names.at("tail"), 64, CLASSES) };
+    let learner = Learner::new(device, model, &layout.build().unwrap(), 7, rule).unwrap();
+    match groups {
+        Some(groups) => learner.with_groups(&groups).unwrap(),
+        None => learner,
+    }
+}
+
+struct Points(Vec<f32>, Vec<u32>);
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        self.1.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.0, [self.1.len(), INPUTS])?.with(&self.1, [self.1.len()])
+    }
+}
+
+/// Four batches of eight points, in parts of at most so many.
+fn batches(part: usize) -> Vec<Vec<Points>> {
+    let mut random = Random::new(3);
+    let mut points = |count: usize| Points(random.normals(count * INPUTS), random.belows(count, CLASSES as u32));
+    (0..4).map(|_| [part, 8 - part].into_iter().filter(|&count| count > 0).map(&mut points).collect()).collect()
+}
+
+/// Weights and state, as bits, and the number of updates.
+fn state<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
+    let Learner { parameters, optimizer, .. } = trainer.learner();
+    let flat = [parameters.flat()].into_iter().chain(optimizer.state());
+    (flat.map(|flat| bits(&flat.read().unwrap())).collect(), optimizer.updates())
+}
+
+/// The same bits eager and captured, whole batches and parts of them, straight and resumed from a file.
+fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl Fn() -> Option<Groups>) {
+    let folder = tempfile::tempdir().unwrap();
+    for part in [8, 5] {
+        let mut arena = arena(device);
+        let mut eager = Trainer::eager(&mut arena, learner(device, rule, groups()));
+        let first = eager.learner().parameters.sha256().unwrap();
+        let losses: Vec<f64> = batches(part).iter().map(|batch| eager.update(batch).unwrap().loss).collect();
+        let expected = state(&eager);
+        assert_ne!(eager.learner().parameters.sha256().unwrap(), first);
+        drop(eager);
+
+        let path = folder.path().join(format!("{part}.safetensors"));
+        let mut arena = self::arena(device);
+        let mut captured = Trainer::captured(&mut arena, learner(device, rule, groups()), &batches(part)[0][0])
+            .unwrap()
+            .checkpoint(&path, None);
+        let mut progress = EpochProgress::default();
+        captured.epoch(batches(part).into_iter().take(2).map(Ok), &mut progress, &mut ()).unwrap();
+        captured.save(&progress, &[]).unwrap();
+        captured.epoch(batches(part).into_iter().skip(2).map(Ok), &mut progress, &mut ()).unwrap();
+        assert_eq!(state(&captured), expected);
+        assert_eq!(progress.loss_sum, losses.iter().map(|loss| loss * 8.0).sum::<f64>());
+        drop(captured);
+
+        // As a new process would, by other weights; then those that were trained on.
+        let mut arena = self::arena(device);
+        let mut resumed = Trainer::eager(&mut arena, learner(device, rule, groups()));
+        resumed.update(&batches(part)[3]).unwrap();
+        let progress = resumed.restore(&Checkpoint::load(&path).unwrap()).unwrap();
+        assert_eq!(progress.updates, 2);
+        for batch in &batches(part)[2..] {
+            resumed.update(batch).unwrap();
+        }
+        assert_eq!(state(&resumed), expected);
+    }
+}
+
+on_each_device! {
+    fn adamw_by_groups_has_its_bits_however_it_runs(device: &Device) {
+        however_it_runs(device, adamw(), || Some(groups()));
+    }
+
+    fn sgd_has_its_bits_however_it_runs(device: &Device) {
+        however_it_runs(device, sgd(true), || None);
+        however_it_runs(device, sgd(false), || Some(groups()));
+    }
+
+    fn a_rule_of_ones_own_has_its_bits_however_it_runs(device: &Device) {
+        however_it_runs(device, Descent, || None);
+    }
+
+    /// Whatever their number, groups are one launch, behind the norm's.
+    fn groups_cost_no_launch(device: &Device) {
+        let nodes = |groups: Option<Groups>| {
+            let mut arena = arena(device);
+            let mut trainer =
+                Trainer::captured(&mut arena, learner(device, sgd(true), groups), &batches(8)[0][0]).unwrap();
+            trainer.update(&batches(8)[0]).unwrap();
+            trainer.capture_report().unwrap().nodes
+        };
+        let many = (0..6).fold(Groups::new(), |groups, number| {
+            let rate = 1.0 / (number + 2) as f32;
+            groups.with(Group { rate, weight_decay: None }, move |entry| entry.name() == PARAMETERS[number])
+        });
+        assert!(nodes(None) > 4);
+        assert_eq!(nodes(Some(many)), nodes(None));
+        assert_eq!(nodes(Some(groups())), nodes(None));
+    }
+}
+
+/// Those of [`Classifier`].
+const PARAMETERS: [&str; 6] =
+    ["mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias", "tail.weight", "tail.bias"];
