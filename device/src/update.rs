@@ -10,9 +10,9 @@ use cuda_std::GpuFloat;
 pub const RUN: usize = 64;
 
 /// By what gradients with this squared global norm are multiplied so that the norm is at most `max_norm`, as
-/// `torch.nn.utils.clip_grad_norm_` has it; 1 where `max_norm` is 0. NaN for a norm that is NaN.
+/// `torch.nn.utils.clip_grad_norm_` has it; 1 where `max_norm` is 0, else NaN for a norm that is NaN.
 #[inline(always)]
-pub fn clip_factor(squared_norm: f32, max_norm: f32) -> f32 {
+pub fn clip_factor(max_norm: f32, squared_norm: f32) -> f32 {
     let factor = max_norm / (GpuFloat::sqrt(squared_norm) + 1e-6);
     // A NaN norm stays NaN.
     let factor = if factor > 1.0 { 1.0 } else { factor };

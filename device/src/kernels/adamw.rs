@@ -134,7 +134,7 @@ impl Settings {
                 keep: 1.0 - learning_rate * load(hyper, start + slot::WEIGHT_DECAY),
                 step: learning_rate / load(hyper, start + slot::BIAS_CORRECTION1),
                 correction: GpuFloat::sqrt(load(hyper, start + slot::BIAS_CORRECTION2)),
-                clip: clip_factor(load(squared_norm, 0), load(hyper, start + slot::MAX_NORM)),
+                clip: clip_factor(load(hyper, start + slot::MAX_NORM), load(squared_norm, 0)),
             }
         }
     }

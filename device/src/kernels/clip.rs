@@ -11,7 +11,7 @@ use cuda_std::prelude::*;
 pub unsafe fn clip_factor(squared_norm: &[f32], max_norm: f32, out: *mut f32) {
     if thread::thread_idx_x() == 0 {
         // SAFETY: both have their one element.
-        unsafe { store(out, 0, update::clip_factor(load(squared_norm, 0), max_norm)) }
+        unsafe { store(out, 0, update::clip_factor(max_norm, load(squared_norm, 0))) }
     }
 }
 

@@ -108,7 +108,7 @@ impl Settings {
                 momentum: load(hyper, start + slot::MOMENTUM),
                 weight_decay: load(hyper, start + slot::WEIGHT_DECAY),
                 nesterov: load(hyper, start + slot::NESTEROV) != 0.0,
-                clip: clip_factor(load(squared_norm, 0), load(hyper, start + slot::MAX_NORM)),
+                clip: clip_factor(load(hyper, start + slot::MAX_NORM), load(squared_norm, 0)),
             }
         }
     }
