@@ -18,6 +18,7 @@ let
         cc.cc = package "gcc";
       };
       runCommand = name: attributes: script: derive name (attributes // { inherit script; });
+      writeShellScript = name: script: derive name { inherit script; };
       writeShellScriptBin = name: script: derive name { inherit script; };
       mkShell = attributes: derive "shell" attributes;
       cudaPackages_13_0 = packages [ "cuda_cudart" "cuda_nvcc" "cudatoolkit" "libnvvm" ];
