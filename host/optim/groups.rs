@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::rule::at_least_zero;
+use super::range::at_least_zero;
 use crate::error::{Error, Result};
 use crate::memory::ALIGN_BYTES;
 use crate::params::{Entry, Layout};

@@ -1,12 +1,14 @@
 //! Optimisers: a rule says how weights are updated ([`UpdateRule`]), [`Optimizer`] makes any rule's updates.
 //!
-//! Each is one launch over the flat region behind the one of the gradients' norm, with clipping, a schedule and groups of parameters.
+//! Those of the library are one launch over the flat region, behind the gradients' norm, with clipping, a schedule and groups of
+//! parameters.
 
 #![forbid(unsafe_code)]
 
 mod adamw;
 mod groups;
 mod optimizer;
+mod range;
 mod rule;
 mod schedule;
 mod sgd;

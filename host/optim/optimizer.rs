@@ -5,7 +5,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Group, Groups, UpdateArguments, UpdateRule};
+use super::groups::{Group, Groups};
+use super::rule::{UpdateArguments, UpdateRule};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Phase, Turns};
 use crate::ops;

@@ -5,12 +5,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::Group;
-use crate::error::{Error, Result};
+use super::groups::Group;
+use crate::error::Result;
 use crate::launch::{Lent, LentMut};
 use crate::step::Step;
 use crate::tensor::Tensor;
-use std::fmt::Display;
 
 /// How an optimiser updates weights. Its settings implement it: [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or
 /// a struct of yours; [`Optimizer`](crate::Optimizer) does the rest.
@@ -61,7 +60,7 @@ pub trait UpdateRule: 'static {
     /// An error for a setting out of range.
     ///
     /// # Errors
-    /// [`Error::Misuse`] that names the setting.
+    /// [`Error::Misuse`](crate::Error::Misuse) that names the setting.
     fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -105,19 +104,4 @@ pub struct UpdateArguments<'b, 's> {
     pub groups: Option<Lent<'b, 's, u32>>,
     /// The squared L2 norm of all gradients together, `[1]`. [`ops::clip_factor`](crate::ops::clip_factor) makes of it what clips them.
     pub squared_norm: &'b Tensor<'s>,
-}
-
-/// An error unless a setting is what it must be.
-pub(super) fn expect(op: &'static str, name: &str, value: impl Display, holds: bool, rule: &str) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::misuse(op, format!("`{name}` {rule}"), value.to_string())) }
-}
-
-/// An error unless a setting is finite and not negative.
-pub(super) fn at_least_zero(op: &'static str, name: &str, value: f32) -> Result<()> {
-    expect(op, name, value, value >= 0.0 && value.is_finite(), "finite and at least 0")
-}
-
-/// An error unless gradients can be clipped to this norm.
-pub(super) fn expect_clip(op: &'static str, clip: Option<f32>) -> Result<()> {
-    clip.map_or(Ok(()), |clip| expect(op, "clip", clip, clip > 0.0 && clip.is_finite(), "above 0"))
 }

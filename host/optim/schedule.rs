@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::Group;
-use super::rule::expect;
+use super::groups::Group;
+use super::range::expect;
 use crate::error::Result;
 
 /// How the learning rate changes over the updates.

@@ -2,8 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::rule::{UpdateArguments, UpdateRule, at_least_zero, expect, expect_clip};
-use super::{Group, Optimizer, Schedule};
+use super::groups::Group;
+use super::optimizer::Optimizer;
+use super::range::{at_least_zero, expect, expect_clip};
+use super::rule::{UpdateArguments, UpdateRule};
+use super::schedule::Schedule;
 use crate::error::Result;
 use crate::ops;
 use crate::step::Step;
