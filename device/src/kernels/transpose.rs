@@ -24,8 +24,8 @@ use cuda_std::prelude::*;
 const SIDE: usize = LANES as usize;
 /// Elements between rows of the square in shared memory.
 const PITCH: u32 = LANES + 1;
-/// Shared bytes of the square.
-const SQUARE_BYTES: u32 = LANES * PITCH * 4;
+/// Elements of the square there.
+const SQUARE: u32 = LANES * PITCH;
 /// Rows that a block moves at once.
 const WARPS: u32 = BLOCK / LANES;
 
@@ -39,7 +39,7 @@ pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
         let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
         let (matrix, down) = divide(before, rows.div_ceil(SIDE));
         let (start, first_row, first_column) = (matrix * rows * cols, down * SIDE, across * SIDE);
-        let square = SharedTile::<f32>::new(0, LANES * PITCH);
+        let square = SharedTile::<f32>::new(0, SQUARE);
         let column = first_column + lane as usize;
         let mut at = warp;
         while at < LANES {
@@ -64,7 +64,7 @@ pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
 
 // SAFETY: `x` is whole matrices of `rows` x `cols`, neither of which is 0, and `y` as long; a block has its square of one of them, of
 // which there are as many as blocks. The shared bytes are the square's.
-contract! { unsafe transpose { block: BLOCK, shared: SQUARE_BYTES, align: 4 } |k| {
+contract! { unsafe transpose { block: BLOCK, shared: SQUARE * 4, align: 4 } |k| {
     Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
     let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless(all_rows.is_multiple_of(k.rows), "x", "whole matrices of rows x cols", k.x.len())?;
