@@ -11,6 +11,7 @@ use super::inputs::Inputs;
 use crate::error::Result;
 use crate::launch::{Source, Target};
 use crate::ops;
+use crate::tensor::Tensor;
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::{Bf16, Tf32};
@@ -230,10 +231,8 @@ pub const CASES: [(&str, Case); 54] = [
         i.keep(&sums)
     }),
     ("clip_factor", |i| {
-        i.flat(|i, [x, _]| {
-            let norm = ops::squared_norm(i.step, x)?;
-            [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
-        })
+        // Whole, norms that are not a number too.
+        if i.by_form(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
     }),
     ("add", |i| i.flat(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
     ("add_assign", |i| {
@@ -440,6 +439,11 @@ fn splits_alone(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u3
     })?;
     i.keep(&out)?;
     i.keep(&pre)
+}
+
+fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
+    let norm = ops::squared_norm(i.step, x)?;
+    [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
 }
 
 /// As [`adamw`], by three groups, one of them not clipped.
