@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Buffer, Request};
 use crate::step::Step;
 use crate::tensor::{Brand, Element, Saved, Shape, Tensor};
-use cuda_std::launch::{Contract, Kernel, Pointer, PointerMut, Slice, Words};
+use cuda_std::launch::{Contract, Pointer, PointerMut, Slice, Words};
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -293,7 +293,8 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
 
 #[track_caller]
 fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -> Result<()> {
-    let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
+    let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
+    let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
     if !words.all_on(|of_argument| device.reaches(of_argument)) {
@@ -304,17 +305,17 @@ fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -
             "another device's, or a rehearsal's",
         )));
     }
-    if !words.aligned_to(K::ALIGN) {
-        let expected = format!("addresses that are multiples of {} bytes", K::ALIGN);
+    if !words.aligned_to(entry.align) {
+        let expected = format!("addresses that are multiples of {} bytes", entry.align);
         return Err(refused(cuda_std::launch::Violation::new("arguments", expected, format!("{kernel:?}"))));
     }
     if grid.blocks() == 0 {
         return Ok(());
     }
-    let _span = tracing::trace_span!("launch", kernel = K::NAME, ?grid).entered();
+    let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
-    unsafe { device.launch(K::ENTRY, grid, words, deadline) }
+    unsafe { device.launch(*entry, grid, words, deadline) }
 }
 
 impl<T: Element> Buffer<T> {

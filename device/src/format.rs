@@ -6,6 +6,28 @@
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
 use crate::mma::STEP;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::mma::fragments;
+
+/// The formats, for who chooses one at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduced {
+    /// [`Tf32`].
+    Tf32,
+    /// [`Bf16`].
+    Bf16,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Reduced {
+    /// Words of the [`fragments`] of `rows` of `k` elements.
+    pub fn fragments(self, extents: [usize; 2]) -> usize {
+        match self {
+            Self::Tf32 => fragments::<Tf32>(extents),
+            Self::Bf16 => fragments::<Bf16>(extents),
+        }
+    }
+}
 
 /// A format of factors.
 pub trait Format {

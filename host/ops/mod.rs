@@ -14,13 +14,11 @@ mod elementwise;
 mod fill;
 mod loss;
 mod matmul;
-mod matmul_tensor;
 mod norm;
 mod precision;
 mod reduce;
 mod sgd;
 mod softmax;
-mod split;
 mod tokens;
 mod transpose;
 
