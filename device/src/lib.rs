@@ -29,6 +29,7 @@ pub mod exps;
 pub mod format;
 pub mod math;
 pub mod mma;
+pub mod row_chunk;
 pub mod tile;
 mod unroll;
 pub mod update;
@@ -46,6 +47,7 @@ mod entries {
     pub mod elementwise;
     pub mod fill;
     pub mod guard;
+    pub mod layer_norm;
     pub mod loss;
     pub mod matmul;
     pub mod matmul_tensor;

@@ -133,6 +133,15 @@ impl F4 {
         }
     }
 
+    /// The elements of the part; zero in the other places.
+    #[inline(always)]
+    pub fn only(self, part: Part) -> Self {
+        let Part::First(count) = part else { return self };
+        let [a, b, c, d] = self.0;
+        let element = |at: usize, value: f32| if at < count { value } else { 0.0 };
+        Self([element(0, a), element(1, b), element(2, c), element(3, d)])
+    }
+
     /// Writes `out[index..index + 4]`. `index` is a multiple of four and `out` starts on a 16-byte boundary.
     ///
     /// # Safety

@@ -70,7 +70,7 @@ pub fn rms_norm_backward<'s>(
         Some(sum) => same_shape(OP, x.shape(), sum.shape()).map(|()| sum)?,
         None => step.empty(x.shape())?,
     };
-    let chunk = kernel::backward_rows(rows, cols);
+    let chunk = kernels::row_chunk::chunk_of(rows, cols);
     let mut launch = |dgain: PointerMut<'_, f32>, add| {
         step.launch(kernel::rms_norm_backward {
             x: x.slice(),

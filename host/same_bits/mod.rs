@@ -29,7 +29,7 @@ mod seeded;
 mod self_test;
 
 pub use cases::{Case, cases, in_order};
-pub use golden::{Verdict, compare, line, of_all};
+pub use golden::{Verdict, compare, line, of_all, to_commit};
 pub use inputs::{Inputs, run};
 pub use remembered::remembered;
 #[doc(hidden)]

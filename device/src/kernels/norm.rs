@@ -4,9 +4,12 @@
 
 use crate::block::{divide, stay_rolled};
 use crate::math;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::row_chunk::chunk_of;
+use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{HELD_COLUMNS, LANES, Row, Share, lanes_of, rows_at_once};
+use crate::warp::{HELD_COLUMNS, Row, Share};
 use crate::{contract, for_each_vector, with_held};
 use cuda_std::prelude::*;
 
@@ -61,30 +64,13 @@ contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// Threads of a block of [`rms_norm_backward`](fn@rms_norm_backward): few, because each has many registers.
-const BACKWARD_BLOCK: u32 = 128;
-/// The most rows of its chunk, and floats of its sums for the gain: those that its threads hold.
-const MAX_CHUNK: usize = 256;
-const SUMS: usize = HELD_COLUMNS / LANES as usize * BACKWARD_BLOCK as usize;
-/// Shared bytes: the sums, and a factor for each row.
-pub const BACKWARD_BYTES: u32 = (SUMS + MAX_CHUNK) as u32 * 4;
+/// Shared bytes of the backward pass: the sums, and a factor for each row.
+#[cfg(not(target_arch = "nvptx64"))]
+const BACKWARD_BYTES: u32 = (SUMS + MAX_ROWS) as u32 * 4;
 /// `add`: the gradient of x is added to what `dx` holds.
 pub const ADD_DX: u32 = 1;
 /// `add`: the gradient of the gain is added to what `dgain` holds.
 pub const ADD_DGAIN: u32 = 2;
-
-/// Rows that a block of [`rms_norm_backward`](fn@rms_norm_backward) has at once: each has its lanes.
-#[inline(always)]
-pub fn backward_rows_at_once(cols: usize) -> usize {
-    rows_at_once(BACKWARD_BLOCK, cols)
-}
-
-/// Rows of a block of [`rms_norm_backward`](fn@rms_norm_backward) in all: twice what it has at once; where there are many, up
-/// to 16 times that, so that fewer sums are left to add up.
-pub fn backward_rows(rows: usize, cols: usize) -> usize {
-    let at_once = backward_rows_at_once(cols);
-    at_once * (rows / (512 * at_once)).clamp(2, 16).min(MAX_CHUNK / at_once)
-}
 
 /// What a block of the backward pass works on.
 #[derive(Clone, Copy)]
@@ -98,10 +84,9 @@ struct Backward<'k> {
     add: u32,
     dx: *mut f32,
     dgain: *mut f32,
-    /// The block's first row, and the one after its last.
-    first: usize,
-    end: usize,
-    /// The sums for the gain of each group of rows, in rows of its own columns.
+    /// The block's rows.
+    rows: RowChunk,
+    /// The sums for the gain.
     sums: SharedTile<f32>,
 }
 
@@ -120,13 +105,13 @@ impl Backward<'_> {
     #[inline(always)]
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
-        let group = (row.number - self.first) * Self::width(cols);
+        let group = (row.number - self.rows.first) * width(cols);
         // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as is asked.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
             });
-            while row.number < self.end {
+            while row.number < self.rows.end {
                 let scale = load(self.inverse_rms, row.number);
                 let x = Share::<HELD>::new(row, self.x, row.start, cols, 0.0);
                 let mut dy = Share::<HELD>::new(row, self.dy, row.start, cols, 0.0);
@@ -161,7 +146,7 @@ impl Backward<'_> {
                     let own = old[at] + own.fma(F4::splat(-pull), x.get(at, column, part));
                     own.store_part(self.dx, row.start + column, part);
                 });
-                row = row.later(backward_rows_at_once(cols), cols);
+                row = row.later(groups_of(cols), cols);
             }
         }
     }
@@ -173,12 +158,12 @@ impl Backward<'_> {
     #[inline(always)]
     unsafe fn read_twice(self, pulls: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
-        let at_once = backward_rows_at_once(cols);
+        let at_once = groups_of(cols);
         // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
         unsafe {
-            let mut next = Row::after(self.first, x.len(), cols);
+            let mut next = Row::after(self.rows.first, x.len(), cols);
             while let Some(row) = next
-                && row.number < self.end
+                && row.number < self.rows.end
             {
                 let mut dot = F4::splat(0.0);
                 for_each_vector!(row, cols, |column, part| {
@@ -188,13 +173,13 @@ impl Backward<'_> {
                 });
                 let pull = self.pull(row.sum(dot), load(self.inverse_rms, row.number));
                 if row.is_first_lane() {
-                    pulls.set((row.number - self.first) as u32, pull);
+                    pulls.set((row.number - self.rows.first) as u32, pull);
                 }
                 next = Some(row.later(at_once, cols));
             }
             thread::sync_threads();
 
-            let width = Self::width(cols);
+            let width = width(cols);
             let quads = width / F4::LEN;
             let mut start = 0;
             while start < cols {
@@ -210,10 +195,10 @@ impl Backward<'_> {
                         };
                         self.sums.set4((group * width + quad * F4::LEN) as u32, sum);
                     }
-                    item += BACKWARD_BLOCK as usize;
+                    item += BLOCK as usize;
                 }
                 thread::sync_threads();
-                self.finish(start);
+                self.rows.finish(self.sums, start, cols, self.add & ADD_DGAIN != 0, self.dgain);
                 thread::sync_threads();
                 start += width;
             }
@@ -239,62 +224,23 @@ impl Backward<'_> {
     /// Writes four columns of dx in the rows of a group; the sums for their gain.
     #[inline(always)]
     unsafe fn columns(self, pulls: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
-        let (mut number, mut sum) = (self.first + group, F4::splat(0.0));
+        let (mut number, mut sum) = (self.rows.first + group, F4::splat(0.0));
         // SAFETY: the rows lie inside the arguments, the column is one.
         unsafe {
             let gain = F4::load_part(self.gain, column, part, 0.0);
-            while number < self.end {
+            while number < self.rows.end {
                 let index = number * self.cols + column;
                 let (x, dy) = (F4::load_part(self.x, index, part, 0.0), self.dy(index, part));
                 let scale = F4::splat(load(self.inverse_rms, number));
-                let pull = F4::splat(-pulls.get((number - self.first) as u32));
+                let pull = F4::splat(-pulls.get((number - self.rows.first) as u32));
                 let old =
                     if self.add & ADD_DX == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dx, index, part, 0.0) };
                 (old + (dy * gain * scale).fma(pull, x)).store_part(self.dx, index, part);
                 sum = sum.fma(x * scale, dy);
-                number += backward_rows_at_once(self.cols);
+                number += groups_of(self.cols);
             }
         }
         sum
-    }
-
-    /// Columns of the tile of sums: those of the vectors that a row's lanes can hold.
-    #[inline(always)]
-    fn width(cols: usize) -> usize {
-        if cols > HELD_COLUMNS / 2 { HELD_COLUMNS } else { lanes_of(cols) as usize * 4 * F4::LEN }
-    }
-
-    /// Adds up the groups' sums, ascending, for the columns from `start` on that the tile has.
-    ///
-    /// # Safety
-    /// All sums are there, and a barrier after them.
-    #[inline(always)]
-    unsafe fn finish(self, start: usize) {
-        let width = Self::width(self.cols);
-        let (rows, at_once) = (self.end - self.first, backward_rows_at_once(self.cols));
-        let groups = if rows < at_once { rows } else { at_once };
-        let mut quad = thread::thread_idx_x() as usize * F4::LEN;
-        while quad < width && start + quad < self.cols {
-            let mut total = self.sums.get4(quad as u32);
-            let mut group = 1;
-            while group < groups {
-                total = total + self.sums.get4((group * width + quad) as u32);
-                group += 1;
-            }
-            let column = start + quad;
-            let part = if self.cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(self.cols - column) };
-            let index = thread::block_idx_x() as usize * self.cols + column;
-            // SAFETY: the block has a row in `dgain`.
-            unsafe {
-                let old = if self.add & ADD_DGAIN == 0 {
-                    F4::splat(0.0)
-                } else {
-                    F4::load_part_raw(self.dgain, index, part, 0.0)
-                };
-                (old + total).store_part(self.dgain, index, part);
-            }
-            quad += BACKWARD_BLOCK as usize * F4::LEN;
-        }
     }
 }
 
@@ -302,7 +248,7 @@ impl Backward<'_> {
 /// r of chunk i, where `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays; `x`, `dx`:
 /// `[rows, cols]`, `dy`: `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`:
 /// `[ceil(rows / chunk), cols]`, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows). A block a chunk of
-/// [`backward_rows`] rows; those with the same number mod [`backward_rows_at_once`] are summed first, ascending, then these sums,
+/// [`chunk_of`] rows; those with the same number mod [`groups_of`] are summed first, ascending, then these sums,
 /// ascending. Overwrites `dx` and `dgain`, or adds, as `add` says.
 #[kernel]
 pub unsafe fn rms_norm_backward(
@@ -317,19 +263,18 @@ pub unsafe fn rms_norm_backward(
     dx: *mut f32,
     dgain: *mut f32,
 ) {
-    let first = thread::block_idx_x() as usize * chunk;
-    let end = if first + chunk < inverse_rms.len() { first + chunk } else { inverse_rms.len() };
+    let rows = RowChunk::own(chunk, inverse_rms.len());
     // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `x`, whose lengths the others
     // have; every thread comes to every barrier.
     unsafe {
         let sums = SharedTile::new(0, SUMS as u32);
-        let pulls = SharedTile::new(SUMS as u32 * 4, MAX_CHUNK as u32);
-        let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, dgain, first, end, sums };
+        let pulls = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
+        let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, rows, sums, dgain };
         if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
             block.read_twice(pulls);
             return;
         }
-        if let Some(row) = Row::after(first, x.len(), cols) {
+        if let Some(row) = Row::after(rows.first, x.len(), cols) {
             if cols > HELD_COLUMNS / 2 {
                 block.held::<8>(row.of_whole_warp());
             } else {
@@ -337,20 +282,20 @@ pub unsafe fn rms_norm_backward(
             }
         }
         thread::sync_threads();
-        block.finish(0);
+        rows.finish(sums, 0, cols, add & ADD_DGAIN != 0, dgain);
     }
 }
 
 // SAFETY: `x` is whole rows of `cols`, `dx` as long, `dy` so many `parts` times, `gain` one row, `inverse_rms` one for each. `chunk` is the
 // number of rows for which the shared memory has room, and `dgain` has a row for each chunk.
-contract! { unsafe rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
+contract! { unsafe rms_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
     Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
     Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
     Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
     Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless(k.chunk == backward_rows(rows, k.cols), "chunk", "what `backward_rows` gives", k.chunk)?;
+    Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
     Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
     Grid::cover(rows, k.chunk)
 }}

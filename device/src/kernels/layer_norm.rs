@@ -1,0 +1,278 @@
+//! LayerNorm over the columns of each row, with a residual added first, forward and backward (Ba, Kiros and Hinton, 2016).
+//!
+//! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows. The variance is the mean of
+//! squared differences from the mean, so that a row of large, nearly equal numbers loses nothing.
+
+use crate::block::divide;
+use crate::math;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::row_chunk::chunk_of;
+use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
+use crate::tile::SharedTile;
+use crate::vector::{F4, Part, load, store};
+use crate::warp::{Row, Share};
+use crate::{contract, for_each_vector, with_held};
+use cuda_std::prelude::*;
+
+/// `h = x + residual`, `y[r, c] = (h[r, c] - mean[r]) s[r] gain[c] + bias[c]`, `s[r] = 1 / sqrt(mean_c (h[r, c] - mean[r])^2 +
+/// epsilon)`; `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`, `bias`: `[cols]`, `mean`, `inverse_std` (s): `[rows]`. Where
+/// `residual` is empty, h is x, and is not written. Overwrites its outputs.
+#[kernel]
+pub unsafe fn layer_norm_forward(
+    x: &[f32],
+    residual: &[f32],
+    gain: &[f32],
+    bias: &[f32],
+    cols: usize,
+    epsilon: f32,
+    h: *mut f32,
+    y: *mut f32,
+    mean: *mut f32,
+    inverse_std: *mut f32,
+) {
+    let Some(row) = Row::new(x.len(), cols) else { return };
+    // SAFETY: the row lies inside the arguments; its lanes stay together.
+    unsafe { with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std)) }
+}
+
+/// # Safety
+/// The row lies inside the arguments; its lanes call it together.
+#[inline(always)]
+unsafe fn forward<const HELD: usize>(
+    row: Row,
+    x: &[f32],
+    residual: &[f32],
+    gain: &[f32],
+    bias: &[f32],
+    cols: usize,
+    epsilon: f32,
+    h: *mut f32,
+    y: *mut f32,
+    mean: *mut f32,
+    inverse_std: *mut f32,
+) {
+    let (mut sum, mut squares) = (F4::splat(0.0), F4::splat(0.0));
+    // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked.
+    unsafe {
+        let mut held = Share::<HELD>::new(row, x, row.start, cols, 0.0);
+        if !residual.is_empty() {
+            let residual = Share::<HELD>::new(row, residual, row.start, cols, 0.0);
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                let own = held.get(at, column, part) + residual.get(at, column, part);
+                own.store_part(h, row.start + column, part);
+                held.hold(at, own);
+            });
+        }
+        // What is not held is added again.
+        macro_rules! own {
+            ($at:ident, $column:ident, $part:ident) => {
+                if HELD > 0 || residual.is_empty() {
+                    held.get($at, $column, $part)
+                } else {
+                    held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0)
+                }
+            };
+        }
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            sum = sum + own!(at, column, part);
+        });
+        let center = row.sum(sum) / cols as f32;
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let difference = (own!(at, column, part) - F4::splat(center)).only(part);
+            squares = squares.fma(difference, difference);
+        });
+        let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let normal = (own!(at, column, part) - F4::splat(center)) * F4::splat(scale);
+            let (gain, bias) = (F4::load_part(gain, column, part, 0.0), F4::load_part(bias, column, part, 0.0));
+            bias.fma(normal, gain).store_part(y, row.start + column, part);
+        });
+        if row.is_first_lane() {
+            store(mean, row.number, center);
+            store(inverse_std, row.number, scale);
+        }
+    }
+}
+
+// SAFETY: `x` is whole rows of `cols`, `y` as long, so are `residual` and `h` where there is one; `gain` and `bias` are one row, `mean` and
+// `inverse_std` one for each. A row is touched only where it begins inside `x`.
+contract! { unsafe layer_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
+    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+    if !k.residual.is_empty() {
+        Violation::unless_length("residual", k.x.len(), k.residual.len())?;
+        Violation::unless_length("h", k.x.len(), k.h.len())?;
+    }
+    Violation::unless_length("gain", k.cols, k.gain.len())?;
+    Violation::unless_length("bias", k.cols, k.bias.len())?;
+    Violation::unless_length("y", k.x.len(), k.y.len())?;
+    Violation::unless_length("mean", rows, k.mean.len())?;
+    Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
+    Row::grid("x", k.x.len(), k.cols)
+}}
+
+/// Shared bytes of the backward pass: the sums for the gain and for the bias, and two means for each row.
+#[cfg(not(target_arch = "nvptx64"))]
+const BACKWARD_BYTES: u32 = 2 * (SUMS + MAX_ROWS) as u32 * 4;
+/// `add`: the gradient of h is added to what `dh` holds.
+pub const ADD_DH: u32 = 1;
+/// `add`: the gradient of the gain is added to what `dgain` holds.
+pub const ADD_DGAIN: u32 = 2;
+/// `add`: the gradient of the bias is added to what `dbias` holds.
+pub const ADD_DBIAS: u32 = 4;
+
+/// What a block of the backward pass works on.
+#[derive(Clone, Copy)]
+struct Backward<'k> {
+    h: &'k [f32],
+    gain: &'k [f32],
+    mean: &'k [f32],
+    inverse_std: &'k [f32],
+    dy: &'k [f32],
+    cols: usize,
+    add: u32,
+    dh: *mut f32,
+    /// The block's rows.
+    rows: RowChunk,
+    /// The mean of g, and of g n, of each row.
+    means: [SharedTile<f32>; 2],
+}
+
+impl Backward<'_> {
+    /// The means of the block's rows: each row's lanes take its sums.
+    ///
+    /// # Safety
+    /// The rows lie inside the arguments; all threads of the block call it together.
+    #[inline(always)]
+    unsafe fn means(self) {
+        let Self { h, cols, .. } = self;
+        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
+        unsafe {
+            let mut next = Row::after(self.rows.first, h.len(), cols);
+            while let Some(row) = next
+                && row.number < self.rows.end
+            {
+                let (mut sum, mut dot) = (F4::splat(0.0), F4::splat(0.0));
+                let (center, scale) = (load(self.mean, row.number), load(self.inverse_std, row.number));
+                for_each_vector!(row, cols, |column, part| {
+                    let normal = self.normal(row.start + column, part, center, scale);
+                    let own = F4::load_part(self.dy, row.start + column, part, 0.0)
+                        * F4::load_part(self.gain, column, part, 0.0);
+                    sum = sum + own;
+                    dot = dot.fma(own, normal);
+                });
+                let (sum, dot) = (row.sum(sum), row.sum(dot));
+                if row.is_first_lane() {
+                    let at = (row.number - self.rows.first) as u32;
+                    self.means[0].set(at, sum / cols as f32);
+                    self.means[1].set(at, dot / cols as f32);
+                }
+                next = Some(row.later(groups_of(cols), cols));
+            }
+        }
+    }
+
+    /// `(h - mean) s` at an index of a row.
+    #[inline(always)]
+    unsafe fn normal(self, index: usize, part: Part, center: f32, scale: f32) -> F4 {
+        // SAFETY: the index lies in `h`.
+        unsafe { (F4::load_part(self.h, index, part, 0.0) - F4::splat(center)) * F4::splat(scale) }
+    }
+
+    /// Writes four columns of dh in the rows of a group; the sums for their gain and bias.
+    ///
+    /// # Safety
+    /// The rows lie inside the arguments, the column is one; the means are there.
+    #[inline(always)]
+    unsafe fn columns(self, group: usize, column: usize, part: Part) -> [F4; 2] {
+        let (mut number, mut dgain, mut dbias) = (self.rows.first + group, F4::splat(0.0), F4::splat(0.0));
+        // SAFETY: the rows lie inside the arguments, and the column is one, as is asked.
+        unsafe {
+            let gain = F4::load_part(self.gain, column, part, 0.0);
+            while number < self.rows.end {
+                let index = number * self.cols + column;
+                let scale = load(self.inverse_std, number);
+                let normal = self.normal(index, part, load(self.mean, number), scale);
+                let dy = F4::load_part(self.dy, index, part, 0.0);
+                let [of_g, of_g_n] = self.means.map(|means| F4::splat(means.get((number - self.rows.first) as u32)));
+                let old =
+                    if self.add & ADD_DH == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dh, index, part, 0.0) };
+                let own = (dy * gain - of_g).fma(-of_g_n, normal);
+                old.fma(own, F4::splat(scale)).store_part(self.dh, index, part);
+                dgain = dgain.fma(normal, dy);
+                dbias = dbias + dy;
+                number += groups_of(self.cols);
+            }
+        }
+        [dgain, dbias]
+    }
+}
+
+/// `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`, `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]` over
+/// the rows r of chunk i, where `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, `n[c] = (h[r, c] - mean[r]) s`; `h`, `dy`, `dh`: `[rows,
+/// cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`, `dgain`, `dbias`: `[ceil(rows / chunk), cols]`, to be finished by
+/// [`sum_rows`](fn@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
+/// [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds, as `add` says.
+#[kernel]
+pub unsafe fn layer_norm_backward(
+    h: &[f32],
+    gain: &[f32],
+    mean: &[f32],
+    inverse_std: &[f32],
+    dy: &[f32],
+    cols: usize,
+    chunk: usize,
+    add: u32,
+    dh: *mut f32,
+    dgain: *mut f32,
+    dbias: *mut f32,
+) {
+    let rows = RowChunk::own(chunk, mean.len());
+    // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `h`, whose lengths the others
+    // have; every thread comes to every barrier.
+    unsafe {
+        let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
+        let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
+        let block = Backward { h, gain, mean, inverse_std, dy, cols, add, dh, rows, means };
+        block.means();
+        thread::sync_threads();
+        let (width, groups) = (width(cols), groups_of(cols));
+        let quads = width / F4::LEN;
+        let mut start = 0;
+        while start < cols {
+            let mut item = thread::thread_idx_x() as usize;
+            while item < quads * groups {
+                let (group, quad) = divide(item, quads);
+                let column = start + quad * F4::LEN;
+                if column < cols {
+                    let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+                    let [of_gain, of_bias] = block.columns(group, column, part);
+                    let at = (group * width + quad * F4::LEN) as u32;
+                    sums[0].set4(at, of_gain);
+                    sums[1].set4(at, of_bias);
+                }
+                item += BLOCK as usize;
+            }
+            thread::sync_threads();
+            rows.finish(sums[0], start, cols, add & ADD_DGAIN != 0, dgain);
+            rows.finish(sums[1], start, cols, add & ADD_DBIAS != 0, dbias);
+            thread::sync_threads();
+            start += width;
+        }
+    }
+}
+
+// SAFETY: `h` is whole rows of `cols`, `dy` and `dh` as long, `gain` one row, `mean` and `inverse_std` one for each. `chunk` is the number
+// of rows for which the shared memory has room, and `dgain` and `dbias` have a row for each chunk.
+contract! { unsafe layer_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
+    let rows = crate::warp::rows_in("h", k.h.len(), k.cols)?;
+    Violation::unless_length("gain", k.cols, k.gain.len())?;
+    Violation::unless_length("mean", rows, k.mean.len())?;
+    Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
+    Violation::unless_length("dy", k.h.len(), k.dy.len())?;
+    Violation::unless_length("dh", k.h.len(), k.dh.len())?;
+    Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
+    let sums = Size::of(rows).div_ceil(k.chunk).times(k.cols);
+    Violation::unless_length("dgain", sums, k.dgain.len())?;
+    Violation::unless_length("dbias", sums, k.dbias.len())?;
+    Grid::cover(rows, k.chunk)
+}}
