@@ -1,13 +1,12 @@
 //! Matrix multiply and what is fused behind it.
 
 use super::matmul_tensor;
-use super::precision::Precision;
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
+use crate::precision::Precision;
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::matmul::*;
 

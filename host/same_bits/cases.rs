@@ -9,9 +9,8 @@
 use super::Form;
 use super::inputs::Inputs;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::ops;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::{Bf16, Tf32};
