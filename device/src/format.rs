@@ -5,7 +5,8 @@
 //! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
-use crate::mma::STEP;
+/// Words along k that a matrix instruction multiplies.
+pub const STEP: u32 = 8;
 
 /// A format of factors.
 pub trait Format {

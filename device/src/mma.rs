@@ -11,6 +11,7 @@
 //! their sizes.
 
 use crate::format::Format;
+pub use crate::format::STEP;
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -18,8 +19,6 @@ use cuda_std::{GpuFloat, warp};
 
 /// Rows of A, or columns of B, that a warp multiplies at once.
 pub const ROWS: u32 = 32;
-/// Words along k that it multiplies.
-pub const STEP: u32 = 8;
 /// Words of a fragment: what the lanes bring for one side, quads of two rows and two words, the first two rows of all lanes
 /// before the others.
 pub const FRAGMENT: u32 = ROWS * STEP;
