@@ -513,4 +513,5 @@ def main(arguments):
             raise SystemExit(__doc__)
 
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])
