@@ -9,8 +9,8 @@ A row of a table is a floor, the lowest first; its first cell names the floor's 
 What counts as an import of a file: a path in a `use`, and a path elsewhere that starts with `crate`, `self`, `super`, a child or a
 name that a `use` has bound. It is an import of the file that defines the item: re-exports, of single names and by `*`, are
 followed, and a `pub use` is an import too. Left out is what stands under `cfg(test)`, `cfg(doctest)` and `cfg(loom)`, and in
-comments. Not seen are methods and fields: an `impl` in another file imports its type, who calls the method need not. A path into
-the crate that leads nowhere is a failure, so what cannot be read does not pass.
+comments; in a macro's definition only what starts with `$crate` counts. Not seen are methods and fields: an `impl` in another file imports its type, who calls the method need not. A path into
+the crate that leads nowhere is a failure, so what cannot be read does not pass; but for `self` and `super` in a macro's arguments.
 """
 
 import fnmatch
@@ -144,7 +144,7 @@ class Module:
     def __init__(self, name, parent, file=None):
         self.name, self.parent, self.file = name, parent, file
         self.root = parent.root if parent else self
-        # Items by the file that defines them; `use`s as (path, name or `*`, line); other paths as (path, line).
+        # Items by the file that defines them; `use`s as (path, name or `*`, line); other paths as (path, line, in a macro's arguments).
         self.children, self.items, self.uses, self.paths = {}, {}, [], []
 
     def bound(self, name):
@@ -195,44 +195,53 @@ def scan(module, code, home, folder):
             exported = any(part[1][0] == "macro_export" for part in attributes)
             (module.root if exported else module).items[code[at + 2][0]] = module.file
             behind = closing(code, at + 3)
-            inside_body(module, code, at + 3, behind)
+            for dollar in range(at + 3, behind):
+                # Other paths are the caller's.
+                if code[dollar][0] == "$" and code[dollar + 1][0] == "crate":
+                    note(module, code, dollar + 1, code[dollar - 1][0] == "use")
             at = behind
         elif text in ITEMS and WORD.match(code[at + 1][0]) and code[at + 1][0] not in ITEMS | {"unsafe", "extern"}:
             module.items[code[at + 1][0]] = module.file
             at += 2
         elif text in BRACKETS:
             behind = closing(code, at)
-            inside_body(module, code, at, behind)
+            inside_body(module, code, at, behind, behind if at and code[at - 1][0] == "!" else at)
             at = behind
         elif text == "pub" and code[at + 1][0] == "(":
             at = closing(code, at + 1)
             continue
         else:
-            at = note(module, code, at)
+            at = note(module, code, at, text == "use")
             if WORD.match(text):
                 continue
         attributes = []
 
 
-def inside_body(module, code, at, behind):
+def inside_body(module, code, at, behind, arguments_end):
+    """Notes what stands between two places; up to `arguments_end` it is a macro's arguments."""
     while at < behind:
-        at = closing(code, at + 1) if code[at][0] == "pub" and code[at + 1][0] == "(" else note(module, code, at)
+        if code[at][0] == "pub" and code[at + 1][0] == "(":
+            at = closing(code, at + 1)
+            continue
+        if code[at][0] in BRACKETS and code[at - 1][0] == "!":
+            arguments_end = max(arguments_end, closing(code, at))
+        at = note(module, code, at, code[at][0] == "use", at < arguments_end)
 
 
-def note(module, code, at):
-    """Notes the `use` or the path that begins at `at`, if one does; returns the place behind it."""
+def note(module, code, at, imports=False, argument=False):
+    """Notes the path at `at`, or the `use` if it `imports`; returns the place behind it."""
     text, line = code[at]
-    if text == "use":
-        found, behind = tree(code, at + 1)
+    if imports:
+        found, behind = tree(code, at + (text == "use"))
         module.uses += [(path, name, line) for path, name in found]
-        return behind + 1
+        return behind
     if not WORD.match(text):
         return at + 1
     path, at = [text], at + 1
     while at + 1 < len(code) and code[at][0] == "::" and WORD.match(code[at + 1][0]):
         path.append(code[at + 1][0])
         at += 2
-    module.paths.append((path, line))
+    module.paths.append((path, line, argument))
     return at
 
 
@@ -244,34 +253,34 @@ class Unknown(Exception):
 OUTSIDE = object()
 
 
-def resolve(module, path, seen=()):
-    """What a path stands for in a module: the module, the file that defines the item, or OUTSIDE."""
+def resolve(module, path, seen=(), of_glob=False):
+    """What a path stands for in a module: the module, the file that defines the item, or OUTSIDE. A glob's path is a module's."""
     if (module, tuple(path)) in seen:
         return OUTSIDE
     seen += ((module, tuple(path)),)
     head, rest = path[0], path[1:]
     if head not in ("crate", "self", "super"):
-        return look_up(module, head, rest, seen) or OUTSIDE
+        return look_up(module, head, rest, seen, of_glob) or OUTSIDE
     start = {"crate": module.root, "self": module, "super": module.parent}[head]
     while rest and rest[0] == "super":
         start, rest = start.parent, rest[1:]
-    return within(start, rest, seen)
+    return within(start, rest, seen, of_glob)
 
 
-def within(module, path, seen):
+def within(module, path, seen, of_glob=False):
     if not path:
         return module
-    found = look_up(module, path[0], path[1:], seen)
+    found = look_up(module, path[0], path[1:], seen, of_glob)
     if found is None:
         raise Unknown(f"{module.name} has no {path[0]}")
     return found
 
 
-def look_up(module, name, rest, seen):
+def look_up(module, name, rest, seen, of_glob=False):
     """What `name::rest` stands for in a module, or None: an item, what a `use` binds it to, what a glob brings, a child. A child
     goes first where the path goes on."""
-    if rest and name in module.children:
-        return within(module.children[name], rest, seen)
+    if (rest or of_glob) and name in module.children:
+        return within(module.children[name], rest, seen, of_glob)
     if name in module.items:
         return module.items[name]
     for path in module.bound(name):
@@ -279,7 +288,7 @@ def look_up(module, name, rest, seen):
             found = resolve(module, path, seen)
             return within(found, rest, seen) if isinstance(found, Module) else found
     for path in module.bound("*"):
-        target = resolve(module, path, seen)
+        target = resolve(module, path, seen, of_glob=True)
         found = look_up(target, name, rest, seen) if isinstance(target, Module) and target is not module else None
         if found is not None:
             return found
@@ -291,13 +300,16 @@ def imports(top):
     found, lost = {}, []
     for module in top.all():
         globs = module.bound("*")
-        paths = [(path, line, name == "*") for path, name, line in module.uses]
+        paths = [(path, line, name == "*", False) for path, name, line in module.uses]
         # A bare name is bound here or by a `use`, which was noted; what a glob brings is known by its bare name alone.
-        paths += [(path, line, True) for path, line in module.paths if len(path) > 1 or globs]
-        for path, line, whole in paths:
+        paths += [(path, line, True, argument) for path, line, argument in module.paths if len(path) > 1 or globs]
+        for path, line, whole, argument in paths:
             try:
-                target = resolve(module, path)
+                target = resolve(module, path, of_glob=whole and path in globs)
             except Unknown as error:
+                # The macro may make a module of its arguments, where `self` and `super` are others.
+                if argument and path[0] in ("self", "super"):
+                    continue
                 lost.append(f"{module.file}:{line}: `{'::'.join(path)}` leads nowhere: {error}")
                 continue
             if target is OUTSIDE or isinstance(target, Module) and not whole:
@@ -433,6 +445,8 @@ HOUSE = {
         #[cfg(all(test, not(loom)))] use crate::{top::Top, mid};
         #[cfg(loom)] use crate::nowhere::{At, All};
         #[macro_export] macro_rules! made { () => { $crate::low::Low } }
+        macro_rules! theirs { () => { use super::top::Top; crate::top::Top } }
+        theirs! { fn f() -> self::Made {} }
     """,
     "mid/mod.rs": "mod leaf;\nmod other;\npub use leaf::{Leaf, Leaf as Named};\npub use other::*;\n",
     "mid/leaf.rs": "use crate::low::{self, Low};\npub struct Leaf(pub Low, low::Low);\n",
@@ -455,6 +469,8 @@ PLANTS = {
     "a path through a module that was imported": (UP, {"low.rs": "use super::top as above;\nfn f() -> above::Top { todo!() }"}),
     "one in a module within the file": (UP, {"low.rs": "mod inner { use super::super::top::Top; }"}),
     "one in a macro": (UP, {"low.rs": "macro_rules! up { () => { $crate::top::Top } }"}),
+    "a `use` in a macro": (UP, {"low.rs": "macro_rules! up { () => { use $crate::top::{self, Top}; } }"}),
+    "one in a macro's arguments": (UP, {"low.rs": "fn f() { println!(\"{:?}\", super::top::Top) }"}),
     "one behind a test": (UP, {"low.rs": "#[cfg(test)]\nmod more { use crate::top::Top; }\nuse crate::top::Top;"}),
     "one between what looks like a comment": (UP, {"low.rs": 'const A: &str = "/*"; use crate::top::Top; const B: &str = r#""*/"#;'}),
     "one behind a comment in a comment": (UP, {"low.rs": "/* /* */ ' */ use crate::top::Top;"}),
@@ -471,6 +487,7 @@ PLANTS = {
     "a module that uses another of its floor": ("do not use each other", {"each/b.rs": "use super::a::A;"}),
     "an unknown module": ("on no floor", {"lib.rs": "mod new;", "new.rs": ""}),
     "a path that leads nowhere": (NOWHERE, {"low.rs": "use crate::mid::Gone;"}),
+    "a path in a macro's arguments that leads nowhere": (NOWHERE, {"low.rs": "theirs! { crate::mid::Gone }"}),
     "a path into a child that leads nowhere": (NOWHERE, {"mid/mod.rs": "fn f() { leaf::Gone }"}),
 }
 
