@@ -9,7 +9,7 @@ A row of a table is a floor, the lowest first; its first cell names the floor's 
 What counts as an import of a file: a path in a `use`, and a path elsewhere that starts with `crate`, `self`, `super`, a child or a
 name that a `use` has bound. It is an import of the file that defines the item: re-exports, of single names and by `*`, are
 followed, and a `pub use` is an import too. Left out is what stands under `cfg(test)`, `cfg(doctest)` and `cfg(loom)`, and in
-comments; in a macro's definition only what starts with `$crate` counts. Not seen are methods and fields: an `impl` in another file imports its type, who calls the method need not. A path into
+comments; in a macro's definition only what starts with `crate` counts. Not seen are methods and fields: an `impl` in another file imports its type, who calls the method need not. A path into
 the crate that leads nowhere is a failure, so what cannot be read does not pass; but for `self` and `super` in a macro's arguments.
 """
 
@@ -195,10 +195,10 @@ def scan(module, code, home, folder):
             exported = any(part[1][0] == "macro_export" for part in attributes)
             (module.root if exported else module).items[code[at + 2][0]] = module.file
             behind = closing(code, at + 3)
-            for dollar in range(at + 3, behind):
+            for place in range(at + 3, behind):
                 # Other paths are the caller's.
-                if code[dollar][0] == "$" and code[dollar + 1][0] == "crate":
-                    note(module, code, dollar + 1, code[dollar - 1][0] == "use")
+                if code[place][0] == "crate":
+                    note(module, code, place, "use" in (code[place - 1][0], code[place - 2][0]))
             at = behind
         elif text in ITEMS and WORD.match(code[at + 1][0]) and code[at + 1][0] not in ITEMS | {"unsafe", "extern"}:
             module.items[code[at + 1][0]] = module.file
@@ -445,7 +445,7 @@ HOUSE = {
         #[cfg(all(test, not(loom)))] use crate::{top::Top, mid};
         #[cfg(loom)] use crate::nowhere::{At, All};
         #[macro_export] macro_rules! made { () => { $crate::low::Low } }
-        macro_rules! theirs { () => { use super::top::Top; crate::top::Top } }
+        macro_rules! theirs { () => { use super::top::Top; top::Top } }
         theirs! { fn f() -> self::Made {} }
     """,
     "mid/mod.rs": "mod leaf;\nmod other;\npub use leaf::{Leaf, Leaf as Named};\npub use other::*;\n",
@@ -469,6 +469,7 @@ PLANTS = {
     "a path through a module that was imported": (UP, {"low.rs": "use super::top as above;\nfn f() -> above::Top { todo!() }"}),
     "one in a module within the file": (UP, {"low.rs": "mod inner { use super::super::top::Top; }"}),
     "one in a macro": (UP, {"low.rs": "macro_rules! up { () => { $crate::top::Top } }"}),
+    "one in a macro of this crate alone": (UP, {"low.rs": "macro_rules! up { () => { crate::top::Top } }"}),
     "a `use` in a macro": (UP, {"low.rs": "macro_rules! up { () => { use $crate::top::{self, Top}; } }"}),
     "one in a macro's arguments": (UP, {"low.rs": "fn f() { println!(\"{:?}\", super::top::Top) }"}),
     "one behind a test": (UP, {"low.rs": "#[cfg(test)]\nmod more { use crate::top::Top; }\nuse crate::top::Top;"}),
