@@ -1,7 +1,7 @@
 """The rules that every kernel's PTX must keep (section "numbers" of docs/architecture.md), for ci/ptx.
 
-    ptx_rules.py self-test PTXAS                          every rule must fire on code that breaks it
-    ptx_rules.py check PTXAS KERNELS_DIR PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and the source
+    ptx_rules.py self-test PTXAS                   every rule must fire on code that breaks it
+    ptx_rules.py check PTXAS LIST PTX_DIR ARCH...  PTX_DIR/ARCH.ptx against the rules and LIST, what `same_bits --list` prints
 
 Invariant: what cannot be read is a failure. A kernel without a report, a report without a kernel, an attribute without
 a function: each ends the run with status 1.
@@ -110,47 +110,13 @@ def reports(log):
     return found
 
 
-def source_kernels(folder):
-    """(kernel -> file, faults) for every `#[kernel]` function of the folder's Rust files, each with its contract.
-
-    A function that a macro writes has `$name` for its name: then the names are the words at the start of a line in the
-    macro's calls, followed by what follows `$name:ident` in its pattern.
-    """
-    found, faults, contracts = {}, [], set()
-    for path in sorted(pathlib.Path(folder).glob("**/*.rs")):
-        text = re.sub(r"//[^\n]*", "", path.read_text())
-        # What is for the emulator alone is no kernel here.
-        text = re.sub(r'#\[cfg\(not\(target_arch = "nvptx64"\)\)\]\s*(?:contract!\(|\w+:)[^;]*;', "", text)
-        contracts |= set(re.findall(r"\bcontract!\s*[({]\s*unsafe\s+(\w+)", text))
-        for match in re.finditer(r"#\[kernel\]", text):
-            where = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
-            function = re.match(r"(?:\s*#\[[^\]]*\])*\s*pub\s+unsafe\s+fn\s+(\$?\w+)", text[match.end() :])
-            names = macro_names(text, match.start(), function.group(1)) if function else []
-            if not names:
-                faults.append(f"{where}: #[kernel] is not followed by `pub unsafe fn NAME`, or its macro cannot be read")
-            for name in names:
-                if name in found:
-                    faults.append(f"{where}: kernel {name} is in {found[name]} too")
-                found[name] = path
-    faults += [f"{found[name]}: kernel {name} has no contract" for name in sorted(found.keys() - contracts)]
-    faults += [f"{folder}: the contract of {name} has no kernel" for name in sorted(contracts - found.keys())]
-    if not found:
-        faults.append(f"{folder}: no #[kernel] function found")
-    return found, faults
-
-
-def macro_names(text, place, name):
-    """[name], or, for `$name` in a macro's definition around `place`, the names in the macro's calls."""
-    if not name.startswith("$"):
-        return [name]
-    definitions = re.findall(r"macro_rules!\s*(\w+)\s*\{", text[:place])
-    after = re.search(re.escape(name) + r":ident\s*([:;,({=]|=>)", text[:place][text[:place].rfind("macro_rules!") :])
-    if not definitions or not after:
-        return []
-    names = []
-    for call in re.finditer(rf"^{definitions[-1]}!\s*\{{\n(.*?)^\}}", text, flags=re.M | re.S):
-        names += re.findall(rf"^\s*(\w+)\s*{re.escape(after.group(1))}", call.group(1), flags=re.M)
-    return names
+def listed(path):
+    """The kernels of a list, which the library has printed: a name a line."""
+    kernels = pathlib.Path(path).read_text().split("\n")
+    kernels = [line for line in kernels if line]
+    if not kernels or len(set(kernels)) < len(kernels) or not all(re.fullmatch(r"\w+", name) for name in kernels):
+        raise SystemExit(f"{path}: not a list of kernels, each once")
+    return kernels
 
 
 def waits_first(body):
@@ -183,9 +149,9 @@ def judge(ptx, log, kernels):
     code, report = functions(ptx), reports(log)
     entries = {name for name, entry, _ in code if entry}
     for name in sorted(set(kernels) - entries):
-        faults.append(("entries", f"{name}: in the source, not in the PTX"))
+        faults.append(("entries", f"{name}: in the library, not in the PTX"))
     for name in sorted(entries - set(kernels)):
-        faults.append(("entries", f"{name}: in the PTX, not in the source"))
+        faults.append(("entries", f"{name}: in the PTX, not in the library: has it a contract?"))
     for name, _, body in code:
         for rule, (meaning, breaks) in INSTRUCTION_RULES.items():
             broken = sorted({op for op in body if breaks(op)})
@@ -236,9 +202,9 @@ def table(names, archs, by_arch):
         print(f"{name:{width}}  " + "  ".join(cells))
 
 
-def check(ptxas, folder, ptx_dir, archs):
+def check(ptxas, kernels, ptx_dir, archs):
     """Prints a table of all kernels and the faults."""
-    kernels, faults = source_kernels(folder)
+    kernels, faults = listed(kernels), []
     by_arch = {}
     for arch in archs:
         path = pathlib.Path(ptx_dir) / f"{arch}.ptx"
@@ -353,7 +319,7 @@ def self_test(ptxas):
             expect(f"log: {new}", rules_broken(clean, GOOD_LOG.replace(old, new)), {rule})
             planted += 1
     expect("a kernel that is not in the PTX", rules_broken(clean, GOOD_LOG, ("good", "lost")), {"entries"})
-    expect("an entry that is not in the source", rules_broken(clean, GOOD_LOG, ()), {"entries"})
+    expect("an entry that is not in the library", rules_broken(clean, GOOD_LOG, ()), {"entries"})
     mma, bar = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1, ..};", "bar.warp.sync -1;"
     for parts in (mma, f"@%p1 {bar} {mma}", f"{bar} @%p1 {mma}", f"{bar} @%p1 bra $L_end; {mma}", f"{bar}\n$L_on: {mma}"):
         expect(f"a warp in parts: {parts}", rules_broken(GOOD.replace("{ PLANT }", parts), GOOD_LOG), {"parted"})
@@ -376,33 +342,18 @@ def self_test(ptxas):
 
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        good = "/// #[kernel]\n#[kernel]\n#[inline]\npub unsafe fn one() {}\ncontract!(unsafe one { block: 1 });\n"
-        made = (
-            "macro_rules! entries {\n($($name:ident: $n:literal;)*) => {$(\n#[kernel]\npub unsafe fn $name() {}\n)*};\n}\n"
-            "entries! {\n    /// Two.\n    two: 2;\n    three: 3;\n"
-            '    #[cfg(not(target_arch = "nvptx64"))]\n    on_cpu: 4;\n}\n#[cfg(not(target_arch = "nvptx64"))]\ncontract!(unsafe on_cpu {});\n'
-            "contract!(unsafe two {});\ncontract! { unsafe three {} |k| {\n}}\n"
-        )
-        source = folder / "a.rs"
-        source.write_text(good + made)
-        kernels, faults = source_kernels(folder)
-        if set(kernels) != {"one", "two", "three"} or faults:
-            raise SystemExit(f"self-test: kernels of the source read as {kernels}, {faults}")
-        for bad in (
-            "#[kernel]\nfn hidden() {}\n",
-            "#[kernel]\npub unsafe fn no_contract() {}\n",
-            "contract!(unsafe no_kernel {});\n",
-            "#[kernel]\npub unsafe fn one() {}\n",
-            "macro_rules! m {\n() => {\n#[kernel]\npub unsafe fn $name() {}\n};\n}\n",
-        ):
-            source.write_text(good + bad)
-            if not source_kernels(folder)[1]:
-                raise SystemExit(f"self-test: passed: {bad}")
-            planted += 1
-        source.write_text("")
-        if not source_kernels(folder)[1]:
-            raise SystemExit("self-test: a source without kernels passed")
-        planted += 1
+        names = folder / "names"
+        names.write_text("one\ntwo\n")
+        if listed(names) != ["one", "two"]:
+            raise SystemExit("self-test: a list was read wrong")
+        for bad in ("", "one\none\n", "one two\n", "error: no kernels\n"):
+            names.write_text(bad)
+            try:
+                listed(names)
+            except SystemExit:
+                planted += 1
+            else:
+                raise SystemExit(f"self-test: passed as a list of kernels: {bad!r}")
         for rule, ptx in real_plants():
             path = folder / f"{rule}.ptx"
             path.write_text(ptx)
@@ -417,8 +368,8 @@ def main():
     match sys.argv[1:]:
         case ["self-test", ptxas]:
             return self_test(ptxas)
-        case ["check", ptxas, folder, ptx_dir, *archs] if archs:
-            return check(ptxas, folder, ptx_dir, archs)
+        case ["check", ptxas, kernels, ptx_dir, *archs] if archs:
+            return check(ptxas, kernels, ptx_dir, archs)
     raise SystemExit(__doc__)
 
 

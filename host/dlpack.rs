@@ -9,7 +9,6 @@ use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::memory::Buffer;
 use crate::tensor::{Element, Memory, Shape};
-use cuda_std::launch::Contract;
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackElement, Managed, ManagedTensorBase};
@@ -18,7 +17,7 @@ use kernels::fill::copy;
 /// Bytes of an element, of whatever type.
 const WORD: usize = size_of::<u32>();
 /// What a copy on the GPU needs.
-const ALIGN_BYTES: usize = copy::ALIGN as usize;
+const ALIGN_BYTES: usize = kernels::ALIGN as usize;
 
 impl<T: Element + DlpackElement + Send> Buffer<T> {
     /// Gives the buffer away as a row-major DLPack tensor of this shape, without a copy. `M` is `DLManagedTensorVersioned`, or

@@ -5,7 +5,7 @@
 
 use crate::driver::Device;
 use crate::error::{Error, Result};
-use cuda_std::launch::{Contract, Kernel, Violation, Words};
+use cuda_std::launch::{Contract, Violation, Words};
 use std::time::Duration;
 
 /// Queues a kernel on a device; for what is not a step's.
@@ -17,22 +17,23 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
 /// Queues a kernel on a device, within the deadline.
 #[track_caller]
 pub(crate) fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -> Result<()> {
-    let refused = |violation| Error::Contract { kernel: <K as Kernel>::NAME, violation };
+    let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
+    let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
     if !words.all_on(|of_argument| device.reaches(of_argument)) {
         let expected = format!("memory of this device, {}", device.description().name);
         return Err(refused(Violation::new("arguments", expected, "another device's, or a rehearsal's")));
     }
-    if !words.aligned_to(K::ALIGN) {
-        let expected = format!("addresses that are multiples of {} bytes", K::ALIGN);
-        return Err(refused(Violation::new("arguments", expected, format!("{kernel:?}"))));
+    if !words.aligned_to(entry.align) {
+        let expected = format!("addresses that are multiples of {} bytes", entry.align);
+        return Err(refused(cuda_std::launch::Violation::new("arguments", expected, format!("{kernel:?}"))));
     }
     if grid.blocks() == 0 {
         return Ok(());
     }
-    let _span = tracing::trace_span!("launch", kernel = K::NAME, ?grid).entered();
+    let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
     // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
-    unsafe { device.launch(K::ENTRY, grid, words, deadline) }
+    unsafe { device.launch(*entry, grid, words, deadline) }
 }

@@ -74,6 +74,10 @@ let
         device "$out" target/cuda-builder ${toString archs}
     '';
   };
+  # The names of the library's kernels.
+  kernels = cargo "kernels" {
+    buildPhaseCargoCommand = "cargo run --locked --example same_bits -- --list > $out";
+  };
   withCuda = linkCuda // {
     STEPSCOPE_PTX_DIR = ptx;
     STEPSCOPE_ARCHS = lib.concatStringsSep "," archs;
@@ -153,7 +157,7 @@ in
         }
         ''
           python3 ${self}/ci/ptx_rules.py self-test "$(command -v ptxas)"
-          python3 ${self}/ci/ptx_rules.py check "$(command -v ptxas)" ${self}/device/src/kernels ${ptx} ${toString archs} > $out
+          python3 ${self}/ci/ptx_rules.py check "$(command -v ptxas)" ${kernels} ${ptx} ${toString archs} > $out
         '';
     nextest = cargo "nextest" {
       nativeBuildInputs = [ pkgs.cargo-nextest ];

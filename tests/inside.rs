@@ -11,7 +11,7 @@ mod support;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::same_bits::CASES;
+use stepscope::same_bits::cases;
 use stepscope::{
     Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Inputs, Output, Overflow, Record, Result, Source,
     Step, Target, ops,
@@ -173,7 +173,7 @@ impl World {
             Deed::BuildArena => {
                 assert_eq!(double(&mut Arena::builder(device).capacity(Capacity::mib(1)).build()?)?, DOUBLED)
             }
-            Deed::SelfTest => assert_eq!(device.self_test()?.kernels, CASES.len()),
+            Deed::SelfTest => assert_eq!(device.self_test()?.kernels, cases().len()),
             Deed::Trim => other.as_mut().unwrap().trim()?,
             Deed::Synchronize => device.synchronize(device.deadline())?,
             Deed::DropBuffer => drop(buffer.take()),

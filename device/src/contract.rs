@@ -7,9 +7,8 @@
 //!     Grid::cover(k.x.len(), 128)
 //! }}
 //! ```
-//! After `block`, in this order, may stand `shared: BYTES` (default 0) and `align: BYTES` (default 16, what a
-//! 4-wide access needs). The closure gets the kernel's arguments, checks every length that the kernel's index
-//! arithmetic relies on, and returns the grid. Invariant: a launch whose closure returns `Ok` stays inside its
+//! After `block`, in this order, may stand `shared: BYTES` (default 0) and `align: BYTES` (default [`ALIGN`]). The closure
+//! gets the kernel's arguments, checks every length that the kernel's index arithmetic relies on, and returns the grid. Invariant: a launch whose closure returns `Ok` stays inside its
 //! arguments.
 //!
 //! That is the author's promise, which nothing else checks, hence the word `unsafe`. The arguments may be any numbers: sums and
@@ -21,10 +20,10 @@
 #[macro_export]
 macro_rules! contract {
     ($unsafe:tt $kernel:ident { block: $block:expr $(,)? } $($rest:tt)*) => {
-        $crate::contract!($unsafe $kernel { block: $block, shared: 0, align: 16 } $($rest)*);
+        $crate::contract!($unsafe $kernel { block: $block, shared: 0, align: $crate::ALIGN } $($rest)*);
     };
     ($unsafe:tt $kernel:ident { block: $block:expr, shared: $shared:expr $(,)? } $($rest:tt)*) => {
-        $crate::contract!($unsafe $kernel { block: $block, shared: $shared, align: 16 } $($rest)*);
+        $crate::contract!($unsafe $kernel { block: $block, shared: $shared, align: $crate::ALIGN } $($rest)*);
     };
     ($unsafe:tt $kernel:ident { block: $block:expr, align: $align:expr $(,)? } $($rest:tt)*) => {
         $crate::contract!($unsafe $kernel { block: $block, shared: 0, align: $align } $($rest)*);
@@ -35,21 +34,16 @@ macro_rules! contract {
         ::cuda_std::written_unsafe!($unsafe);
         const _: () = {
             #[allow(unused_imports)]
-            use ::cuda_std::launch::{Contract, Grid, Size, Violation};
+            use ::cuda_std::launch::{Contract, Entry, Grid, Listed, Size, Violation};
+
+            static ENTRY: Entry = Entry::of::<$kernel<'_>>($crate::package!(), $block as u32, $shared as u32, $align as u64);
+            ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
 
             // SAFETY: the author has written `unsafe` for it, and why at the same place.
             unsafe impl Contract for $kernel<'_> {
-                const PACKAGE: &'static str =
-                    $crate::package(concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION")), env!("CARGO_MANIFEST_DIR"));
-                const BLOCK: u32 = {
-                    assert!($block as u64 <= 1024, "a block has at most 1024 threads");
-                    $block as u32
-                };
-                const SHARED_BYTES: u32 = {
-                    assert!($shared as u64 <= u32::MAX as u64, "shared bytes below 2^32");
-                    $shared as u32
-                };
-                const ALIGN: u64 = $align as u64;
+                fn entry(&self) -> Result<&'static Entry, Violation> {
+                    Ok(&ENTRY)
+                }
                 #[deny(clippy::arithmetic_side_effects)]
                 fn grid(&self) -> Result<Grid, Violation> {
                     let $arguments = self;
@@ -73,17 +67,38 @@ macro_rules! contract {
     ($($contract:tt)*) => {};
 }
 
+/// The alignment in bytes that a contract asks of every pointer, unless it says otherwise: what a 4-wide access needs.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const ALIGN: u64 = 16;
+
 /// The package that a contract is written in, as `name@version`; not one that would be taken for this one.
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
-pub const fn package(package: &'static str, folder: &str) -> &'static str {
-    const OWN: &str = concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION"));
+#[macro_export]
+macro_rules! package {
+    () => {
+        $crate::package_of(concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION")), env!("CARGO_MANIFEST_DIR"))
+    };
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+const OWN: &str = concat!(env!("CARGO_PKG_NAME"), "@", env!("CARGO_PKG_VERSION"));
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+pub const fn package_of(package: &'static str, folder: &str) -> &'static str {
     let is_own = same(folder, env!("CARGO_MANIFEST_DIR"));
     assert!(
         is_own || !same(package, OWN),
         "a package with the name of stepscope's kernels would launch those: rename it"
     );
     package
+}
+
+/// Every kernel of this package, in no order: what has a contract.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn entries() -> impl Iterator<Item = &'static cuda_std::launch::Entry> {
+    cuda_std::launch::entries().filter(|entry| entry.package == OWN)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

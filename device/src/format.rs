@@ -7,6 +7,14 @@
 
 /// Words along k that a matrix instruction multiplies.
 pub const STEP: u32 = 8;
+/// The formats, for who chooses one at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduced {
+    /// [`Tf32`].
+    Tf32,
+    /// [`Bf16`].
+    Bf16,
+}
 
 /// A format of factors.
 pub trait Format {

@@ -17,9 +17,12 @@
 extern crate std;
 
 mod contract;
+mod family;
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
-pub use contract::package;
+pub use contract::package_of;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use contract::{ALIGN, entries};
 
 pub mod block;
 pub mod exps;

@@ -12,6 +12,8 @@
 
 use crate::format::Format;
 pub use crate::format::STEP;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::format::{Bf16, Reduced, Tf32};
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -30,6 +32,17 @@ pub const QUAD: u32 = 4;
 pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
     let steps = k.div_ceil(F::PER_STEP as usize);
     rows.div_ceil(ROWS as usize).saturating_mul(steps).saturating_mul(FRAGMENT as usize)
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Reduced {
+    /// Words of the [`fragments`] of `rows` of `k` elements.
+    pub fn fragments(self, extents: [usize; 2]) -> usize {
+        match self {
+            Self::Tf32 => fragments::<Tf32>(extents),
+            Self::Bf16 => fragments::<Bf16>(extents),
+        }
+    }
 }
 
 /// Four rows or columns, of each two words.

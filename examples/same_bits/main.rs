@@ -6,6 +6,7 @@
 //! cargo run --release --example same_bits -- --plant add                     # shows that one wrong bit is seen
 //! cargo run --release --example same_bits -- --update                        # after a change of a kernel or a case
 //! cargo run --release --example same_bits -- --self-test                     # what the test on opening a device costs
+//! cargo run --release --example same_bits -- --list                          # the kernels' names
 //! ```
 //! A line for each kernel, forward and backward: its name, the first 16 digits of the SHA-256 of its results, and whether
 //! that is the committed one; then the digest of all. NaNs count as equal. The device is opened without its own test, which would be
@@ -19,7 +20,7 @@ use clap::Parser;
 use clap::builder::PossibleValuesParser;
 use std::process::ExitCode;
 use std::time::Instant;
-use stepscope::same_bits::{self, CASES, Form, compare, remembered};
+use stepscope::same_bits::{self, Form, cases, compare, remembered};
 use stepscope::{Device, DeviceKind, Result, SelfTest};
 
 /// Compares the bits of every kernel's results with the committed ones.
@@ -36,7 +37,7 @@ struct Args {
 
     /// Change the last bit of one result of this kernel
     #[arg(long, value_name = "KERNEL", hide_possible_values = true,
-        value_parser = PossibleValuesParser::new(CASES.map(|(name, _)| name)))]
+        value_parser = PossibleValuesParser::new(cases().into_iter().map(|(name, _)| name)))]
     plant: Option<String>,
 
     /// Write the digests of both forms to the source folder and show what changed
@@ -46,6 +47,10 @@ struct Args {
     /// Time the test on opening a device, and openings with it and without
     #[arg(long, conflicts_with_all = ["plant", "smallest", "update"])]
     self_test: bool,
+
+    /// Print the names of the kernels that a GPU has, and nothing else
+    #[arg(long, exclusive = true)]
+    list: bool,
 }
 
 /// Where the committed digests of a form are.
@@ -58,6 +63,10 @@ fn path(form: Form) -> &'static str {
 
 fn main() -> ExitCode {
     let args = Args::parse();
+    if args.list {
+        cases().iter().for_each(|(name, _)| println!("{name}"));
+        return ExitCode::SUCCESS;
+    }
     match if args.self_test { time(args.device).map(|()| true).map_err(Into::into) } else { run(&args) } {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -75,7 +84,7 @@ fn open(kind: DeviceKind, when: SelfTest) -> Result<Device> {
 /// True when all are equal, or written.
 fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
     let device = open(args.device, SelfTest::Never)?;
-    println!("{}, {} kernels", device.description().name, CASES.len());
+    println!("{}, {} kernels", device.description().name, cases().len());
     if args.update {
         for form in Form::ALL {
             digests(&device, form, args)?;
@@ -89,7 +98,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
 fn digests(device: &Device, form: Form, args: &Args) -> Result<bool, Box<dyn std::error::Error>> {
     let start = Instant::now();
     let mut found = String::new();
-    for (name, case) in CASES {
+    for (name, case) in cases() {
         let mut results = same_bits::run(device, case, form)?;
         if args.plant.as_deref() == Some(name) {
             results[0][0] ^= 1;

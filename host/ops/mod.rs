@@ -14,14 +14,12 @@ mod elementwise;
 mod fill;
 mod loss;
 mod matmul;
-mod matmul_tensor;
 mod norm;
 mod precision;
 mod reduce;
 mod sgd;
 mod shapes;
 mod softmax;
-mod split;
 mod tokens;
 mod transpose;
 

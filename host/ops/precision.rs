@@ -5,9 +5,20 @@ use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::format::{Bf16, Tf32};
-use kernels::mma::{Side, fragments};
-use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
+use kernels::format::Reduced;
+use kernels::mma::Side;
+use kernels::precision::{self, Rounding};
+
+impl Precision {
+    /// The format of factors that are rounded.
+    pub(super) fn reduced(self) -> Result<Reduced> {
+        match self {
+            Self::Ieee => Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
+            Self::Tf32 => Ok(Reduced::Tf32),
+            Self::Bf16 => Ok(Reduced::Bf16),
+        }
+    }
+}
 
 /// Matrices as they are stored, row by row: `batches` of them, `stride` elements apart.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,12 +48,10 @@ pub(super) struct Operand<'a> {
 
 impl Operand<'_> {
     /// Room for the fragments that are wanted; one row for each matrix.
-    fn room<'s>(&self, step: &Step<'s>, precision: Precision) -> Result<Fragments<'s>> {
+    fn room<'s>(&self, step: &Step<'s>, format: Reduced) -> Result<Fragments<'s>> {
         let Matrices { rows, cols, .. } = self.matrices;
         let room = |side: Option<Side>, extents| {
-            let words =
-                if precision == Precision::Bf16 { fragments::<Bf16>(extents) } else { fragments::<Tf32>(extents) };
-            step.empty([side.map_or(0, |_| self.matrices.distinct()), words])
+            step.empty([side.map_or(0, |_| self.matrices.distinct()), format.fragments(extents)])
         };
         Ok(Fragments { along: room(self.along, [rows, cols])?, across: room(self.across, [cols, rows])? })
     }
@@ -62,7 +71,8 @@ pub(super) fn round<'s>(
     operands: [Operand<'_>; 3],
 ) -> Result<[Fragments<'s>; 3]> {
     let [a, b, c] = &operands;
-    let mut rounded = [a.room(step, precision)?, b.room(step, precision)?, c.room(step, precision)?];
+    let format = precision.reduced()?;
+    let mut rounded = [a.room(step, format)?, b.room(step, format)?, c.room(step, format)?];
     let mut outputs = rounded.iter_mut();
     let roundings = operands.map(|Operand { values, matrices, along, across }| {
         let out = outputs.next().expect("as many as operands");
@@ -71,10 +81,6 @@ pub(super) fn round<'s>(
         let across = across.map(|side| (side, out.across.out()));
         Rounding { values, rows, cols, ld, batches: matrices.distinct(), stride, along, across }
     });
-    match precision {
-        Precision::Tf32 => step.launch(round_to_tf32::of(roundings))?,
-        Precision::Bf16 => step.launch(round_to_bf16::of(roundings))?,
-        Precision::Ieee => return Err(Error::misuse("matmul", "tf32 or bf16", "ieee")),
-    }
+    step.launch(precision::round::of(format, roundings))?;
     Ok(rounded)
 }

@@ -202,7 +202,7 @@ pub fn run(device: &Device, case: Case, form: Form) -> Result<Vec<Vec<u32>>> {
     };
     Arena::bare(device, bytes)?.step(|step| {
         let inputs = Inputs { step, form, random: Random::new(17).into(), results: RefCell::default() };
-        case(&inputs)?;
+        case.run(&inputs)?;
         Ok(inputs.results.into_inner())
     })
 }

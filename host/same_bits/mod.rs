@@ -6,11 +6,11 @@
 //! them. [`Device::self_test`](crate::Device::self_test) runs it, by itself when a GPU with these kernels is opened for the first time.
 //!
 //! ```
-//! use stepscope::same_bits::{CASES, Form, compare, line, run};
+//! use stepscope::same_bits::{Form, cases, compare, line, run};
 //! use stepscope::{Device, DeviceKind};
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;
-//! let (name, case) = CASES[0];
+//! let (name, case) = cases()[0];
 //! let found = line(name, &run(&device, case, Form::Smallest)?);
 //! assert!(compare(&found, Form::Smallest.golden())[0].equal());
 //! # Ok::<(), stepscope::Error>(())
@@ -23,11 +23,12 @@ mod cases;
 mod golden;
 mod inputs;
 mod on_opening;
+mod products;
 mod remembered;
 mod seeded;
 mod self_test;
 
-pub use cases::{CASES, Case, in_order};
+pub use cases::{Case, cases, in_order};
 pub use golden::{Verdict, compare, line, of_all};
 pub use inputs::{Inputs, run};
 pub use remembered::remembered;

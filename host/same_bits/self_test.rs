@@ -97,7 +97,7 @@ impl Device {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::same_bits::CASES;
+    use crate::same_bits::cases;
 
     fn kernel_of(error: &Error) -> (&'static str, &str) {
         let Error::Kernels { kernel, reason, .. } = error else { panic!("{error}") };
@@ -122,6 +122,6 @@ mod tests {
             assert_eq!(kernel_of(&error).0, kernel);
         }
         assert_eq!(device.lost(), None);
-        assert_eq!(device.self_test().unwrap().kernels, CASES.len());
+        assert_eq!(device.self_test().unwrap().kernels, cases().len());
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{Trial, assert_refused, trial};
+use kernels::format::Reduced;
 use kernels::mma::Side;
-use kernels::precision::{Rounding, round_to_bf16, round_to_tf32};
+use kernels::precision::{Rounding, round};
 use stepscope::ops::Precision;
 use stepscope::{Result, Source, Target};
 
@@ -99,11 +100,8 @@ fn round(
             across: across.map(|side| (side, transposed.out())),
         }
     });
-    if precision == Precision::Tf32 {
-        trial.launch(round_to_tf32::of(launch))?;
-    } else {
-        trial.launch(round_to_bf16::of(launch))?;
-    }
+    let format = if precision == Precision::Tf32 { Reduced::Tf32 } else { Reduced::Bf16 };
+    trial.launch(round::of(format, launch))?;
     let mut read = Vec::new();
     for [along, across] in &made {
         read.push([trial.output(along)?, trial.output(across)?]);

@@ -1,45 +1,24 @@
 //! One set of bits: every kernel gives the committed bits on every device, by the cases of `stepscope::same_bits`.
 //!
-//! Invariant: each kernel that `device/src/kernels` holds has a case, which launches it; which kernels those are is read
-//! from the sources, and which ones ran from the library's own trace. The trials of the other modules compare devices too,
+//! Invariant: each kernel of the library has a case, which launches it; which ones ran is read from the library's own trace. The trials of the other modules compare devices too,
 //! over all their shapes; this is the short proof.
 
 use crate::launches::launched;
 use crate::support::sources::SOURCES;
 use crate::support::{self, on_each_device};
 use std::collections::BTreeSet;
-use stepscope::same_bits::{self, CASES, Case, Form, Verdict, compare, in_order};
+use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
 use stepscope::{Device, DeviceKind};
-
-/// The file that says which kernel files there are.
-const LIBRARY: &str = include_str!("../../device/src/lib.rs");
-
-/// The names in `contract!` lines.
-fn contracts(source: &str) -> Vec<String> {
-    let name = |rest: &str| -> String {
-        let start = rest.trim_start_matches(|c: char| c.is_whitespace() || c == '{' || c == '(');
-        let start = start.strip_prefix("unsafe ").unwrap_or_default();
-        start.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
-    };
-    source.split("contract!").skip(1).map(name).filter(|name| !name.is_empty()).collect()
-}
 
 #[test]
 fn every_kernel_has_a_case() {
-    let modules: BTreeSet<&str> = LIBRARY
-        .split_once("mod entries {")
-        .and_then(|(_, rest)| rest.split_once('}'))
-        .map(|(entries, _)| entries.lines().filter_map(|line| line.trim().strip_prefix("pub mod ")?.strip_suffix(';')))
-        .expect("device/src/lib.rs has a module `entries`")
-        .collect();
-    let files = SOURCES.iter().map(|(module, _)| *module).filter(|module| !module.contains('/'));
-    assert_eq!(modules, files.collect(), "SOURCES holds every kernel file");
-    let mut known: BTreeSet<String> = SOURCES.iter().flat_map(|(_, source)| contracts(source)).collect();
+    let mut known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
     // Not on the GPU: there is nothing to compare. `matmul.rs` compares its bits with the other tiles'.
     assert!(known.remove("matmul_on_cpu"));
-    assert_eq!(known, CASES.iter().map(|(name, _)| (*name).to_owned()).collect(), "kernels that exist and CASES");
+    let cases = cases();
+    assert_eq!(known, cases.iter().map(|(name, _)| *name).collect(), "kernels that exist, and cases");
     let device = support::open(DeviceKind::Emulated);
-    for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| CASES.map(|case| (form, case))) {
+    for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| cases.iter().map(move |case| (form, *case))) {
         let mut results = Vec::new();
         let ran = launched(|| results = run(&device, case, form));
         assert!(ran.contains(name), "the case `{name}`, {form:?}, launches {ran:?}");
@@ -59,7 +38,7 @@ fn the_self_test_uses_no_kernel_before_its_case() {
         assert!(known.insert(name.to_owned()), "{name} comes twice");
         assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
     }
-    assert_eq!(known.len(), CASES.len());
+    assert_eq!(known.len(), cases().len());
 }
 
 /// The `contract!` lines that no `// SAFETY:` comment stands before.
@@ -69,7 +48,8 @@ fn unexplained(source: &str) -> Vec<&str> {
         let before = lines[..at].iter().rev().skip_while(|line| line.starts_with("#["));
         before.take_while(|line| line.starts_with("//")).any(|line| line.starts_with("// SAFETY:"))
     };
-    let contracts = (0..lines.len()).filter(|&at| lines[at].starts_with("contract!"));
+    let contracts =
+        (0..lines.len()).filter(|&at| lines[at].starts_with("contract!") || lines[at].starts_with("contract unsafe"));
     contracts.filter(|&at| !explains(at)).map(|at| lines[at]).collect()
 }
 
@@ -77,19 +57,11 @@ fn unexplained(source: &str) -> Vec<&str> {
 fn every_contract_says_why_it_is_enough() {
     let bare = "// SAFETY: of another.\nlet a = 1;\n// No reason.\ncontract! { unsafe a {} |k| {\n";
     assert_eq!(unexplained(bare), ["contract! { unsafe a {} |k| {"]);
+    assert_eq!(unexplained("contract unsafe {").len(), 1);
     assert_eq!(unexplained("// SAFETY: because\n// it is so.\n#[cfg(x)]\ncontract!(unsafe a {});\n"), [""; 0]);
     for (file, source) in SOURCES {
         assert_eq!(unexplained(source), [""; 0], "{file}");
     }
-}
-
-#[test]
-fn contracts_are_found_in_any_form() {
-    assert_eq!(contracts("use crate::{contract};\ncontract! { unsafe add { block: 1 } |k| {}}"), ["add"]);
-    assert_eq!(
-        contracts("contract!(\n    unsafe tile_1x2 { block: 1 } | p | {}\n);\ncontract!(unsafe b{"),
-        ["tile_1x2", "b"]
-    );
 }
 
 pub(crate) fn run(device: &Device, case: Case, form: Form) -> Vec<Vec<u32>> {
@@ -109,7 +81,7 @@ on_each_device! {
 fn gives_the_committed_bits(device: &Device, form: Form) {
     let emulated = support::open(DeviceKind::Emulated);
     let mut text = String::new();
-    for (name, case) in CASES {
+    for (name, case) in cases() {
         let mut results = Vec::new();
         // What ci/sanitize counts.
         launched(|| results = run(device, case, form)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
@@ -127,9 +99,14 @@ fn gives_the_committed_bits(device: &Device, form: Form) {
 #[test]
 fn the_tiles_of_a_product_give_the_same_bits() {
     let device = support::open(DeviceKind::Emulated);
-    for (format, count) in [("matmul_", 5), ("matmul_tf32_", 4), ("matmul_bf16_", 4)] {
-        let is_tile = |name: &str| name.strip_prefix(format).is_some_and(|tile| tile.starts_with(char::is_numeric));
-        let tiles: Vec<_> = CASES.iter().filter(|(name, _)| is_tile(name)).collect();
+    let same = |case: &Case| match case {
+        Case::Product(_) => Some("f32".to_owned()),
+        Case::TensorProduct(format, _) => Some(format!("{format:?}")),
+        _ => None,
+    };
+    for (family, count) in [("f32", 5), ("Tf32", 4), ("Bf16", 4)] {
+        let mut tiles = cases();
+        tiles.retain(|(_, case)| same(case).as_deref() == Some(family));
         assert_eq!(tiles.len(), count);
         for (form, (name, case)) in
             Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
@@ -142,7 +119,7 @@ fn the_tiles_of_a_product_give_the_same_bits() {
 #[test]
 fn one_ulp_in_one_result_is_seen() {
     let device = support::open(DeviceKind::Emulated);
-    let ((name, case), golden) = (CASES[0], Form::Whole.golden());
+    let ((name, case), golden) = (cases()[0], Form::Whole.golden());
     let mut results = run(&device, case, Form::Whole);
     let committed = golden.lines().next().expect("a line");
     assert_eq!(same_bits::line(name, &results), format!("{committed}\n"));

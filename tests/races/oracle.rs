@@ -92,9 +92,9 @@ fn detected(program: &[Op]) -> bool {
             program: Slice::new(0, program.as_ptr() as u64, program.len()),
             memory: PointerMut::new(0, memory.as_mut_ptr() as u64, memory.len()),
         };
-        let grid = kernel.grid().expect("the contract holds");
+        let (entry, grid) = (kernel.entry().expect("one kernel"), kernel.grid().expect("the contract holds"));
         let words = Words::of(&kernel);
-        Mode::RACES.scope(|| Machine::default().launch(&script::ENTRY, grid, &words, &|_| None))
+        Mode::RACES.scope(|| Machine::default().launch(entry, grid, &words, &|_| None))
     };
     match outcome {
         Ok(()) => false,

@@ -1,7 +1,7 @@
 //! A launch with a planted bug, for tests of checked mode: it is told that a tensor is one element longer than it is, and writes
 //! that element, which lies in the guard. Less would be an error of the emulator's.
 
-use cuda_std::launch::{Contract, Grid, PointerMut, Violation};
+use cuda_std::launch::{Contract, Entry, Grid, PointerMut, Violation};
 use cuda_std::prelude::*;
 
 /// What a wrong `unsafe` block of a host may make of a tensor: a view of an element more.
@@ -23,10 +23,10 @@ pub(crate) unsafe fn zero_at(out: *mut f32, last: usize) {
 
 // SAFETY: `last` is the last element.
 unsafe impl Contract for zero_at<'_> {
-    const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
-    const BLOCK: u32 = 32;
-    const SHARED_BYTES: u32 = 0;
-    const ALIGN: u64 = 4;
+    fn entry(&self) -> std::result::Result<&'static Entry, Violation> {
+        static ENTRY: Entry = Entry::of::<zero_at<'_>>(env!("CARGO_PKG_NAME"), 32, 0, 4);
+        Ok(&ENTRY)
+    }
     fn grid(&self) -> std::result::Result<Grid, Violation> {
         Violation::unless_length("out", self.last + 1, self.out.len())?;
         Grid::new(1, 1, 1)

@@ -1,6 +1,6 @@
 //! The kernels' sources, as they were when the test was built: it may run where they are not.
 //!
-//! Invariant: every file of `device/src/kernels` is here; `tests/kernels/same_bits.rs` compares with the library's own list.
+//! Invariant: every file of `device/src/kernels` is here.
 
 /// Each file's path below `device/src/kernels`, without its ending, and its text.
 pub(crate) const SOURCES: [(&str, &str); 29] = [

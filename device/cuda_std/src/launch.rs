@@ -1,6 +1,6 @@
 //! What a host needs to launch a kernel: its typed arguments, its contract, and its packed words.
 //!
-//! Invariant: a [`Kernel`] is inert. Only a [`Contract`], written beside the kernel, turns arguments into a
+//! Invariant: [`Arguments`] are inert. Only a [`Contract`], written beside the kernel, turns arguments into a
 //! launch, and it checks every length first; a host never chooses a grid. What a kernel takes is one of the types here: how an
 //! argument is packed is nobody else's to say.
 
@@ -17,7 +17,7 @@ pub use size::Size;
 /// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
 /// started, one after another, each to its end.
 ///
-/// To be called with the words that the same kernel's [`Kernel::pack`] has written, for a block of a grid that its [`Contract`]
+/// To be called with the words that the same kernel's [`Arguments::pack`] has written, for a block of a grid that its [`Contract`]
 /// has accepted with these arguments, while their memory is borrowed; and on a processor, and in a mode, that suits the
 /// [version](Versions).
 pub type Threads = unsafe fn(*const u64, &Block);
@@ -35,58 +35,44 @@ pub struct Versions {
     pub watched: Threads,
 }
 
-/// A kernel's typed arguments, made by `#[kernel]`.
+/// The typed arguments of a kernel, or of a family of kernels that take the same.
 ///
 /// # Safety
-/// `pack` must write the words that `VERSIONS` read, in order.
-pub unsafe trait Kernel: fmt::Debug {
-    /// The function's name and PTX entry.
+/// `pack` must write the words that the kernels' [`Versions`] read, in order.
+pub unsafe trait Arguments: fmt::Debug {
+    /// The name of the kernel or of the family.
     const NAME: &'static str;
-    /// The function on the CPU.
-    const VERSIONS: Versions;
     /// The names of the parameters that are slices or pointers, in order.
     const POINTERS: &'static [&'static str];
     /// Writes the arguments as 8-byte words: two for a slice, one for anything else.
     fn pack(&self, words: &mut Words);
 }
 
-/// What a kernel demands of a launch and promises in return; stands beside the kernel, made by `contract!`.
+/// A kernel, made by `#[kernel]`: its name is its PTX entry.
 ///
 /// # Safety
-/// When `grid` returns `Ok`, for arguments of any value, running that grid in blocks of `BLOCK` threads with `SHARED_BYTES` touches
-/// nothing outside the arguments' lengths, and writes only through the kernel's `*mut` parameters.
-pub unsafe trait Contract: Kernel {
-    /// The package that the kernel is compiled in, as `name@version`, by which a driver finds its PTX.
-    const PACKAGE: &'static str;
-    /// Threads in a block, at most 1024.
-    const BLOCK: u32;
-    /// Bytes of dynamic shared memory a block.
-    const SHARED_BYTES: u32;
-    /// The alignment in bytes that every pointer must have.
-    const ALIGN: u64;
+/// The versions read the words that `pack` writes.
+pub unsafe trait Kernel: Arguments {
+    /// The function on the CPU.
+    const VERSIONS: Versions;
+}
+
+/// What a kernel demands of a launch and promises in return; stands beside the kernel, made by `contract!` or `family!`.
+///
+/// # Safety
+/// When `grid` returns `Ok`, for arguments of any value, running that grid of `entry` touches nothing outside the arguments'
+/// lengths, and writes only through the kernel's `*mut` parameters.
+pub unsafe trait Contract: Arguments {
+    /// The kernel that is launched: of a family, the one that the arguments choose.
+    fn entry(&self) -> Result<&'static Entry, Violation>;
     /// The blocks of this launch, or which argument breaks the contract. No blocks: nothing to do.
     fn grid(&self) -> Result<Grid, Violation>;
-
-    /// The kernel as a driver knows it.
-    #[allow(clippy::disallowed_methods, reason = "computed by rustc, for the host")]
-    const ENTRY: Entry = {
-        assert!(Self::BLOCK >= 1 && Self::BLOCK <= 1024, "a block has 1 to 1024 threads");
-        assert!(Self::ALIGN.is_power_of_two(), "an alignment is a power of two");
-        Entry {
-            package: Self::PACKAGE,
-            name: Self::NAME,
-            block: Self::BLOCK,
-            shared_bytes: Self::SHARED_BYTES,
-            versions: Self::VERSIONS,
-            pointers: Self::POINTERS,
-        }
-    };
 }
 
 /// A kernel without its arguments.
 #[derive(Clone, Copy)]
 pub struct Entry {
-    /// The package that the kernel is compiled in.
+    /// The package that the kernel is compiled in, as `name@version`, by which a driver finds its PTX.
     pub package: &'static str,
     /// The PTX entry.
     pub name: &'static str,
@@ -94,10 +80,39 @@ pub struct Entry {
     pub block: u32,
     /// Bytes of dynamic shared memory a block.
     pub shared_bytes: u32,
+    /// The alignment in bytes that every pointer must have.
+    pub align: u64,
     /// The kernel on the CPU.
     pub versions: Versions,
     /// The names of the parameters that are slices or pointers, in order.
     pub pointers: &'static [&'static str],
+}
+
+impl Entry {
+    /// The kernel `K` of a package, in blocks of so many threads with so many bytes of shared memory.
+    ///
+    /// # Panics
+    /// When a block has no threads or more than 1024, or the alignment is no power of two.
+    #[allow(clippy::disallowed_methods, reason = "computed by rustc, for the host")]
+    pub const fn of<K: Kernel>(package: &'static str, block: u32, shared_bytes: u32, align: u64) -> Self {
+        assert!(block >= 1 && block <= 1024, "a block has 1 to 1024 threads");
+        assert!(align.is_power_of_two(), "an alignment is a power of two");
+        Self { package, name: K::NAME, block, shared_bytes, align, versions: K::VERSIONS, pointers: K::POINTERS }
+    }
+}
+
+/// A kernel that has a contract, for [`entries`].
+#[doc(hidden)]
+pub struct Listed(pub &'static Entry);
+
+#[doc(hidden)]
+pub use inventory;
+
+inventory::collect!(Listed);
+
+/// Every kernel of the program that has a contract, in no order.
+pub fn entries() -> impl Iterator<Item = &'static Entry> {
+    inventory::iter::<Listed>.into_iter().map(|listed| listed.0)
 }
 
 impl fmt::Debug for Entry {
@@ -164,6 +179,11 @@ impl Violation {
     /// An argument, what was expected of it and what it was.
     pub fn new(argument: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
         Self { argument, expected: expected.into(), got: got.into() }
+    }
+
+    /// A choice by which no kernel of a family is found.
+    pub fn choice(argument: &'static str, family: &str, got: &impl fmt::Debug) -> Self {
+        Self::new(argument, format!("one of `{family}::VARIANTS`"), format!("{got:?}"))
     }
 
     /// Ok when `length` is `expected`.
@@ -364,16 +384,16 @@ pub struct Words {
 }
 
 impl Words {
-    /// The arguments of `kernel`, for a launch that the caller's line asks for.
+    /// The arguments of a launch that the caller's line asks for.
     #[track_caller]
-    pub fn of(kernel: &impl Kernel) -> Self {
+    pub fn of(arguments: &impl Arguments) -> Self {
         let mut words = Self {
             words: Vec::with_capacity(16),
             extents: Vec::with_capacity(8),
             devices: Vec::new(),
             site: Location::caller(),
         };
-        kernel.pack(&mut words);
+        arguments.pack(&mut words);
         words
     }
 

@@ -16,7 +16,7 @@
 
 pub use stepscope_cuda_std_macros::kernel;
 #[doc(hidden)]
-pub use stepscope_cuda_std_macros::written_unsafe;
+pub use stepscope_cuda_std_macros::{arguments, written_unsafe};
 
 mod float;
 #[cfg(target_arch = "nvptx64")]

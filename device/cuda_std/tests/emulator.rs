@@ -1,7 +1,7 @@
 //! The emulator's rules, each on a kernel that keeps it and one that breaks it.
 
 use cuda_std::emulator::{Cause, Fault, Machine};
-use cuda_std::launch::{Contract, Grid, Kernel, Pointer, PointerMut, Slice, Violation, Words};
+use cuda_std::launch::{Arguments, Contract, Entry, Grid, Pointer, PointerMut, Slice, Violation, Words};
 use cuda_std::{prelude::*, shared, warp};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -9,10 +9,10 @@ macro_rules! contract {
     ($($kernel:ident: $block:literal, $shared:literal;)*) => {$(
         // SAFETY: the tests below size every buffer for the grid that they launch.
         unsafe impl Contract for $kernel<'_> {
-            const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
-            const BLOCK: u32 = $block;
-            const SHARED_BYTES: u32 = $shared;
-            const ALIGN: u64 = 4;
+            fn entry(&self) -> Result<&'static Entry, Violation> {
+                static ENTRY: Entry = Entry::of::<$kernel<'_>>(env!("CARGO_PKG_NAME"), $block, $shared, 4);
+                Ok(&ENTRY)
+            }
             fn grid(&self) -> Result<Grid, Violation> {
                 Grid::new(1, 1, 1)
             }
@@ -169,7 +169,7 @@ unsafe fn places(y: *mut u32) {
 
 fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
     // SAFETY: each test passes buffers that hold what its kernel touches.
-    unsafe { Machine::default().launch(&K::ENTRY, grid, &Words::of(&kernel), &|_| None) }
+    unsafe { Machine::default().launch(kernel.entry().unwrap(), grid, &Words::of(&kernel), &|_| None) }
 }
 
 const ONE: Grid = Grid { x: 1, y: 1, z: 1 };
@@ -308,5 +308,5 @@ fn words_follow_the_parameters() {
     let kernel = scale { x: input(&x), factor: -2.5, y: output(&mut y) };
     let words = Words::of(&kernel);
     assert_eq!(words.as_slice(), [x.as_ptr() as u64, 5, u64::from((-2.5f32).to_bits()), y.as_ptr() as u64]);
-    assert_eq!(<scale<'_> as Kernel>::NAME, "scale");
+    assert_eq!(<scale<'_> as Arguments>::NAME, "scale");
 }

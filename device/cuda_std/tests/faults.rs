@@ -2,7 +2,7 @@
 //! happens, neither on standard error nor to the launches that follow.
 
 use cuda_std::emulator::{Cause, Fault, Machine};
-use cuda_std::launch::{Contract, Grid, PointerMut, Violation, Words};
+use cuda_std::launch::{Contract, Entry, Grid, PointerMut, Violation, Words};
 use cuda_std::{prelude::*, warp};
 use rayon::prelude::*;
 use std::hint::black_box;
@@ -13,10 +13,10 @@ macro_rules! contract {
     ($($kernel:ident: $block:literal;)*) => {$(
         // SAFETY: the tests below size every buffer for the grid that they launch.
         unsafe impl Contract for $kernel<'_> {
-            const PACKAGE: &'static str = env!("CARGO_PKG_NAME");
-            const BLOCK: u32 = $block;
-            const SHARED_BYTES: u32 = 0;
-            const ALIGN: u64 = 4;
+            fn entry(&self) -> Result<&'static Entry, Violation> {
+                static ENTRY: Entry = Entry::of::<$kernel<'_>>(env!("CARGO_PKG_NAME"), $block, 0, 4);
+                Ok(&ENTRY)
+            }
             fn grid(&self) -> Result<Grid, Violation> {
                 Grid::new(4, 1, 1)
             }
@@ -137,7 +137,9 @@ unsafe fn goes_on(_y: *mut u32) {
 
 fn run<K: Contract>(kernel: K) -> Result<(), Fault> {
     // SAFETY: each test passes buffers that hold what its kernel touches.
-    unsafe { Machine::default().launch(&K::ENTRY, kernel.grid().unwrap(), &Words::of(&kernel), &|_| None) }
+    unsafe {
+        Machine::default().launch(kernel.entry().unwrap(), kernel.grid().unwrap(), &Words::of(&kernel), &|_| None)
+    }
 }
 
 fn output(values: &mut [u32]) -> PointerMut<'_, u32> {

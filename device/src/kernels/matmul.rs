@@ -24,7 +24,7 @@ mod operand;
 pub(crate) mod split;
 pub(crate) mod tile;
 
-use crate::contract;
+use crate::family;
 use block::{Problem, compute};
 #[cfg(not(target_arch = "nvptx64"))]
 use checks::{check_factors, check_outputs, sum_chunks};
@@ -58,55 +58,13 @@ pub const T64X128: Tile =
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile =
     Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, cost: Cost::new(344, 326, 0) };
+/// 128 x 256, 32 threads: for the emulator, and not on the GPU.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const ON_CPU: Tile = cpu::TILE;
 
-/// The entry points: the same parameters, `$compute` for the problem that they name.
-macro_rules! entries {
-    ($($(#[$attribute:meta])* $name:ident: |$problem:ident| $compute:expr;)*) => {$(
-        $(#[$attribute])*
-        #[kernel]
-        pub unsafe fn $name(
-            a: &[f32],
-            b: &[f32],
-            bias: &[f32],
-            c: *const f32,
-            out: *mut f32,
-            pre: *mut f32,
-            m: u32,
-            n: u32,
-            k: u32,
-            lda: u32,
-            ldb: u32,
-            ldc: u32,
-            chunk: u32,
-            batches: u32,
-            stride_a: usize,
-            stride_b: usize,
-            stride_c: usize,
-            stride_bias: usize,
-            beta: f32,
-            flags: u32,
-        ) {
-            let z = thread::block_idx_z() as usize;
-            if z >= batches as usize {
-                return;
-            }
-            let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
-            let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
-            let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
-            // The grid has a layer along y for each chunk.
-            let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-            let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
-            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
-            let $problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, own) };
-            // SAFETY: each batch lies inside its arguments by the contract.
-            unsafe { $compute }
-        }
-    )*};
-}
-
-/// [`compute`] with the constants of a tile.
-macro_rules! by_tile {
-    ($problem:ident, $tile:ident) => {{
+/// Multiplies with the constants of a tile.
+macro_rules! multiply {
+    ($problem:expr, $tile:ident) => {{
         const {
             assert!(
                 is_even($tile, $tile.rows())
@@ -120,82 +78,100 @@ macro_rules! by_tile {
     }};
 }
 
-entries! {
-    /// 16 x 16, 64 threads.
-    matmul_16x16: |problem| by_tile!(problem, T16X16);
-    /// 32 x 32, 128 threads.
-    matmul_32x32: |problem| by_tile!(problem, T32X32);
-    /// 32 x 64, 128 threads.
-    matmul_32x64: |problem| by_tile!(problem, T32X64);
-    /// 64 x 128, 128 threads.
-    matmul_64x128: |problem| by_tile!(problem, T64X128);
-    /// 128 x 256, 256 threads.
-    matmul_128x256: |problem| by_tile!(problem, T128X256);
-    /// 128 x 256, 32 threads: for the emulator, and not on the GPU.
-    #[cfg(not(target_arch = "nvptx64"))]
-    matmul_on_cpu: |problem| cpu::compute(problem);
-}
-
-/// Calls `$with!` with the kernel and the tile of every entry point, after `$arguments`.
-#[cfg(not(target_arch = "nvptx64"))]
-#[macro_export]
-macro_rules! matmul_tiles {
-    ($with:ident! $($arguments:tt)*) => {
-        $with! {
-            $($arguments)*
-            matmul_16x16: T16X16,
-            matmul_32x32: T32X32,
-            matmul_32x64: T32X64,
-            matmul_64x128: T64X128,
-            matmul_128x256: T128X256,
-        }
-    };
-}
-
-/// Every tile.
-#[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: &[Tile] = &[T16X16, T32X32, T32X64, T64X128, T128X256];
-
 /// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: every batch of `a` and `b` lies
 /// inside its argument, every matrix of a batch and chunk inside `out` (and `c`, `pre`, `bias` where they are used), none over
 /// another, and rows, columns and k are few enough that those of a tile beyond the end have numbers too. What lies beyond
 /// is read from the last row, or not at all, and never written.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
-    ($p:ident, $rows:expr, $cols:expr) => {{
-        let p = $p;
-        let chunks = sum_chunks!(p);
-        check_factors!(p);
-        check_outputs!(p, chunks);
-        Grid::new(Size::of(p.m).div_ceil($rows).times(Size::of(p.n).div_ceil($cols)), chunks, p.batches)
+    ($p:ident, $tile:ident) => {{
+        let chunks = sum_chunks!($p);
+        check_factors!($p);
+        check_outputs!($p, chunks);
+        Grid::new(
+            Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
+            chunks,
+            $p.batches,
+        )
     }};
 }
 
-// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
-contract! { unsafe matmul_16x16 { block: T16X16.threads(), shared: T16X16.shared_bytes() } |p| {
-    grid!(p, T16X16.rows(), T16X16.cols())
-}}
+family! {
+    /// A multiply; the parameters are the module's.
+    matmul(tile: Tile as TILE) {
+        /// 16 x 16, 64 threads.
+        matmul_16x16 = T16X16;
+        /// 32 x 32, 128 threads.
+        matmul_32x32 = T32X32;
+        /// 32 x 64, 128 threads.
+        matmul_32x64 = T32X64;
+        /// 64 x 128, 128 threads.
+        matmul_64x128 = T64X128;
+        /// 128 x 256, 256 threads.
+        matmul_128x256 = T128X256;
+        /// For the emulator alone.
+        #[cfg(not(target_arch = "nvptx64"))]
+        matmul_on_cpu = ON_CPU;
+    }
+    unsafe fn(
+        a: &[f32],
+        b: &[f32],
+        bias: &[f32],
+        c: *const f32,
+        out: *mut f32,
+        pre: *mut f32,
+        m: u32,
+        n: u32,
+        k: u32,
+        lda: u32,
+        ldb: u32,
+        ldc: u32,
+        chunk: u32,
+        batches: u32,
+        stride_a: usize,
+        stride_b: usize,
+        stride_c: usize,
+        stride_bias: usize,
+        beta: f32,
+        flags: u32,
+    ) {
+        let z = thread::block_idx_z() as usize;
+        if z >= batches as usize {
+            return;
+        }
+        let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
+        let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
+        let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
+        // The grid has a layer along y for each chunk.
+        let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, own) };
+        // SAFETY: each batch lies inside its arguments by the contract.
+        unsafe {
+            #[cfg(not(target_arch = "nvptx64"))]
+            if self::TILE.is_on_cpu() {
+                return cpu::compute(problem);
+            }
+            // The emulator's own tile does not come here, and must not be compiled for it.
+            #[cfg(not(target_arch = "nvptx64"))]
+            const TILE: Tile = if self::TILE.is_on_cpu() { T16X16 } else { self::TILE };
+            multiply!(problem, TILE)
+        }
+    }
+    // SAFETY: `grid!` says why, for the tile whose constants `multiply!` gives the kernel too.
+    contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
+}
 
-// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
-contract! { unsafe matmul_32x32 { block: T32X32.threads(), shared: T32X32.shared_bytes() } |p| {
-    grid!(p, T32X32.rows(), T32X32.cols())
-}}
-
-// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
-contract! { unsafe matmul_32x64 { block: T32X64.threads(), shared: T32X64.shared_bytes() } |p| {
-    grid!(p, T32X64.rows(), T32X64.cols())
-}}
-
-// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
-contract! { unsafe matmul_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
-    grid!(p, T64X128.rows(), T64X128.cols())
-}}
-
-// SAFETY: `grid!` says why, for the tile whose constants `by_tile!` gives the kernel too.
-contract! { unsafe matmul_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
-    grid!(p, T128X256.rows(), T128X256.cols())
-}}
-
-// SAFETY: `grid!` says why, for the rows and columns of `cpu`.
+/// The tiles that a GPU has.
 #[cfg(not(target_arch = "nvptx64"))]
-contract!(unsafe matmul_on_cpu { block: cpu::THREADS, shared: cpu::SHARED_BYTES } |p| grid!(p, cpu::ROWS, cpu::COLS));
+pub const TILES: [Tile; matmul::VARIANTS.len() - 1] = {
+    let mut tiles = [ON_CPU; matmul::VARIANTS.len() - 1];
+    let mut at = 0;
+    while at < tiles.len() {
+        tiles[at] = matmul::VARIANTS[at].1;
+        assert!(!tiles[at].is_on_cpu(), "the emulator's own stands last");
+        at += 1;
+    }
+    tiles
+};

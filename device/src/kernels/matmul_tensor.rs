@@ -22,8 +22,8 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::Chunk;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::{GELU, KEEP};
-use crate::contract;
-use crate::format::{Bf16, Format, Tf32};
+use crate::family;
+use crate::format::{Bf16, Format, Reduced, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::mma::fragments;
 use block::{Problem, finish, sum};
@@ -40,162 +40,113 @@ pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(61, 52, 30000) };
 
-/// The entry points: the same parameters, another format and tile.
-macro_rules! entries {
-    ($($(#[$doc:meta])* $name:ident: $format:ident, $tile:ident;)*) => {$(
-        $(#[$doc])*
-        #[kernel]
-        pub unsafe fn $name(
-            a: &[u32],
-            b: &[u32],
-            bias: &[f32],
-            c: *const f32,
-            out: *mut f32,
-            pre: *mut f32,
-            m: u32,
-            n: u32,
-            k: u32,
-            ldc: u32,
-            chunk: u32,
-            batches: u32,
-            stride_a: usize,
-            stride_b: usize,
-            stride_c: usize,
-            stride_bias: usize,
-            beta: f32,
-            flags: u32,
-        ) {
-            let z = thread::block_idx_z() as usize;
-            if z >= batches as usize {
-                return;
-            }
-            // The grid has a layer along y for each chunk.
-            let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-            let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
-            let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
-            let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
-            let [all, first, end] = [k, first, end].map(|k| k.div_ceil($format::PER_STEP));
-            let a = Operand::new(a, z * stride_a, m, [all, end]);
-            let b = Operand::new(b, z * stride_b, n, [all, end]);
-            let problem = Problem { a, b, epilogue, steps: [first, end] };
-            // SAFETY: each batch lies inside its arguments by the contract.
-            unsafe {
-                const ROWS: usize = $tile.blocks[0];
-                const COLS: usize = $tile.blocks[1];
-                let sums = sum::<$format, ROWS, COLS, { $tile.passes()[0] }, { $tile.passes()[1] }>(problem, $tile);
-                finish(problem, $tile, sums);
-            }
-        }
-    )*};
-}
-
-entries! {
-    /// TF32, 64 x 64, 128 threads.
-    matmul_tf32_64x64: Tf32, T64X64;
-    /// TF32, 64 x 128, 128 threads.
-    matmul_tf32_64x128: Tf32, T64X128;
-    /// TF32, 128 x 128, 128 threads.
-    matmul_tf32_128x128: Tf32, T128X128;
-    /// TF32, 128 x 256, 256 threads.
-    matmul_tf32_128x256: Tf32, T128X256;
-    /// BF16, 64 x 64, 128 threads.
-    matmul_bf16_64x64: Bf16, T64X64;
-    /// BF16, 64 x 128, 128 threads.
-    matmul_bf16_64x128: Bf16, T64X128;
-    /// BF16, 128 x 128, 128 threads.
-    matmul_bf16_128x128: Bf16, T128X128;
-    /// BF16, 128 x 256, 256 threads.
-    matmul_bf16_128x256: Bf16, T128X256;
-}
-
-/// Calls `$with!` with the kernel and the tile of every entry point of TF32 or of BF16.
-#[cfg(not(target_arch = "nvptx64"))]
-#[macro_export]
-macro_rules! matmul_tensor_tiles {
-    ($with:ident!(tf32)) => {
-        $with! {
-            matmul_tf32_64x64: T64X64,
-            matmul_tf32_64x128: T64X128,
-            matmul_tf32_128x128: T128X128,
-            matmul_tf32_128x256: T128X256,
-        }
-    };
-    ($with:ident!(bf16)) => {
-        $with! {
-            matmul_bf16_64x64: T64X64,
-            matmul_bf16_64x128: T64X128,
-            matmul_bf16_128x128: T128X128,
-            matmul_bf16_128x256: T128X256,
-        }
-    };
-}
-
-/// Every tile.
-#[cfg(not(target_arch = "nvptx64"))]
-pub const TILES: &[Tile] = &[T64X64, T64X128, T128X128, T128X256];
-
 /// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: of each batch of `a` and `b` all
 /// fragments lie inside the argument, on boundaries of 16 bytes, and a chunk begins with one; outputs are as in
 /// [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
-    ($p:ident, $format:ident, $tile:ident) => {{
-        let p = $p;
-        for (name, len, rows, stride) in [("a", p.a.len(), p.m, p.stride_a), ("b", p.b.len(), p.n, p.stride_b)] {
-            let words = fragments::<$format>([rows as usize, p.k as usize]);
-            checks::holds(name, len, p.batches, stride, [1, words], words)?;
+    ($p:ident, $format:ident, $tile:expr) => {{
+        for (name, len, rows, stride) in [("a", $p.a.len(), $p.m, $p.stride_a), ("b", $p.b.len(), $p.n, $p.stride_b)] {
+            let words = fragments::<$format>([rows as usize, $p.k as usize]);
+            checks::holds(name, len, $p.batches, stride, [1, words], words)?;
         }
-        let chunks = sum_chunks!(p);
-        check_outputs!(p, chunks);
-        for (name, words) in [("stride_a", p.stride_a), ("stride_b", p.stride_b)] {
+        let chunks = sum_chunks!($p);
+        check_outputs!($p, chunks);
+        for (name, words) in [("stride_a", $p.stride_a), ("stride_b", $p.stride_b)] {
             Violation::unless(words.is_multiple_of(4), name, "a multiple of four", words)?;
         }
         Violation::unless(
-            chunks == 1 || p.chunk.is_multiple_of($format::PER_STEP),
+            chunks == 1 || $p.chunk.is_multiple_of($format::PER_STEP),
             "chunk",
             "whole steps of k",
-            p.chunk,
+            $p.chunk,
         )?;
-        Grid::new(Size::of(p.m).div_ceil($tile.rows()).times(Size::of(p.n).div_ceil($tile.cols())), chunks, p.batches)
+        Grid::new(
+            Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),
+            chunks,
+            $p.batches,
+        )
     }};
 }
 
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_tf32_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } |p| {
-    grid!(p, Tf32, T64X64)
-}}
+family! {
+    /// A multiply of rounded factors; the parameters are the module's.
+    matmul_tensor(variant: (Reduced, Tile) as VARIANT) {
+        /// TF32, 64 x 64, 128 threads.
+        matmul_tf32_64x64 = (Reduced::Tf32, T64X64), type F = Tf32;
+        /// TF32, 64 x 128, 128 threads.
+        matmul_tf32_64x128 = (Reduced::Tf32, T64X128), type F = Tf32;
+        /// TF32, 128 x 128, 128 threads.
+        matmul_tf32_128x128 = (Reduced::Tf32, T128X128), type F = Tf32;
+        /// TF32, 128 x 256, 256 threads.
+        matmul_tf32_128x256 = (Reduced::Tf32, T128X256), type F = Tf32;
+        /// BF16, 64 x 64, 128 threads.
+        matmul_bf16_64x64 = (Reduced::Bf16, T64X64), type F = Bf16;
+        /// BF16, 64 x 128, 128 threads.
+        matmul_bf16_64x128 = (Reduced::Bf16, T64X128), type F = Bf16;
+        /// BF16, 128 x 128, 128 threads.
+        matmul_bf16_128x128 = (Reduced::Bf16, T128X128), type F = Bf16;
+        /// BF16, 128 x 256, 256 threads.
+        matmul_bf16_128x256 = (Reduced::Bf16, T128X256), type F = Bf16;
+    }
+    unsafe fn(
+        a: &[u32],
+        b: &[u32],
+        bias: &[f32],
+        c: *const f32,
+        out: *mut f32,
+        pre: *mut f32,
+        m: u32,
+        n: u32,
+        k: u32,
+        ldc: u32,
+        chunk: u32,
+        batches: u32,
+        stride_a: usize,
+        stride_b: usize,
+        stride_c: usize,
+        stride_bias: usize,
+        beta: f32,
+        flags: u32,
+    ) {
+        let z = thread::block_idx_z() as usize;
+        if z >= batches as usize {
+            return;
+        }
+        // The grid has a layer along y for each chunk.
+        let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
+        let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
+        let a = Operand::new(a, z * stride_a, m, [all, end]);
+        let b = Operand::new(b, z * stride_b, n, [all, end]);
+        let problem = Problem { a, b, epilogue, steps: [first, end] };
+        // SAFETY: each batch lies inside its arguments by the contract.
+        unsafe {
+            const TILE: Tile = VARIANT.1;
+            const ROWS: usize = TILE.blocks[0];
+            const COLS: usize = TILE.blocks[1];
+            let sums = sum::<F, ROWS, COLS, { TILE.passes()[0] }, { TILE.passes()[1] }>(problem, TILE);
+            finish(problem, TILE, sums);
+        }
+    }
+    // SAFETY: `grid!` says why.
+    contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
+}
 
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_tf32_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
-    grid!(p, Tf32, T64X128)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_tf32_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } |p| {
-    grid!(p, Tf32, T128X128)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_tf32_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
-    grid!(p, Tf32, T128X256)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_bf16_64x64 { block: T64X64.threads(), shared: T64X64.shared_bytes() } |p| {
-    grid!(p, Bf16, T64X64)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_bf16_64x128 { block: T64X128.threads(), shared: T64X128.shared_bytes() } |p| {
-    grid!(p, Bf16, T64X128)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_bf16_128x128 { block: T128X128.threads(), shared: T128X128.shared_bytes() } |p| {
-    grid!(p, Bf16, T128X128)
-}}
-
-// SAFETY: `grid!` says why.
-contract! { unsafe matmul_bf16_128x256 { block: T128X256.threads(), shared: T128X256.shared_bytes() } |p| {
-    grid!(p, Bf16, T128X256)
-}}
+/// The tiles, which each format has.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const TILES: [Tile; matmul_tensor::VARIANTS.len() / 2] = {
+    let mut tiles = [T64X64; matmul_tensor::VARIANTS.len() / 2];
+    let mut at = 0;
+    while at < tiles.len() {
+        let ((_, (first, tile)), (_, (second, other))) =
+            (matmul_tensor::VARIANTS[at], matmul_tensor::VARIANTS[tiles.len() + at]);
+        assert!(matches!((first, second), (Reduced::Tf32, Reduced::Bf16)), "all of TF32 stand before those of BF16");
+        assert!(tile.rows() == other.rows() && tile.cols() == other.cols(), "and have the same tiles");
+        tiles[at] = tile;
+        at += 1;
+    }
+    tiles
+};

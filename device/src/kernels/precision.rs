@@ -10,8 +10,8 @@
 //! Invariant: an element is rounded as [`Format`] says, whatever stands beside it; beyond the rows and k there is zero.
 
 use crate::block::divide;
-use crate::contract;
-use crate::format::{Bf16, Format, Tf32};
+use crate::family;
+use crate::format::{Bf16, Format, Reduced, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::mma::fragments;
 use crate::mma::{FRAGMENT, QUAD, ROWS, STEP, Side};
@@ -47,105 +47,133 @@ const fn side(bits: u32, form: usize) -> u32 {
     bits >> (2 * form) & 3
 }
 
-/// The entry points: the same parameters, another format.
-macro_rules! entries {
-    ($($(#[$doc:meta])* $name:ident: $format:ident;)*) => {$(
-        $(#[$doc])*
-        #[kernel]
-        pub unsafe fn $name(
-            a: &[f32],
-            a_along: *mut u32,
-            a_across: *mut u32,
-            a_rows: usize,
-            a_cols: usize,
-            a_ld: usize,
-            a_batches: usize,
-            a_stride: usize,
-            b: &[f32],
-            b_along: *mut u32,
-            b_across: *mut u32,
-            b_rows: usize,
-            b_cols: usize,
-            b_ld: usize,
-            b_batches: usize,
-            b_stride: usize,
-            c: &[f32],
-            c_along: *mut u32,
-            c_across: *mut u32,
-            c_rows: usize,
-            c_cols: usize,
-            c_ld: usize,
-            c_batches: usize,
-            c_stride: usize,
-            sides: u32,
-        ) {
-            let operand = |x, out, extents, ld, batches, stride, sides| Operand { x, out, extents, ld, batches, stride, sides };
-            let a = operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
-            let b = operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
-            let c = operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
-            let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
-            let before_b = a.turns();
-            let before_c = before_b + b.turns();
-            let (operand, turn) = if turn < before_b {
-                (a, turn)
-            } else if turn < before_c {
-                (b, turn - before_b)
-            } else if turn < before_c + c.turns() {
-                (c, turn - before_c)
-            } else {
-                return;
-            };
-            // SAFETY: by the contract.
-            unsafe { operand.round::<$format>(turn) };
-        }
-
-        #[cfg(not(target_arch = "nvptx64"))]
-        impl<'a> $name<'a> {
-            /// The launch that rounds these.
-            pub fn of([mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
-                let ([a_along, a_across], of_a) = a.wanted();
-                let ([b_along, b_across], of_b) = b.wanted();
-                let ([c_along, c_across], of_c) = c.wanted();
-                Self {
-                    a: a.values.unwrap_or_else(Slice::empty),
-                    a_along,
-                    a_across,
-                    a_rows: a.rows,
-                    a_cols: a.cols,
-                    a_ld: a.ld,
-                    a_batches: a.batches,
-                    a_stride: a.stride,
-                    b: b.values.unwrap_or_else(Slice::empty),
-                    b_along,
-                    b_across,
-                    b_rows: b.rows,
-                    b_cols: b.cols,
-                    b_ld: b.ld,
-                    b_batches: b.batches,
-                    b_stride: b.stride,
-                    c: c.values.unwrap_or_else(Slice::empty),
-                    c_along,
-                    c_across,
-                    c_rows: c.rows,
-                    c_cols: c.cols,
-                    c_ld: c.ld,
-                    c_batches: c.batches,
-                    c_stride: c.stride,
-                    sides: of_a | of_b << 4 | of_c << 8,
-                }
-            }
-        }
-    )*};
+/// What [`check`] finds of all three.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! grid {
+    ($p:ident, $format:ident) => {{
+        let a = check::<$format>(
+            ["a", "a_along", "a_across"],
+            [$p.a.len(), $p.a_along.len(), $p.a_across.len()],
+            [$p.a_rows, $p.a_cols, $p.a_ld],
+            [$p.a_batches, $p.a_stride],
+            bits($p.sides, 0),
+        )?;
+        let b = check::<$format>(
+            ["b", "b_along", "b_across"],
+            [$p.b.len(), $p.b_along.len(), $p.b_across.len()],
+            [$p.b_rows, $p.b_cols, $p.b_ld],
+            [$p.b_batches, $p.b_stride],
+            bits($p.sides, 1),
+        )?;
+        let c = check::<$format>(
+            ["c", "c_along", "c_across"],
+            [$p.c.len(), $p.c_along.len(), $p.c_across.len()],
+            [$p.c_rows, $p.c_cols, $p.c_ld],
+            [$p.c_batches, $p.c_stride],
+            bits($p.sides, 2),
+        )?;
+        Grid::cover(a.plus(b).plus(c), WARPS)
+    }};
 }
 
-entries! {
-    /// Rounds up to three operands of multiplies to TF32; for each `rows` x `cols` elements, `ld` from row to row, in batches that are
-    /// `stride` apart. `along`: fragments whose k runs along the rows, `ceil(rows / 32) ceil(cols / 8)` a batch; `across`: those of
-    /// the transposed, `ceil(cols / 32) ceil(rows / 8)`. `sides`: which of them are wanted, and for which
-    /// side of a product.
-    round_to_tf32: Tf32;
-    /// The same to pairs of BF16, the first in the lower half; a fragment has 16 elements along k.
-    round_to_bf16: Bf16;
+family! {
+    /// Rounds up to three operands of multiplies; for each `rows` x `cols` elements, `ld` from row to row, in batches that are
+    /// `stride` apart. `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a batch; `across`: those of
+    /// the transposed, `ceil(cols / 32) ceil(rows / 8)`. A fragment of BF16, in pairs of which the first is in the lower half, has 16
+    /// elements along k. `sides`: which of them are wanted, and for which side of a product.
+    round(format: Reduced as FORMAT) {
+        /// To TF32.
+        round_to_tf32 = Reduced::Tf32, type F = Tf32;
+        /// To pairs of BF16.
+        round_to_bf16 = Reduced::Bf16, type F = Bf16;
+    }
+    unsafe fn(
+        a: &[f32],
+        a_along: *mut u32,
+        a_across: *mut u32,
+        a_rows: usize,
+        a_cols: usize,
+        a_ld: usize,
+        a_batches: usize,
+        a_stride: usize,
+        b: &[f32],
+        b_along: *mut u32,
+        b_across: *mut u32,
+        b_rows: usize,
+        b_cols: usize,
+        b_ld: usize,
+        b_batches: usize,
+        b_stride: usize,
+        c: &[f32],
+        c_along: *mut u32,
+        c_across: *mut u32,
+        c_rows: usize,
+        c_cols: usize,
+        c_ld: usize,
+        c_batches: usize,
+        c_stride: usize,
+        sides: u32,
+    ) {
+        let operand = |x, out, extents, ld, batches, stride, sides| Operand { x, out, extents, ld, batches, stride, sides };
+        let a = operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
+        let b = operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
+        let c = operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
+        let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
+        let before_b = a.turns();
+        let before_c = before_b + b.turns();
+        let (operand, turn) = if turn < before_b {
+            (a, turn)
+        } else if turn < before_c {
+            (b, turn - before_b)
+        } else if turn < before_c + c.turns() {
+            (c, turn - before_c)
+        } else {
+            return;
+        };
+        // SAFETY: by the contract.
+        unsafe { operand.round::<F>(turn) };
+    }
+    // SAFETY: `check` has found every batch of an operand inside its argument, and the fragments of each form that `sides` names as many as
+    // its output holds. A warp beyond these turns returns.
+    contract unsafe { block: BLOCK, shared: 0 } |p| grid!(p, F)
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl<'a> round<'a> {
+    /// The launch that rounds these to a format.
+    pub fn of(format: Reduced, [mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
+        let ([a_along, a_across], of_a) = a.wanted();
+        let ([b_along, b_across], of_b) = b.wanted();
+        let ([c_along, c_across], of_c) = c.wanted();
+        Self {
+            format,
+            a: a.values.unwrap_or_else(Slice::empty),
+            a_along,
+            a_across,
+            a_rows: a.rows,
+            a_cols: a.cols,
+            a_ld: a.ld,
+            a_batches: a.batches,
+            a_stride: a.stride,
+            b: b.values.unwrap_or_else(Slice::empty),
+            b_along,
+            b_across,
+            b_rows: b.rows,
+            b_cols: b.cols,
+            b_ld: b.ld,
+            b_batches: b.batches,
+            b_stride: b.stride,
+            c: c.values.unwrap_or_else(Slice::empty),
+            c_along,
+            c_across,
+            c_rows: c.rows,
+            c_cols: c.cols,
+            c_ld: c.ld,
+            c_batches: c.batches,
+            c_stride: c.stride,
+            sides: of_a | of_b << 4 | of_c << 8,
+        }
+    }
 }
 
 /// What is to be rounded, for a launch: `batches` of `rows` x `cols` elements, `ld` from row to row, `stride` from batch to batch;
@@ -356,38 +384,3 @@ fn check<F: Format>(
     }
     Ok(turns)
 }
-
-#[cfg(not(target_arch = "nvptx64"))]
-macro_rules! grid {
-    ($p:ident, $format:ident) => {{
-        let p = $p;
-        let a = check::<$format>(
-            ["a", "a_along", "a_across"],
-            [p.a.len(), p.a_along.len(), p.a_across.len()],
-            [p.a_rows, p.a_cols, p.a_ld],
-            [p.a_batches, p.a_stride],
-            bits(p.sides, 0),
-        )?;
-        let b = check::<$format>(
-            ["b", "b_along", "b_across"],
-            [p.b.len(), p.b_along.len(), p.b_across.len()],
-            [p.b_rows, p.b_cols, p.b_ld],
-            [p.b_batches, p.b_stride],
-            bits(p.sides, 1),
-        )?;
-        let c = check::<$format>(
-            ["c", "c_along", "c_across"],
-            [p.c.len(), p.c_along.len(), p.c_across.len()],
-            [p.c_rows, p.c_cols, p.c_ld],
-            [p.c_batches, p.c_stride],
-            bits(p.sides, 2),
-        )?;
-        Grid::cover(a.plus(b).plus(c), WARPS)
-    }};
-}
-
-// SAFETY: `check` has found every batch of an operand inside its argument, and the fragments of each form that `sides` names as many as
-// its output holds. A warp beyond these turns returns.
-contract!(unsafe round_to_tf32 { block: BLOCK, shared: 0 } |p| grid!(p, Tf32));
-// SAFETY: as for `round_to_tf32`.
-contract!(unsafe round_to_bf16 { block: BLOCK, shared: 0 } |p| grid!(p, Bf16));

@@ -7,13 +7,9 @@
 
 #![forbid(unsafe_code)]
 
-#[path = "../../support/sources.rs"]
-mod sources;
-
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Contract, Scalar};
 use kernels::mma::FRAGMENT;
-use sources::SOURCES;
 use std::collections::BTreeSet;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Error, Result, Source, Target};
 
@@ -111,9 +107,13 @@ fn attack(kernel: &'static str, lengths: &[u64], mut run: impl FnMut(&mut Number
 /// Attacks kernels. After a parameter's name stands what it is: a buffer that is read (`f32s`, `u32s`), read by a pointer
 /// (`pointer`) or written (`out`, `out_u32`), by its elements; a `number`; or a `float`.
 macro_rules! attack {
-    ($($file:ident :: $kernel:ident { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
+    ($($file:ident :: $kernel:ident $(by $choice:ident)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
         /// The kernels' names.
-        const ATTACKED: &[&str] = &[$(stringify!($kernel)),*];
+        fn attacked() -> BTreeSet<&'static str> {
+            let mut names = BTreeSet::new();
+            $(names.extend(attack!(@variants $file $kernel $($choice)?).map(|(name, _)| name));)*
+            names
+        }
 
         $(#[test]
         fn $kernel() {
@@ -123,19 +123,26 @@ macro_rules! attack {
                 .step(|step| {
                     let mut lengths: Vec<u64> = Vec::new();
                     $(attack!(@make step, lengths, $name, $kind, $value);)*
-                    attack(stringify!($kernel), &lengths, |numbers, launch| {
-                        let _ = &numbers;
-                        let kernel = kernels::$file::$kernel { $($name: attack!(@argument numbers, $name, $kind, $value)),* };
-                        match kernel.grid() {
-                            Ok(_) if !launch => Ok(()),
-                            _ => step.launch(kernel),
-                        }
-                    });
+                    for (name, _choice) in attack!(@variants $file $kernel $($choice)?) {
+                        attack(name, &lengths, |numbers, launch| {
+                            let _ = &numbers;
+                            let kernel = kernels::$file::$kernel {
+                                $($choice: _choice,)?
+                                $($name: attack!(@argument numbers, $name, $kind, $value)),*
+                            };
+                            match kernel.grid() {
+                                Ok(_) if !launch => Ok(()),
+                                _ => step.launch(kernel),
+                            }
+                        });
+                    }
                     Ok(())
                 })
                 .unwrap();
         })*
     };
+    (@variants $file:ident $kernel:ident) => { [(stringify!($kernel), ())].into_iter() };
+    (@variants $file:ident $family:ident $choice:ident) => { kernels::$file::$family::VARIANTS.iter().copied() };
     (@make $step:ident, $lengths:ident, $name:ident, f32s, $length:expr) => {
         let $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
         $lengths.push($length as u64);
@@ -168,38 +175,26 @@ macro_rules! attack {
 /// The words of the fragments of one matrix of up to 32 rows and eight k.
 const WORDS: usize = FRAGMENT as usize;
 
-/// The list of the kernels, those of products among them: two batches of `[5, 7] [7, 6]`.
-macro_rules! kernels_and_products {
-    ($($products:ident)*; $($tensor:ident)*; $($round:ident)*; $($others:tt)*) => {
-        attack! {
-            $($others)*
-            $(matmul::$products {
-                a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
-                lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
-                stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
-            })*
-            $(matmul_tensor::$tensor {
-                a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
-                n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
-                stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
-            })*
-            $(precision::$round {
-                a: f32s 70, a_along: out_u32 2 * WORDS, a_across: out_u32 2 * WORDS, a_rows: number 5, a_cols: number 7,
-                a_ld: number 7, a_batches: number 2, a_stride: number 35,
-                b: f32s 84, b_along: out_u32 2 * WORDS, b_across: out_u32 2 * WORDS, b_rows: number 7, b_cols: number 6,
-                b_ld: number 6, b_batches: number 2, b_stride: number 42,
-                c: f32s 60, c_along: out_u32 2 * WORDS, c_across: out_u32 2 * WORDS, c_rows: number 5, c_cols: number 6,
-                c_ld: number 6, c_batches: number 2, c_stride: number 30, sides: number 0x999,
-            })*
-        }
-    };
-}
-
-kernels_and_products! {
-    matmul_16x16 matmul_32x32 matmul_32x64 matmul_64x128 matmul_128x256 matmul_on_cpu;
-    matmul_tf32_64x64 matmul_tf32_64x128 matmul_tf32_128x128 matmul_tf32_128x256
-    matmul_bf16_64x64 matmul_bf16_64x128 matmul_bf16_128x128 matmul_bf16_128x256;
-    round_to_tf32 round_to_bf16;
+// Products: two batches of `[5, 7] [7, 6]`.
+attack! {
+    matmul::matmul by tile {
+        a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
+        lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
+        stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+    }
+    matmul_tensor::matmul_tensor by variant {
+        a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
+        n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
+        stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+    }
+    precision::round by format {
+        a: f32s 70, a_along: out_u32 2 * WORDS, a_across: out_u32 2 * WORDS, a_rows: number 5, a_cols: number 7,
+        a_ld: number 7, a_batches: number 2, a_stride: number 35,
+        b: f32s 84, b_along: out_u32 2 * WORDS, b_across: out_u32 2 * WORDS, b_rows: number 7, b_cols: number 6,
+        b_ld: number 6, b_batches: number 2, b_stride: number 42,
+        c: f32s 60, c_along: out_u32 2 * WORDS, c_across: out_u32 2 * WORDS, c_rows: number 5, c_cols: number 6,
+        c_ld: number 6, c_batches: number 2, c_stride: number 30, sides: number 0x999,
+    }
     activation::tanh_forward { x: f32s 9, y: out 9 }
     activation::tanh_backward { y: f32s 9, dy: f32s 9, dx: out 9 }
     activation::gelu_forward { x: f32s 9, y: out 9 }
@@ -266,11 +261,9 @@ kernels_and_products! {
 
 #[test]
 fn every_kernel_is_attacked() {
-    let name = |rest: &str| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
-    let contracts = SOURCES.iter().flat_map(|(_, source)| source.lines()).filter(|line| line.starts_with("contract!"));
-    let known: BTreeSet<String> = contracts.filter_map(|line| Some(name(line.split_once("unsafe ")?.1))).collect();
-    let attacked = ATTACKED.iter().map(|name| (*name).to_owned()).collect();
-    assert_eq!(known, attacked, "kernels that exist, and those attacked here");
+    let known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
+    assert!(known.contains("fill"), "{known:?}");
+    assert_eq!(known, attacked(), "kernels that exist, and those attacked here");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! and a length, everything else is one 8-byte word. And the word `unsafe` is the author's: what these macros write for him
 //! that is unsafe, a module that forbids unsafe code refuses.
 
+mod arguments;
 mod pointers;
 
 use proc_macro::TokenStream;
@@ -38,6 +39,13 @@ pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
 pub fn written_unsafe(input: TokenStream) -> TokenStream {
     let word = parse_macro_input!(input as syn::Token![unsafe]);
     quote_spanned!(word.span=> #[allow(unused_unsafe)] const _: () = unsafe {};).into()
+}
+
+/// `arguments! { pub struct matmul { tile: Tile } (a: &[f32], out: *mut f32) }`: the struct that `#[kernel]` makes of a function with
+/// these parameters, for a family of kernels that all have them. What stands in braces chooses one; no kernel is passed it.
+#[proc_macro]
+pub fn arguments(input: TokenStream) -> TokenStream {
+    parse_macro_input!(input as arguments::Family).expand().unwrap_or_else(Error::into_compile_error).into()
 }
 
 enum Kind {
@@ -162,24 +170,9 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
     let raw = parameters.iter().filter(|p| matches!(p.kind, Kind::Pointer(_) | Kind::PointerMut(_)));
     let body = pointers::told(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
     let signature = &item.sig;
-    let text = name.to_string();
-    let borrows = parameters.iter().any(|p| !matches!(p.kind, Kind::Scalar(_)));
-    let lifetime = if borrows { quote!(<'a>) } else { quote!() };
-    let elided = if borrows { quote!(<'_>) } else { quote!() };
     let launch = quote!(::cuda_std::launch);
-
-    let fields = parameters.iter().map(|Parameter { name, kind, docs }| {
-        let ty = match kind {
-            Kind::Slice(element) => quote!(#launch::Slice<'a, #element>),
-            Kind::Pointer(element) => quote!(#launch::Pointer<'a, #element>),
-            Kind::PointerMut(element) => quote!(#launch::PointerMut<'a, #element>),
-            Kind::Scalar(scalar) => quote!(#scalar),
-        };
-        let text = format!("The kernel's parameter `{name}`.");
-        quote!(#(#docs)* #[doc = #text] pub #name: #ty)
-    });
-    let packed = parameters.iter().map(|Parameter { name, .. }| quote!(#launch::Argument::pack(&self.#name, words)));
-    let pointers = parameters.iter().filter(|p| !matches!(p.kind, Kind::Scalar(_))).map(|p| p.name.to_string());
+    let typed = arguments::typed(documents, visibility, name, None, parameters);
+    let elided = if arguments::borrow(parameters) { quote!(<'_>) } else { quote!() };
     let mut word = 0usize;
     let unpacked = parameters.iter().map(|Parameter { kind, .. }| {
         let (read, words) = match kind {
@@ -228,11 +221,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         #[inline(always)]
         #visibility #signature #body
 
-        #[cfg(not(target_arch = "nvptx64"))]
-        #(#documents)*
-        #[allow(non_camel_case_types)]
-        #[derive(Debug)]
-        #visibility struct #name #lifetime { #(#fields),* }
+        #typed
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
@@ -260,15 +249,9 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
                 #threads
             }
 
-            // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` two words, anything else one. In that order
-            // and at those places `threads` reads them.
+            // SAFETY: `threads` reads the words in the order and at the places of the parameters, as `pack` writes them.
             unsafe impl #launch::Kernel for #name #elided {
-                const NAME: &'static str = #text;
                 const VERSIONS: #launch::Versions = #launch::Versions { portable, fused, wide, watched };
-                const POINTERS: &'static [&'static str] = &[#(#pointers),*];
-                fn pack(&self, words: &mut #launch::Words) {
-                    #(#packed;)*
-                }
             }
         };
     }

@@ -7,7 +7,7 @@
 use super::block::{GROUP, Problem};
 use super::epilogue::Epilogue;
 use super::operand::Operand;
-use super::tile::place;
+use super::tile::{Cost, Tile, place};
 use crate::tile::SharedTile;
 use crate::unroll;
 use crate::vector::{F4, load_run};
@@ -17,12 +17,19 @@ use cuda_std::{emulator, thread};
 const PANEL: u32 = 32;
 /// Panels of rows and of columns in the tile.
 const PANELS: [u32; 2] = [4, 8];
-/// Rows of the tile.
-pub(super) const ROWS: u32 = PANELS[0] * PANEL;
-/// Columns of the tile.
-pub(super) const COLS: u32 = PANELS[1] * PANEL;
-/// Threads of a block: one for each pair of panels.
-pub(super) const THREADS: u32 = PANELS[0] * PANELS[1];
+/// A thread for each pair of panels.
+pub(super) const TILE: Tile = Tile {
+    warps: [1, 1],
+    each: [PANEL as usize; 2],
+    depth: DEPTH,
+    stages: 2,
+    at_once: 1,
+    groups: 1,
+    cost: Cost::new(0, 0, 0),
+};
+const ROWS: u32 = PANELS[0] * PANEL;
+const COLS: u32 = PANELS[1] * PANEL;
+const THREADS: u32 = PANELS[0] * PANELS[1];
 /// Depth of a stage along k.
 const DEPTH: u32 = 64;
 /// Floats from one panel of a stage to the next; a line more than it holds, so that panels do not share their cache sets.
@@ -30,8 +37,11 @@ const PANEL_LEN: u32 = DEPTH * PANEL + 16;
 /// Floats that a thread copies at once, a cache line; it has four of these in each panel.
 const RUN: usize = (PANEL * DEPTH / THREADS / 4) as usize;
 const STAGE_LEN: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN;
-/// Shared bytes: one stage is in use while the next is copied.
-pub(super) const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
+/// One stage is in use while the next is copied.
+const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
+
+const _: () = assert!(TILE.rows() == ROWS && TILE.cols() == COLS && TILE.threads() == THREADS);
+const _: () = assert!(TILE.shared_bytes() >= SHARED_BYTES);
 
 /// A thread's outputs.
 type Sums = [[f32; PANEL as usize]; PANEL as usize];

@@ -88,6 +88,12 @@ impl Tile {
         (self.at_once * self.unrolled()) as u32
     }
 
+    /// Whether it is the emulator's own, which no GPU has.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub const fn is_on_cpu(self) -> bool {
+        self.warps[0] * self.warps[1] == 1
+    }
+
     /// Bytes of shared memory of a block.
     pub const fn shared_bytes(self) -> u32 {
         4 * self.stages * self.stage_len()

@@ -1,14 +1,14 @@
 //! Matrix multiply by matrix instructions: what [`gemm_into`](super::gemm_into) does in a precision below f32.
 
-use super::matmul::{Epilogue, Gemm, Gradient};
-use super::precision::{Fragments, Matrices, Operand, round};
+use super::super::precision::{Fragments, Matrices, Operand, round};
+use super::form::{Epilogue, Gemm, Gradient};
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::error::{Error, Result};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::matmul_tensor::*;
+use kernels::matmul_tensor::{TILES, Tile, matmul_tensor};
 use kernels::mma::Side;
 
 impl Gemm {
@@ -104,51 +104,47 @@ fn multiply(
         let Words { m, n, k, chunk, batches, .. } = *words;
         let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
         let processors = step.description().processors as usize;
-        let tile = form.tensor_tile.unwrap_or_else(|| fastest(words.extents(), words.matrices(), processors));
-        macro_rules! launch {
-            ($($kernel:ident: $tile:ident,)*) => {
-                match tile {
-                    $($tile => step.launch($kernel {
-                        a: a.slice(),
-                        b: b.slice(),
-                        bias,
-                        c,
-                        out,
-                        pre,
-                        m,
-                        n,
-                        k,
-                        ldc,
-                        chunk,
-                        batches,
-                        stride_a,
-                        stride_b,
-                        stride_c,
-                        stride_bias: form.stride_bias,
-                        beta,
-                        flags,
-                    }),)*
-                    tile => Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}"))),
-                }
-            };
-        }
-        if precision == Precision::Tf32 {
-            kernels::matmul_tensor_tiles!(launch!(tf32))
-        } else {
-            kernels::matmul_tensor_tiles!(launch!(bf16))
-        }
+        let tile = match form.tensor_tile {
+            Some(tile) if !TILES.contains(&tile) => {
+                return Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}")));
+            }
+            Some(tile) => tile,
+            None => fastest(words.extents(), words.matrices(), processors),
+        };
+        step.launch(matmul_tensor {
+            variant: (precision.reduced()?, tile),
+            a: a.slice(),
+            b: b.slice(),
+            bias,
+            c,
+            out,
+            pre,
+            m,
+            n,
+            k,
+            ldc,
+            chunk,
+            batches,
+            stride_a,
+            stride_b,
+            stride_c,
+            stride_bias: form.stride_bias,
+            beta,
+            flags,
+        })
     })
 }
 
 /// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.
 fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
     let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
-    split::fastest(TILES, extents, matrices, processors, costs)
+    split::fastest(&TILES, extents, matrices, processors, costs)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kernels::matmul_tensor::{T64X128, T128X128, T128X256};
 
     /// The shapes of CrossAsset and of large squares, on an H200.
     #[test]

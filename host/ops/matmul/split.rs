@@ -2,7 +2,7 @@
 //!
 //! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
 
-use super::matmul::{Epilogue, Gemm};
+use super::form::{Epilogue, Gemm};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Target};

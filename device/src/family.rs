@@ -1,0 +1,106 @@
+//! `family!`: kernels that differ in a constant or a type alone: one argument list, one contract, a table of variants.
+//!
+//! ```text
+//! family! {
+//!     /// What the family computes.
+//!     matmul(tile: Tile as TILE) {
+//!         /// 16 x 16, 64 threads.
+//!         matmul_16x16 = T16X16;
+//!         matmul_32x32 = T32X32;
+//!     }
+//!     unsafe fn(a: &[f32], b: &[f32], out: *mut f32) { .. }
+//!     // SAFETY: why the grid suffices.
+//!     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
+//! }
+//! ```
+//! A row of the table is a kernel: its PTX entry, and its value of the constant, by which a launch chooses it: `step.launch(matmul { tile,
+//! a, b, out })`. Behind it may stand types: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`. The body and the contract see the row's
+//! constant and types; what they do stands in functions beside the family. `FAMILY::VARIANTS` lists the rows.
+//!
+//! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
+
+/// Declares the kernels of a family; see the module.
+#[macro_export]
+macro_rules! family {
+    (
+        $(#[doc = $doc:literal])*
+        $family:ident($choice:ident: $Choice:ty as $CHOICE:ident) {
+            $($(#[doc = $row:literal])* $(#[cfg($cfg:meta)])? $kernel:ident = $value:expr $(, type $F:ident = $T:ty)*;)*
+        }
+        unsafe fn $parameters:tt $body:tt
+        contract $unsafe:tt { block: $block:expr, shared: $shared:expr } |$arguments:ident| $grid:expr
+    ) => {
+        $(
+            $(#[cfg($cfg)])?
+            #[allow(unreachable_pub)]
+            mod $kernel {
+                use super::*;
+
+                // A body may need the row's types alone.
+                #[allow(dead_code)]
+                pub(super) const $CHOICE: $Choice = $value;
+                $(type $F = $T;)*
+
+                #[kernel]
+                pub unsafe fn $kernel $parameters $body
+
+                #[cfg(not(target_arch = "nvptx64"))]
+                pub(super) use contract::{ENTRY, grid};
+                #[cfg(not(target_arch = "nvptx64"))]
+                #[allow(unused_imports)]
+                mod contract {
+                    use super::*;
+                    use ::cuda_std::launch::{Entry, Grid, Listed, Size, Violation};
+
+                    pub(in super::super) static ENTRY: Entry =
+                        Entry::of::<super::$kernel<'_>>($crate::package!(), $block, $shared, $crate::ALIGN);
+                    ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
+
+                    #[deny(clippy::arithmetic_side_effects)]
+                    pub(in super::super) fn grid($arguments: &super::super::$family<'_>) -> Result<Grid, Violation> {
+                        $grid
+                    }
+                }
+            }
+        )*
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family { $choice: $Choice } $parameters }
+
+        // clippy looks for the reason before the family; a test looks for it before the contract.
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(clippy::undocumented_unsafe_blocks)]
+        const _: () = {
+            // Where `unsafe` is refused, so is the contract: the compiler would not look for the word in this macro.
+            ::cuda_std::written_unsafe!($unsafe);
+            use ::cuda_std::launch::{Contract, Entry, Grid, Violation};
+
+            impl $family<'_> {
+                /// The kernels of the family: name and choice.
+                pub const VARIANTS: &'static [(&'static str, $Choice)] =
+                    &[$($(#[cfg($cfg)])? (stringify!($kernel), $kernel::$CHOICE)),*];
+
+                fn unknown(&self) -> Violation {
+                    Violation::choice(stringify!($choice), stringify!($family), &self.$choice)
+                }
+            }
+
+            // SAFETY: the author has written `unsafe` for it, and why at the same place.
+            unsafe impl Contract for $family<'_> {
+                fn entry(&self) -> Result<&'static Entry, Violation> {
+                    $($(#[cfg($cfg)])? if self.$choice == $kernel::$CHOICE {
+                        return Ok(&$kernel::ENTRY);
+                    })*
+                    Err(self.unknown())
+                }
+
+                fn grid(&self) -> Result<Grid, Violation> {
+                    $($(#[cfg($cfg)])? if self.$choice == $kernel::$CHOICE {
+                        return $kernel::grid(self);
+                    })*
+                    Err(self.unknown())
+                }
+            }
+        };
+    };
+}

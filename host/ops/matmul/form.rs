@@ -1,0 +1,114 @@
+//! What is multiplied: extents, strides, and what follows the sums.
+
+use crate::precision::Precision;
+use crate::tensor::{Target, Tensor};
+use cuda_std::launch::PointerMut;
+use kernels::matmul::{GELU, KEEP, Tile};
+
+/// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
+///
+/// `out = A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when `transpose_a`), B `[k, n]`
+/// (stored `[n, k]` when `transpose_b`), `out` and `c` `[m, n]`, `bias` `[n]`. `ld*` are elements between rows,
+/// `stride_*` between batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Gemm {
+    /// Rows of the output.
+    pub m: usize,
+    /// Columns of the output.
+    pub n: usize,
+    /// Products in each output.
+    pub k: usize,
+    /// A is stored as `[k, m]`.
+    pub transpose_a: bool,
+    /// B is stored as `[n, k]`.
+    pub transpose_b: bool,
+    /// Elements between rows of A as stored.
+    pub lda: usize,
+    /// Elements between rows of B as stored.
+    pub ldb: usize,
+    /// Elements between rows of the output.
+    pub ldc: usize,
+    /// Multiplies of the same form.
+    pub batches: usize,
+    /// Elements between batches of A.
+    pub stride_a: usize,
+    /// Elements between batches of B.
+    pub stride_b: usize,
+    /// Elements between batches of the output.
+    pub stride_c: usize,
+    /// Elements between batches of the bias.
+    pub stride_bias: usize,
+    /// What the old content counts.
+    pub beta: f32,
+    /// Which tile computes it, of [`TILES`]; none: the one that should be done first, or on the emulator the CPU's own. The
+    /// bits are the same.
+    pub tile: Option<Tile>,
+    /// How its factors are rounded; none: as the step says.
+    pub precision: Option<Precision>,
+    /// Which tile computes it in a precision below f32, of [`TENSOR_TILES`](super::TENSOR_TILES); as `tile`.
+    pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
+}
+
+impl Gemm {
+    /// One multiply of packed matrices: `[m, k] [k, n]`.
+    pub fn new(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n, k, lda: k, ldb: n, ldc: n, batches: 1, ..Self::default() }
+    }
+
+    /// A is stored as `[k, m]`, packed.
+    #[must_use]
+    pub fn transpose_a(self) -> Self {
+        Self { transpose_a: true, lda: self.m, ..self }
+    }
+
+    /// B is stored as `[n, k]`, packed.
+    #[must_use]
+    pub fn transpose_b(self) -> Self {
+        Self { transpose_b: true, ldb: self.k, ..self }
+    }
+
+    /// Computed by this tile.
+    #[must_use]
+    pub fn tile(self, tile: Tile) -> Self {
+        Self { tile: Some(tile), ..self }
+    }
+
+    /// In this precision.
+    #[must_use]
+    pub fn precision(self, precision: Precision) -> Self {
+        Self { precision: Some(precision), ..self }
+    }
+
+    /// Adds to what is there.
+    #[must_use]
+    pub fn accumulate(self) -> Self {
+        Self { beta: 1.0, ..self }
+    }
+}
+
+/// What is done with the sums before they are written.
+pub(in super::super) enum Epilogue<'e, 's> {
+    Store,
+    Gelu { pre: &'e mut Tensor<'s> },
+}
+
+impl<'e> Epilogue<'e, '_> {
+    /// Where the sums before gelu go, and what a kernel is told of it.
+    pub(super) fn out(self) -> (PointerMut<'e, f32>, u32) {
+        match self {
+            Self::Store => (PointerMut::empty(), 0),
+            Self::Gelu { pre } => (pre.out(), GELU | KEEP),
+        }
+    }
+}
+
+/// A multiply that gives the gradient of one factor from that of the product; for [`gradients_into`].
+#[derive(Debug)]
+pub struct Gradient<'g, S, T> {
+    /// The multiply; with [`Gemm::accumulate`] it adds to what is there.
+    pub form: Gemm,
+    /// The other factor.
+    pub of: &'g S,
+    /// Where the gradient goes.
+    pub into: &'g mut T,
+}

@@ -1,0 +1,128 @@
+//! Multiplies in f32: one chain of fused multiply-adds for each output, whatever the tile.
+
+use super::form::{Epilogue, Gemm};
+use super::split::{self, Outputs, Words, in_chunks};
+use crate::driver::DeviceKind;
+use crate::error::{Error, Result};
+use crate::step::Step;
+use crate::tensor::{Source, Target};
+use cuda_std::launch::Slice;
+use kernels::matmul::{ON_CPU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul};
+
+#[track_caller]
+pub(super) fn queue<'s>(
+    step: &Step<'s>,
+    form: &Gemm,
+    a: &impl Source<'s, f32>,
+    b: &impl Source<'s, f32>,
+    bias: Option<&impl Source<'s, f32>>,
+    residual: Option<&impl Source<'s, f32>>,
+    out: &mut impl Target<'s, f32>,
+    epilogue: Epilogue<'_, 's>,
+) -> Result<()> {
+    let words = Words::new(form)?;
+    let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
+    in_chunks(step, form, &words, outputs, |outputs| multiply(step, form, &words, a.slice(), b.slice(), outputs))
+}
+
+/// Queues the products: of all of k, or of each chunk.
+#[track_caller]
+fn multiply(
+    step: &Step<'_>,
+    form: &Gemm,
+    words: &Words,
+    a: Slice<'_, f32>,
+    b: Slice<'_, f32>,
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    let Words { m, n, k, lda, ldb, chunk, batches, .. } = *words;
+    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
+    let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
+    for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
+        flags |= if set { flag } else { 0 };
+    }
+    let device = step.device().description();
+    let tile = match form.tile {
+        Some(tile) if !TILES.contains(&tile) => {
+            return Err(Error::misuse("matmul", "one of `ops::TILES`", format!("{tile:?}")));
+        }
+        Some(tile) => tile,
+        None if device.kind == DeviceKind::Emulated => ON_CPU,
+        None => fastest(words.extents(), words.matrices(), device.processors as usize),
+    };
+    step.launch(matmul {
+        tile,
+        a,
+        b,
+        bias,
+        c,
+        out,
+        pre,
+        m,
+        n,
+        k,
+        lda,
+        ldb,
+        ldc,
+        chunk,
+        batches,
+        stride_a,
+        stride_b,
+        stride_c,
+        stride_bias,
+        beta,
+        flags,
+    })
+}
+
+/// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(&TILES, extents, matrices, processors, costs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::matmul::chunk;
+
+    /// The shapes of CrossAsset and of large squares, on an H200 and a GB10.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        for (m, n, k, on_h200, on_gb10) in [
+            (12, 256, 1024_usize, [16, 16], [16, 16]),
+            (256, 1024, 3072, [64, 128], [64, 128]),
+            (3072, 256, 1024, [32, 64], [64, 128]),
+            (3072, 1024, 256, [64, 128], [128, 256]),
+            (1024, 1024, 1024, [64, 128], [64, 128]),
+            (8192, 8192, 8192, [128, 256], [128, 256]),
+        ] {
+            for (processors, want) in [(132, on_h200), (48, on_gb10)] {
+                let chunk = chunk(m, n, k);
+                let tile = fastest([m, n, chunk], k.div_ceil(chunk), processors);
+                assert_eq!([tile.rows(), tile.cols()], want, "{m} x {n}, k {k}, {processors} multiprocessors");
+            }
+        }
+    }
+
+    /// Few outputs and long k, as in the gradients of weights; and the number of chunks stays within a grid.
+    #[test]
+    fn k_is_split_where_outputs_are_few() {
+        for ([m, n, k], want) in [
+            ([1024, 256, 3072], 384),
+            ([256, 256, 3072], 256),
+            ([193, 256, 256], 256),
+            ([12, 256, 1024], 256),
+            ([256, 1024, 12], 12),
+            ([12, 256, 511], 511),
+            ([12, 256, 513], 320),
+            ([1024, 256, 49152], 6144),
+            ([256, 3, 1 << 20], 1 << 14),
+            ([1024, 1024, 1024], 1024),
+            ([0, 3, 4096], 256),
+            ([3, 4, 0], 1),
+        ] {
+            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
+        }
+    }
+}

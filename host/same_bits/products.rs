@@ -1,0 +1,238 @@
+//! The cases of multiplies, which every variant of a family has.
+//!
+//! Invariant: that of [`cases`](super::cases).
+
+#![forbid(unsafe_code)]
+
+use super::Form;
+use super::inputs::Inputs;
+use crate::error::Result;
+use crate::ops;
+use crate::tensor::{Source, Target, Tensor};
+use cuda_std::launch::{PointerMut, Slice};
+use kernels::format::Reduced;
+use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
+use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
+use kernels::mma::Side;
+use kernels::precision::{Rounding, round};
+
+/// A multiply: batches, `[m, n, k]`, how much of k is a chunk, flags and beta.
+type Product = (usize, [usize; 3], usize, u32, f32);
+
+/// A chunk that is all of k.
+const ALL: usize = usize::MAX;
+
+/// Products with and without tails, each way to store and to end them.
+const PRODUCTS: [Product; 5] = [
+    (1, [1, 1, 1], ALL, 0, 0.0),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, 1.0),
+    (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, 0.0),
+    (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, 0.0),
+    (1, [150, 193, 257], ALL, GELU | KEEP, 0.5),
+];
+
+/// Four blocks of the largest tile, and enough of GELU: fusing changes one result in some hundreds; copies by vectors and by elements
+/// along both axes, whole stages and cut ones; chunks of which the first has two chains.
+const SMALLEST_PRODUCTS: [Product; 5] = [
+    (1, [129, 257, 5], ALL, GELU, 0.0),
+    (2, [8, 12, 68], ALL, TRANSPOSE_A, 1.0),
+    (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, 0.0),
+    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, 0.5),
+    (1, [2, 3, 1100], 1088, 0, 0.0),
+];
+
+/// The same for matrix instructions, which have no transposes.
+const TENSOR_PRODUCTS: [Product; 5] = [
+    (1, [1, 8, 8], ALL, 0, 0.0),
+    (1, [64, 64, 64], ALL, 0, 1.0),
+    (3, [136, 72, 24], ALL, 0, 0.0),
+    (1, [12, 256, 192], ALL, GELU, 0.0),
+    (1, [150, 272, 264], ALL, GELU | KEEP, 0.5),
+];
+
+/// Four blocks of the largest tile, and enough of GELU; vectors and elements, stages of the ring more than once, and chunks.
+const SMALLEST_TENSOR_PRODUCTS: [Product; 4] = [
+    (1, [129, 257, 24], ALL, GELU, 0.0),
+    (2, [12, 24, 168], ALL, GELU | KEEP, 0.5),
+    (1, [3, 7, 8], ALL, GELU, 0.0),
+    (1, [4, 8, 80], 32, 0, 0.0),
+];
+
+/// The case of a tile. The tiles give the same bits.
+pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
+    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
+        let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
+        let shape = [batches * k.div_ceil(chunk), m, n];
+        let mut out = i.output(beta, shape, || i.normals(shape))?;
+        let mut pre = i.output(0.0, shape, || i.normals(shape))?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul {
+            tile,
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+            ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
+            stride_c: m * n,
+            stride_bias: n,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    Ok(())
+}
+
+/// Nothing may follow the sum of a chunk.
+fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
+    if chunked { Slice::empty() } else { bias.slice() }
+}
+
+/// What a multiply leaves.
+fn keep_outputs<'s>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s>, pre: &Tensor<'s>) -> Result<()> {
+    i.keep(out)?;
+    if flags & KEEP != 0 || i.form == Form::Whole { i.keep(pre) } else { Ok(()) }
+}
+
+/// The case of a tile of matrix instructions: [`product`], on whole numbers so small that every sum is exact. The order of
+/// sums, which is each GPU's own, then changes nothing. The smallest form has a bias between whole numbers, so that GELU does not see
+/// them alone.
+pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTile) -> Result<()> {
+    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS) {
+        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+        let [(a, stride_a), (b, stride_b)] = round_factors(i, format, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
+        let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let length = batches * k.div_ceil(chunk) * m * n;
+        let mut out = i.output(beta, [length], || i.whole(length))?;
+        let mut pre = i.output(0.0, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul_tensor {
+            variant: (format, tile),
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a,
+            stride_b,
+            stride_c: m * n,
+            stride_bias: n,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    Ok(())
+}
+
+/// The case of a kernel that rounds: factors as they lie and transposed, with and without tails, special numbers among them.
+pub(super) fn rounding(i: &Inputs<'_, '_>, format: Reduced) -> Result<()> {
+    i.squares(|i, x| {
+        let [m, k] = x.shape().as_rows();
+        for flags in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+            let [(a, _), (b, _)] = round_factors(i, format, 1, [m, m, k], flags, [x, x])?;
+            i.keep(&a)?;
+            i.keep(&b)?;
+        }
+        Ok(())
+    })
+}
+
+/// Both factors of a multiply, A `[m, k]` and B `[n, k]` or each transposed, as fragments; and their strides.
+fn round_factors<'s>(
+    i: &Inputs<'_, 's>,
+    format: Reduced,
+    batches: usize,
+    [m, n, k]: [usize; 3],
+    flags: u32,
+    [a, b]: [&Tensor<'s>; 2],
+) -> Result<[(Tensor<'s, u32>, usize); 2]> {
+    let [stride_a, stride_b] = [[m, k], [n, k]].map(|extents| format.fragments(extents));
+    let (mut a_out, mut b_out) = (i.step.empty([batches, stride_a])?, i.step.empty([batches, stride_b])?);
+    i.step.launch(round::of(
+        format,
+        [
+            factors(a.slice(), Side::Left, a_out.out(), batches, [m, k], flags & TRANSPOSE_A != 0),
+            factors(b.slice(), Side::Right, b_out.out(), batches, [n, k], flags & TRANSPOSE_B == 0),
+            Rounding::default(),
+        ],
+    ))?;
+    Ok([(a_out, stride_a), (b_out, stride_b)])
+}
+
+/// Factors to be rounded, `batches` of `[rows, k]` or transposed.
+fn factors<'a>(
+    values: Slice<'a, f32>,
+    side: Side,
+    out: PointerMut<'a, u32>,
+    batches: usize,
+    [rows, k]: [usize; 2],
+    transposed: bool,
+) -> Rounding<'a> {
+    let wanted = Some((side, out));
+    let packed = Rounding { values: Some(values), batches, stride: rows * k, ..Rounding::default() };
+    if transposed {
+        Rounding { rows: k, cols: rows, ld: rows, across: wanted, ..packed }
+    } else {
+        Rounding { rows, cols: k, ld: k, along: wanted, ..packed }
+    }
+}
+
+/// The case of [`sum_splits`]: multiplies that are split; in the smallest form by itself.
+pub(super) fn splits(i: &Inputs<'_, '_>) -> Result<()> {
+    if i.form == Form::Smallest {
+        return [([3, 260], 9, GELU | KEEP, 0.5), ([2, 5], 2, 0, 0.0)]
+            .into_iter()
+            .try_for_each(|(extents, splits, flags, beta)| splits_alone(i, extents, splits, flags, beta));
+    }
+    for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
+        let (a, b, bias, mut out) = (i.normals([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals([m, n])?);
+        let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
+        ops::gemm_into(i.step, &form, &a, &b, Some(&bias), &mut out)?;
+        i.keep(&out)?;
+    }
+    Ok(())
+}
+
+/// [`sum_splits`] of partials that no kernel has made.
+fn splits_alone(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u32, beta: f32) -> Result<()> {
+    let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
+    let (mut out, mut pre) = (i.normals([m, n])?, i.normals([m, n])?);
+    let (c, written) = out.in_place();
+    i.step.launch(sum_splits {
+        partials: partials.slice(),
+        splits: splits as u32,
+        bias: bias.slice(),
+        c,
+        out: written,
+        pre: pre.out(),
+        m: m as u32,
+        n: n as u32,
+        ldc: n as u32,
+        batches: 1,
+        stride_c: m * n,
+        stride_bias: n,
+        beta,
+        flags,
+    })?;
+    i.keep(&out)?;
+    i.keep(&pre)
+}
