@@ -5,9 +5,8 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::launch::Source;
 use crate::step::Eager;
-use crate::tensor::{Element, Shape, Tensor};
+use crate::tensor::{Element, Shape, Source, Tensor};
 use ndarray::{ArrayD, ArrayView, Dimension, IxDyn};
 
 impl<'s> Eager<'s> {

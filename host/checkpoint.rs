@@ -5,11 +5,12 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result, short};
+use crate::digest::hex;
+use crate::error::{Error, Quantity, Result, short};
 use crate::files::{replace_file, sweep};
-use crate::finite::{Numbers, Quantity};
+use crate::finite::Numbers;
 use crate::optim::{Optimizer, UpdateRule};
-use crate::params::{Entry, Layout, Parameters, hex};
+use crate::params::{Entry, Layout, Parameters};
 use crate::tensor::Shape;
 use crate::tensors::Tensors;
 use crate::upload::Transfer;

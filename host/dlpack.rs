@@ -6,9 +6,9 @@
 
 use crate::driver::{Device, DeviceKind};
 use crate::error::{Error, Result};
-use crate::launch::{Memory, launch_on};
+use crate::launch::launch_on;
 use crate::memory::Buffer;
-use crate::tensor::{Element, Shape};
+use crate::tensor::{Element, Memory, Shape};
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackElement, Managed, ManagedTensorBase};
@@ -113,7 +113,7 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
         } else {
             // SAFETY: memory of this GPU, row-major, that can be read for as long as the tensor is there, as this function asks; the
             // tensor outlives the wait below.
-            let values = unsafe { Memory::<f32>::new(device, first.addr() as u64, elements) };
+            let values = unsafe { Memory::<f32>::new(device.identity(), first.addr() as u64, elements) };
             let queued = launch_on(device, &copy { x: values.as_slice(), out: buffer.memory().cast().as_out() });
             if let Err(error) = queued.and_then(|()| device.synchronize(device.deadline())) {
                 std::mem::forget(tensor);

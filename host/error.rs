@@ -3,9 +3,9 @@
 //! Invariant: a caller's mistake is [`Error::Misuse`] or [`Error::Contract`], found before anything ran; everything
 //! else names the call that failed and what the system said.
 
-use crate::driver::PtxBuild;
-use crate::finite::Quantity;
-use crate::memory::{ArenaReport, Cause, Refusal};
+use crate::admission::Refusal;
+use crate::ptx::PtxBuild;
+use crate::report::{ArenaReport, Cause};
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
 use std::fmt::{self, Write};
@@ -227,6 +227,31 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+/// What [`Error::NotFinite`] is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Quantity {
+    /// The loss of a batch.
+    Loss,
+    /// The L2 norm of all gradients together.
+    GradientNorm,
+    /// A weight.
+    Weight,
+    /// What the optimiser keeps for a weight, such as a moment.
+    OptimizerState,
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Loss => "the loss",
+            Self::GradientNorm => "the gradients' norm",
+            Self::Weight => "a weight",
+            Self::OptimizerState => "the optimiser's state",
+        })
+    }
 }
 
 impl Error {

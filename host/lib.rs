@@ -1,11 +1,14 @@
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod admission;
 #[cfg(feature = "ndarray")]
 mod arrays;
 mod autograd;
 mod capture;
 mod checkpoint;
+mod copies;
+mod digest;
 #[cfg(feature = "dlpack")]
 mod dlpack;
 mod driver;
@@ -22,7 +25,10 @@ mod nvtx;
 pub mod ops;
 mod optim;
 mod params;
+mod precision;
+mod ptx;
 mod random;
+mod report;
 pub mod same_bits;
 mod state_dict;
 mod step;
@@ -36,6 +42,7 @@ mod upload;
 #[doc = include_str!("../docs/guide.md")]
 mod guide {}
 
+pub use admission::{MemInfo, Refusal, Situation};
 pub use autograd::{Backward, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
@@ -46,26 +53,24 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, PtxBuild, PtxCompiler,
-    SelfTest, faults, ptx_builds,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, SelfTest, faults,
+    ptx_builds,
 };
-pub use error::{Error, Result};
+pub use error::{Error, Quantity, Result};
 pub use files::{PlainFile, RunLock, replace_file};
-pub use finite::{Numbers, Quantity};
+pub use finite::Numbers;
 pub use initializer::Initializer;
-pub use launch::{Lent, LentMut, Source, Target};
 pub use loader::Loader;
-pub use memory::{
-    Arena, ArenaBuilder, ArenaReport, Buffer, Capacity, Cause, Count, Event, Growth, Kind, Largest, Measured, MemInfo,
-    Origin, Overflow, OverflowReport, Phase, Recording, Refusal, Site, Situation, SystemMemory,
-};
+pub use memory::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, Recording};
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
 pub use optim::{AdamW, AdamWConfig, Group, Groups, Optimizer, Schedule, Sgd, SgdConfig, UpdateArguments, UpdateRule};
 pub use params::{Entry, Gradients, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
+pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub use step::{Eager, Scratch, Step};
-pub use tensor::{Element, Saved, Shape, Tensor};
+pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
 pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Trainer, Update};
 pub use upload::{Progress, Transfer};
 

@@ -6,9 +6,9 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result, short};
+use crate::error::{Error, Quantity, Result, short};
 use crate::files::replace_file;
-use crate::finite::{Numbers, Quantity};
+use crate::finite::Numbers;
 use crate::params::{Entry, Layout, Parameters};
 use crate::tensors::Tensors;
 use crate::upload::Transfer;

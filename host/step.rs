@@ -6,10 +6,12 @@
 
 use crate::driver::{Description, Device};
 use crate::error::{Error, Result};
-use crate::launch::{Lent, LentMut, Source, Target};
-use crate::memory::{Buffer, Labels, Phase, Region, Turns};
-use crate::ops::Precision;
-use crate::tensor::{Brand, Element, Shape, Tensor};
+use crate::launch::launch_within;
+use crate::memory::{Arena, Buffer, Labels, Measured, Region, Turns};
+use crate::precision::Precision;
+use crate::report::Phase;
+use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Target, Tensor};
+use cuda_std::launch::Contract;
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
@@ -53,6 +55,26 @@ impl<'s> Step<'s> {
 
     pub(crate) fn region(&self) -> &'s Region {
         self.region
+    }
+
+    /// A tensor whose content is whatever was there: a kernel must write all of it before one reads it.
+    ///
+    /// # Errors
+    /// [`Error::ArenaFull`]; [`Error::Misuse`] when the shape's bytes overflow.
+    #[track_caller]
+    pub fn empty<T: Element>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
+        let shape = shape.into();
+        Ok(Tensor::new(self.region.empty(shape, Location::caller())?, shape))
+    }
+
+    /// Queues a kernel, after everything queued before. Does not wait. A grid of no blocks queues nothing.
+    ///
+    /// # Errors
+    /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
+    #[track_caller]
+    pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
+        let launched = launch_within(self.device(), &kernel, self.region.time_left());
+        launched.map_err(|error| self.region.with_report(error))
     }
 
     /// The updates that the step makes when it queues an optimiser's next one: none if it is measured; and if it is recorded, each replay
@@ -244,6 +266,29 @@ impl<'s> Deref for Eager<'s> {
 
     fn deref(&self) -> &Step<'s> {
         &self.step
+    }
+}
+
+impl Arena {
+    /// Runs one step. Every tensor that it makes is branded with `'s`, which the result cannot name; the memory is
+    /// taken back when the closure has returned, failed or panicked, and only then.
+    ///
+    /// # Errors
+    /// Those of the closure; [`Error::Timeout`](crate::Error::Timeout) when the step has a deadline and missed it; [`Error::Driver`](crate::Error::Driver) when the
+    /// overflow could not be given back.
+    pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
+        self.run_step(|region| run(&mut Eager::new(region)))
+    }
+
+    /// Runs a step without kernels and without memory, and tells what it would need. It runs on a rehearsal of the device: buffers
+    /// of the device can be lent to it and tensors of its running steps launched with; what it reads is zero, and nothing on the
+    /// device changes. What is made on [`Eager::device`] there is of the rehearsal, too: no real step takes it, and it is of no
+    /// use once the closure has ended.
+    ///
+    /// # Errors
+    /// Those of the closure.
+    pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<Measured> {
+        self.run_measured(|region| run(&mut Eager::new(region)))
     }
 }
 

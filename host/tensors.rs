@@ -5,9 +5,9 @@
 
 #![forbid(unsafe_code)]
 
+use crate::admission::Situation;
 use crate::error::{Error, Result, short};
 use crate::files::PlainFile;
-use crate::memory::Situation;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};

@@ -1,4 +1,4 @@
-//! Uploads of whole regions: progress, a deadline, and in checked mode the proof that the bytes arrived.
+//! Uploads to buffers, of a slice or of whole regions: progress, a deadline, and in checked mode the proof that the bytes arrived.
 //!
 //! Invariant: everything passes through the ring of page-locked slots, piece by piece, whatever the source; on a checked device
 //! an upload succeeds only when the device's own checksums of its memory are those of the bytes that were staged.
@@ -8,8 +8,9 @@
 use crate::driver::{Device, Fill};
 use crate::error::{Error, Result};
 use crate::finite::Numbers;
-use crate::launch::{Memory, launch_on};
+use crate::launch::launch_on;
 use crate::memory::Buffer;
+use crate::tensor::{Element, Memory};
 use kernels::checksum::{CHUNK, checksum, weighted};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -104,6 +105,38 @@ impl<'p> Transfer<'p> {
             }
         }
         Ok(())
+    }
+}
+
+impl<T: Element> Buffer<T> {
+    /// A buffer that holds a copy of `values`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when there is no room; [`Error::Misuse`] for no values.
+    pub fn from_slice(device: &Device, values: &[T]) -> Result<Self> {
+        let mut buffer = Self::allocate(device, values.len())?;
+        buffer.write(0, values)?;
+        Ok(buffer)
+    }
+
+    /// Overwrites elements from `start` on, after the work queued before.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they do not fit; [`Error::Damaged`] on a checked device.
+    pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
+        self.check("buffer.write", start, values.len())?;
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        self.write_with(start, values.len(), &|offset, place| place.copy_from_slice(&bytes[offset..][..place.len()]))
+    }
+
+    /// Overwrites `len` elements from `start` on with the bytes that `fill` writes, which are the same whenever it is asked.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub(crate) fn write_with(&mut self, start: usize, len: usize, fill: &Fill<'_>) -> Result<()> {
+        let name = |_| (format!("{}[{}]", T::NAME, self.len()), 0);
+        let content = Content { memory: self.memory().part(start, len).cast(), fill, name: &name };
+        Transfer::new().deadline(self.device().deadline()).run(self.device(), &[content])
     }
 }
 

@@ -5,10 +5,8 @@
 //! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
 //! on the GPU. Invariant: the same bits on every device, NaNs aside.
 
-use crate::mma::STEP;
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::mma::fragments;
-
+/// Words along k that a matrix instruction multiplies.
+pub const STEP: u32 = 8;
 /// The formats, for who chooses one at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduced {
@@ -16,17 +14,6 @@ pub enum Reduced {
     Tf32,
     /// [`Bf16`].
     Bf16,
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-impl Reduced {
-    /// Words of the [`fragments`] of `rows` of `k` elements.
-    pub fn fragments(self, extents: [usize; 2]) -> usize {
-        match self {
-            Self::Tf32 => fragments::<Tf32>(extents),
-            Self::Bf16 => fragments::<Bf16>(extents),
-        }
-    }
 }
 
 /// A format of factors.

@@ -11,6 +11,9 @@
 //! their sizes.
 
 use crate::format::Format;
+pub use crate::format::STEP;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::format::{Bf16, Reduced, Tf32};
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -18,8 +21,6 @@ use cuda_std::{GpuFloat, warp};
 
 /// Rows of A, or columns of B, that a warp multiplies at once.
 pub const ROWS: u32 = 32;
-/// Words along k that it multiplies.
-pub const STEP: u32 = 8;
 /// Words of a fragment: what the lanes bring for one side, quads of two rows and two words, the first two rows of all lanes
 /// before the others.
 pub const FRAGMENT: u32 = ROWS * STEP;
@@ -31,6 +32,17 @@ pub const QUAD: u32 = 4;
 pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
     let steps = k.div_ceil(F::PER_STEP as usize);
     rows.div_ceil(ROWS as usize).saturating_mul(steps).saturating_mul(FRAGMENT as usize)
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Reduced {
+    /// Words of the [`fragments`] of `rows` of `k` elements.
+    pub fn fragments(self, extents: [usize; 2]) -> usize {
+        match self {
+            Self::Tf32 => fragments::<Tf32>(extents),
+            Self::Bf16 => fragments::<Bf16>(extents),
+        }
+    }
 }
 
 /// Four rows or columns, of each two words.

@@ -3,14 +3,14 @@
 //! Invariant: a gradient that was given is never lost. What comes for an output whose op has run already, of another shape or for
 //! another tape's variable is refused, and so is an op that takes what a variable has and does not give it back.
 
-use super::{Record, Var};
+use super::var::Var;
 use crate::error::{Error, Result};
-use crate::launch::{Lent, LentMut};
 use crate::ops;
 use crate::params::{Gradients, Parameter, Parameters, Stack};
 use crate::step::Step;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Lent, LentMut, Shape, Tensor};
 use std::fmt;
+use std::panic::Location;
 
 /// The gradient that an output has.
 pub(super) enum Upstream<'s> {
@@ -31,6 +31,19 @@ impl<'s> Upstream<'s> {
             Self::Sum(gradient) => Ok(Some(gradient)),
         }
     }
+}
+
+/// Turns the gradients of an op's outputs into gradients of its inputs and parameters.
+type Closure<'t, 's> = Box<dyn FnOnce(&mut Backward<'_, 't, 's>, Vec<Upstream<'s>>) -> Result<()> + 't>;
+
+/// What an op has left for the backward pass.
+pub(super) struct Record<'t, 's> {
+    pub(super) op: &'static str,
+    /// The line of the forward pass that is the reason for it.
+    pub(super) site: &'static Location<'static>,
+    /// The number of its first output; the next op's follow its last.
+    pub(super) first: usize,
+    pub(super) backward: Closure<'t, 's>,
 }
 
 /// The backward pass in progress, as the op sees it that is run: what its outputs' gradients become is given to this.

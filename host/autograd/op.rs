@@ -2,23 +2,35 @@
 //!
 //! Invariant: whatever an op of the library does to a tape it does through this, as an op of another package does.
 
-use super::backward::{Backward, Upstream};
-use super::{Record, Tape, Var};
+use super::backward::{Backward, Record, Upstream};
+use super::tape::Tape;
+use super::var::Var;
 use crate::error::{Error, Result};
-use crate::launch::Lent;
 use crate::ops;
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
-use crate::tensor::{Saved, Shape, Tensor};
+use crate::tensor::{Lent, Saved, Shape, Tensor};
 use std::fmt;
 use std::panic::Location;
 
 /// An op whose variables were found to be the tape's: lends weights, and records what backward must do. See [`Tape::op`].
 pub struct Op<'o, 't, 's> {
-    pub(super) tape: &'o Tape<'t, 's>,
-    pub(super) name: &'static str,
+    tape: &'o Tape<'t, 's>,
+    name: &'static str,
     /// The line that memory of its backward pass is accounted to.
-    pub(super) site: &'static Location<'static>,
+    site: &'static Location<'static>,
+}
+
+impl<'t, 's> Tape<'t, 's> {
+    /// Begins an op of these variables; its errors will have its name.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a variable of another tape.
+    #[track_caller]
+    pub fn op<const N: usize>(&self, name: &'static str, of: [&Var<'s>; N]) -> Result<Op<'_, 't, 's>> {
+        of.into_iter().try_for_each(|var| var.check(name, self.identity))?;
+        Ok(Op { tape: self, name, site: Location::caller() })
+    }
 }
 
 impl fmt::Debug for Op<'_, '_, '_> {

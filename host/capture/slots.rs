@@ -7,10 +7,9 @@
 
 use crate::driver::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
-use crate::launch::{Memory, Source};
 use crate::memory::{Buffer, Labels, Region};
 use crate::step::Eager;
-use crate::tensor::{Brand, Element, Saved, Shape};
+use crate::tensor::{Brand, Element, Memory, Saved, Shape, Source};
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;

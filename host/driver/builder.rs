@@ -4,16 +4,22 @@
 
 #![forbid(unsafe_code)]
 
+use super::calls::Driver;
+use super::description::DeviceKind;
 use super::device::{Checks, Device};
+use super::emulated;
 use super::faults::{FaultPlan, Faulty};
+use super::kernels::{Kernels, check_names};
 use super::lane::{Lane, TimedOut};
-use super::ptx::check_names;
-use super::staging::{RingSize, Staging};
-use super::{DEFAULT_DEADLINE, DeviceKind, Driver, Kernels, emulated};
+use super::ring::{RingSize, Staging};
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// How long a call of the driver, or a wait for the device, may take unless the caller says otherwise. A step of training
+/// lasts milliseconds.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The environment variable that turns checked mode on (`1`) or off (`0`).
 const CHECKED_VARIABLE: &str = "STEPSCOPE_CHECKED";
@@ -60,8 +66,23 @@ pub struct DeviceBuilder {
     self_test: SelfTest,
 }
 
+impl Device {
+    /// Opens a device with the default settings.
+    ///
+    /// # Errors
+    /// As for [`DeviceBuilder::open`].
+    pub fn open(kind: DeviceKind) -> Result<Self> {
+        Self::builder(kind).open()
+    }
+
+    /// Settings for a device.
+    pub fn builder(kind: DeviceKind) -> DeviceBuilder {
+        DeviceBuilder::new(kind)
+    }
+}
+
 impl DeviceBuilder {
-    pub(super) fn new(kind: DeviceKind) -> Self {
+    fn new(kind: DeviceKind) -> Self {
         let (deadline, ring) = (DEFAULT_DEADLINE, RingSize::default());
         let self_test = SelfTest::default();
         Self { kind, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }

@@ -3,9 +3,11 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::ptx::{OWN, PtxBuild};
-use super::{Description, DeviceKind, Driver, Fence, Graph, Kernels, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::description::{Description, DeviceKind};
+use super::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
+use crate::ptx::PtxBuild;
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::CudaApiVersion;
 use cust::context::Context;
@@ -14,20 +16,19 @@ use cust::error::CudaError;
 use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUresult};
 use modules::Modules;
+use status::{check, describe};
 use std::collections::HashMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
-use transit::Transit;
+use transit::{Transit, create_event};
 
 mod launch;
 mod modules;
+mod status;
 mod transit;
-
-/// Dynamic shared memory beyond this needs the function's leave.
-const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 pub(super) struct Cuda {
     description: Description,
@@ -137,32 +138,6 @@ impl Cuda {
     }
 }
 
-/// Ok on success, else the driver's code and words.
-fn check(call: &'static str, result: CUresult) -> Result<()> {
-    if result == CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
-    let reason = describe(result);
-    // All but these leave the context in a state that CUDA does not define.
-    let fatal = !matches!(
-        result,
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY
-            | CUresult::CUDA_ERROR_INVALID_VALUE
-            | CUresult::CUDA_ERROR_NOT_FOUND
-            | CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-            | CUresult::CUDA_ERROR_ILLEGAL_STATE
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-            | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
-    );
-    Err(Error::Driver { call, reason, fatal })
-}
-
 /// The version of CUDA that the driver has and, where the system tells, its own: two of one CUDA may compile otherwise.
 fn driver_version() -> Result<String> {
     let version = CudaApiVersion::get().map_err(|error| Error::NoDevice {
@@ -172,19 +147,6 @@ fn driver_version() -> Result<String> {
     let own = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     let own = if own.is_empty() { String::new() } else { format!(", driver {}", short(own.trim())) };
     Ok(format!("CUDA {}.{}{own}", version.major(), version.minor()))
-}
-
-fn describe(result: CUresult) -> String {
-    let text = |get: unsafe extern "C" fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
-        let mut text = std::ptr::null();
-        // SAFETY: `text` is valid for a write; the driver's strings are static.
-        match unsafe { get(result, &mut text) } {
-            // SAFETY: on success the driver gives a terminated string.
-            CUresult::CUDA_SUCCESS if !text.is_null() => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
-            _ => "?".into(),
-        }
-    };
-    format!("{} ({}): {}", text(sys::cuGetErrorName), result as i32, text(sys::cuGetErrorString))
 }
 
 // SAFETY: memory comes from cuMemAlloc and from pools (256-byte aligned) and lives until it is freed; all work is queued on
@@ -470,14 +432,6 @@ fn raw(pool: Pool) -> sys::CUmemoryPool {
 
 fn raw_graph(graph: Graph) -> sys::CUgraph {
     graph.0 as sys::CUgraph
-}
-
-/// An event that has been passed. The context is current.
-fn create_event() -> Result<sys::CUevent> {
-    let mut event = std::ptr::null_mut();
-    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-    // SAFETY: `event` is valid for a write.
-    check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) }).map(|()| event)
 }
 
 fn event(fence: Fence) -> sys::CUevent {

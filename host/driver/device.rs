@@ -6,15 +6,15 @@
 //! records a step, it reaches the device through that step alone. A rehearsal is a device of its own: it may take its parents'
 //! memory, nothing else may take its, and it ends with the closure that it was made for.
 
-use super::builder::DeviceBuilder;
+use super::calls::{Driver, Pool};
+use super::description::Description;
 use super::lane::{Lane, TimedOut};
 use super::lends::{Lending, Lends, Use};
 use super::patience;
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, NotEnded, Retired};
-use super::staging::Staging;
-use super::{Description, DeviceKind, Driver, Pool};
+use super::ring::Staging;
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
@@ -98,14 +98,6 @@ impl Drop for Recording {
 }
 
 impl Device {
-    /// Opens a device with the default settings.
-    ///
-    /// # Errors
-    /// As for [`DeviceBuilder::open`].
-    pub fn open(kind: DeviceKind) -> Result<Self> {
-        Self::builder(kind).open()
-    }
-
     /// What `driver` drives, by way of `lane`.
     pub(super) fn new(
         driver: Arc<dyn Driver>,
@@ -133,11 +125,6 @@ impl Device {
         Self { shared: Arc::new(shared) }
     }
 
-    /// Settings for a device.
-    pub fn builder(kind: DeviceKind) -> DeviceBuilder {
-        DeviceBuilder::new(kind)
-    }
-
     /// What the device is.
     pub fn description(&self) -> &Description {
         &self.shared.description
@@ -148,7 +135,7 @@ impl Device {
         self.shared.deadline
     }
 
-    /// Whether uploads to buffers are verified on the device; see [`DeviceBuilder::checked`].
+    /// Whether uploads to buffers are verified on the device; see [`DeviceBuilder::checked`](super::DeviceBuilder::checked).
     pub fn checked(&self) -> bool {
         self.checked_unless(None)
     }
@@ -507,7 +494,9 @@ impl Drop for Shared {
             return;
         }
         let mut left = std::mem::take(self.retired.get_mut().unwrap_or_else(PoisonError::into_inner));
-        left.extend(std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)).retire());
+        let (slots, bytes) =
+            std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)).into_slots();
+        left.extend(slots.into_iter().map(|slot| Retired::Slot { slot, bytes }));
         // The driver's own end can block as well, so it ends on the lane, too.
         let driver = std::mem::replace(&mut self.driver, Arc::new(Rehearsal::of(self.description.clone())));
         let (pins, deadline) = (self.pins.clone(), self.deadline);

@@ -3,10 +3,11 @@
 //! Invariant: each call has happened when it returns, which is the strictest order that a stream allows; a device's lane makes one
 //! call at a time, so nothing is copied while a kernel runs. A capture obeys CUDA's rules and fails with CUDA's errors.
 
+use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::description::{Description, DeviceKind};
 use super::rehearsal::Launch;
-use super::{Description, DeviceKind, Driver, Fence, Graph, Nodes, Pool};
+use crate::admission::Situation;
 use crate::error::{Error, Result};
-use crate::memory::Situation;
 use cuda_std::emulator::Machine;
 use cuda_std::launch::{Entry, Grid, Words};
 use memmap2::MmapMut;

@@ -15,7 +15,8 @@
 //! ```
 //! Invariant: a call without a fault goes to the real driver unchanged.
 
-use super::{Description, Driver, Fence, Graph, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::description::Description;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::collections::HashMap;

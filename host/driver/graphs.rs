@@ -4,12 +4,12 @@
 //! load the kernels, begin, queue, end, look at what was captured, instantiate. Invariant: the capture is ended on the thread
 //! that began it whatever fails in between; a graph that holds anything but the listed kernels is not handed out.
 
+use super::calls::{Driver, Graph, Nodes};
 use super::device::Device;
 use super::lends::Use;
 use super::pins::Pins;
 use super::rehearsal::Launch;
 use super::retired::Retired;
-use super::{Driver, Graph, Nodes};
 use crate::error::{Error, Result};
 use std::collections::HashSet;
 

@@ -3,10 +3,10 @@
 //! Invariant: a word is read only when the device has passed the fence behind its copy, and the memory goes back only when no copy to
 //! it can be queued. On a lost device it stays.
 
-use super::Driver;
+use super::calls::Driver;
 use super::device::Device;
 use super::retired::Retired;
-use super::staging::Slot;
+use super::ring::Slot;
 use crate::error::Result;
 use std::time::Duration;
 

@@ -3,7 +3,9 @@
 //! A step that is measured runs on it, and so does one that is recorded. Invariant: it never touches memory or a device, so
 //! a rehearsal of any size costs nothing and can leave nothing behind; what is read back is zero.
 
-use super::{Description, Driver, Fence, Graph, Nodes, Pins, Pool};
+use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::description::Description;
+use super::pins::Pins;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -5,9 +5,9 @@
 //! else is retired, when a recording is over, and at last with the device. Invariant: a thing is ended at most once, and not
 //! while a graph can reach it.
 
+use super::calls::{Driver, Graph, Pool};
 use super::pins::{PinTable, Pins};
-use super::staging::Slot;
-use super::{Driver, Graph, Pool};
+use super::ring::Slot;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -6,54 +6,13 @@
 //! a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
-use super::retired::Retired;
-use super::{Driver, Fence};
+use super::ring::{ALIGN_BYTES, Fill, RingSize, Slot, Staging};
 use crate::error::{Error, Result};
-use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
-
-/// What an upload is made of: writes the bytes that follow an offset into a slot. Offsets are multiples of [`ALIGN_BYTES`]; parts of
-/// a piece are written by several threads.
-pub(crate) type Fill<'f> = dyn Fn(usize, &mut [u8]) + Sync + 'f;
 
 /// The most that is written before its copy is queued, so that the device copies one piece while the host writes the next.
 const PIECE_BYTES: usize = 8 << 20;
-/// The share of a piece that a thread takes at a time.
-const PART_BYTES: usize = 128 << 10;
-/// Where a piece starts within its slot.
-const ALIGN_BYTES: usize = 256;
-
-/// Slots of a ring, and the bytes of each.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RingSize {
-    pub(super) slots: usize,
-    pub(super) slot_bytes: usize,
-}
-
-impl Default for RingSize {
-    fn default() -> Self {
-        Self { slots: 2, slot_bytes: 64 << 20 }
-    }
-}
-
-/// The ring. Its slots are made when they are first needed.
-#[derive(Debug, Default)]
-pub(super) struct Staging {
-    size: RingSize,
-    slots: Vec<Slot>,
-    current: usize,
-    writers: Writers,
-}
-
-/// Page-locked memory.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Slot {
-    address: u64,
-    fence: Fence,
-    /// Bytes from the start that are in use.
-    filled: usize,
-}
 
 impl Device {
     /// Queues a copy of host bytes, which may be reused on return; with a transit place, beside the work queued before
@@ -118,10 +77,6 @@ fn lock<'r>(device: &Device, ring: &'r Mutex<Staging>, deadline: Duration) -> Re
 }
 
 impl Staging {
-    pub(super) fn new(size: RingSize) -> Self {
-        Self { size, ..Self::default() }
-    }
-
     /// Writes the first piece of `bytes` into a slot, queues its copy to the device's memory at `to`, and returns its length.
     ///
     /// # Safety
@@ -176,12 +131,6 @@ impl Staging {
         self.current = next;
         Ok(slot_bytes)
     }
-
-    /// The slots, to be given back.
-    pub(super) fn retire(self) -> impl Iterator<Item = Retired> {
-        let bytes = self.size.slot_bytes;
-        self.slots.into_iter().map(move |slot| Retired::Slot { slot, bytes })
-    }
 }
 
 impl Slot {
@@ -194,58 +143,5 @@ impl Slot {
             })?;
             Ok(Self { address, fence, filled: 0 })
         })
-    }
-
-    pub(super) fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(super) fn fence(&self) -> Fence {
-        self.fence
-    }
-
-    /// Gives the memory and its fence back.
-    ///
-    /// # Safety
-    /// It was made with so many bytes, no copy from it or to it is queued, and it is not used afterwards.
-    pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
-        // SAFETY: no copy is queued and nothing uses the slot afterwards, as this function asks; `Slot::new` made both.
-        unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
-    }
-}
-
-/// Threads that write pieces, since one alone does not keep up with the link to the device. They are the ring's own: those of
-/// a shared pool may all be waiting for the ring.
-#[derive(Debug, Default)]
-struct Writers {
-    pool: OnceLock<Option<ThreadPool>>,
-}
-
-impl Writers {
-    /// Writes a piece. A thread of a pool does so alone: while it waits for others, it may be given another upload to do, which
-    /// would wait for this one.
-    fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
-        let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
-        let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
-        let Some(pool) = pool else { return fill(0, piece) };
-        let parts = Mutex::new(piece.chunks_mut(PART_BYTES).enumerate());
-        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let write = || {
-            while let Some((number, part)) = next() {
-                fill(number * PART_BYTES, part);
-            }
-        };
-        pool.in_place_scope(|scope| {
-            (0..pool.current_num_threads()).for_each(|_| scope.spawn(|_| write()));
-            write();
-        });
-    }
-
-    /// One thread less than there are processors: the caller writes too. None where no thread can be had.
-    fn start() -> Option<ThreadPool> {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
-        let name = |number| format!("stepscope-upload-{number}");
-        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name).build();
-        pool.inspect_err(|error| tracing::warn!(%error, "uploads are written by one thread")).ok()
     }
 }

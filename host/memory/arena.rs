@@ -4,30 +4,16 @@
 //! the same byte out twice between two resets. A reset is one store. Invariant: a reset happens only when the step
 //! value is gone, which the borrow checker ties to every tensor of the step.
 
-use super::diagnostics::ArenaReport;
 use super::region::Region;
 use super::sections::Section;
-use super::settings::{ArenaBuilder, Growth};
+use super::settings::{Growth, Measured};
 use super::snapshot::Recording;
 use crate::driver::Device;
 use crate::error::Result;
-use crate::step::Eager;
+use crate::report::ArenaReport;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::field::Empty;
-
-/// What a step needs; made by [`Arena::measure`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measured {
-    pub(super) high_water_bytes: usize,
-}
-
-impl Measured {
-    /// The most bytes that the step had in use.
-    pub fn high_water_bytes(self) -> usize {
-        self.high_water_bytes
-    }
-}
 
 /// Device memory for the tensors of one step at a time.
 #[derive(Debug)]
@@ -38,11 +24,6 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// An arena on `device`.
-    pub fn builder(device: &Device) -> ArenaBuilder {
-        ArenaBuilder::new(device)
-    }
-
     /// An arena of so many bytes that no setting reaches: the environment's neither. Whether the memory can be had is not asked, so
     /// it is for little memory and a short time.
     pub(crate) fn bare(device: &Device, bytes: usize) -> Result<Self> {
@@ -54,20 +35,15 @@ impl Arena {
         self.region.device()
     }
 
-    /// Runs one step. Every tensor that it makes is branded with `'s`, which the result cannot name; the memory is
-    /// taken back when the closure has returned, failed or panicked, and only then.
-    ///
-    /// # Errors
-    /// Those of the closure; [`Error::Timeout`](crate::Error::Timeout) when the step has a deadline and missed it; [`Error::Driver`](crate::Error::Driver) when the
-    /// overflow could not be given back.
-    pub fn step<R>(&mut self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<R> {
+    /// Lends the region to one step, and takes its memory back when the closure has returned, failed or panicked, and only then.
+    pub(crate) fn run_step<R>(&mut self, run: impl FnOnce(&Region) -> Result<R>) -> Result<R> {
         self.device().check("step")?;
         let region = &self.region;
         let span = tracing::debug_span!("step", number = region.steps(), bytes = Empty, tensors = Empty).entered();
         let step = region.step_begins(self.step_deadline);
         let waits = self.step_deadline.is_some();
         let outcome = region.scope(|| {
-            let result = run(&mut Eager::new(region))?;
+            let result = run(region)?;
             let (bytes, tensors) = region.in_use();
             span.record("bytes", bytes).record("tensors", tensors);
             if waits {
@@ -88,17 +64,11 @@ impl Arena {
         outcome.and_then(|result| grown.map(|()| result))
     }
 
-    /// Runs a step without kernels and without memory, and tells what it would need. It runs on a rehearsal of the device: buffers
-    /// of the device can be lent to it and tensors of its running steps launched with; what it reads is zero, and nothing on the
-    /// device changes. What is made on [`Eager::device`] there is of the rehearsal, too: no real step takes it, and it is of no
-    /// use once the closure has ended.
-    ///
-    /// # Errors
-    /// Those of the closure.
-    pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<Measured> {
+    /// Lends a region without memory to one step, on a rehearsal of the device, and tells what the step took.
+    pub(crate) fn run_measured<R>(&self, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
         self.device().rehearse(|rehearsal| {
             let region = self.region.counting(rehearsal)?;
-            region.scope(|| run(&mut Eager::new(&region)).map(drop))?;
+            region.scope(|| run(&region).map(drop))?;
             Ok(Measured { high_water_bytes: region.high_water_bytes() })
         })
     }

@@ -2,11 +2,10 @@
 //!
 //! Invariant: a buffer owns its memory, and no reset reaches it.
 
-use crate::driver::{Device, Fill, Retired};
+use crate::driver::{Device, Retired};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
-use crate::tensor::Element;
-use crate::upload::{Content, Transfer};
+use crate::tensor::{Element, Memory};
 use kernels::fill::fill;
 use std::marker::PhantomData;
 
@@ -20,20 +19,10 @@ pub struct Buffer<T: Element> {
 }
 
 impl<T: Element> Buffer<T> {
-    /// A buffer that holds a copy of `values`.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`] when there is no room; [`Error::Misuse`] for no values.
-    pub fn from_slice(device: &Device, values: &[T]) -> Result<Self> {
-        let mut buffer = Self::allocate(device, values.len())?;
-        buffer.write(0, values)?;
-        Ok(buffer)
-    }
-
     /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// As for [`Buffer::from_slice`].
+    /// [`Error::DeviceMemory`] when there is no room; [`Error::Misuse`] for no elements.
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
         let buffer = Self::allocate(device, len)?;
         // The bits of zero are the same in every element type.
@@ -75,24 +64,10 @@ impl<T: Element> Buffer<T> {
         self.address
     }
 
-    /// Overwrites elements from `start` on, after the work queued before.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when they do not fit; [`Error::Damaged`] on a checked device.
-    pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
-        self.check("buffer.write", start, values.len())?;
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        self.write_with(start, values.len(), &|offset, place| place.copy_from_slice(&bytes[offset..][..place.len()]))
-    }
-
-    /// Overwrites `len` elements from `start` on with the bytes that `fill` writes, which are the same whenever it is asked.
-    ///
-    /// # Panics
-    /// When there are not so many.
-    pub(crate) fn write_with(&mut self, start: usize, len: usize, fill: &Fill<'_>) -> Result<()> {
-        let name = |_| (format!("{}[{}]", T::NAME, self.len), 0);
-        let content = Content { memory: self.memory().part(start, len).cast(), fill, name: &name };
-        Transfer::new().deadline(self.device.deadline()).run(&self.device, &[content])
+    /// The whole buffer as memory; whoever holds it must hold a borrow of the buffer too.
+    pub(crate) fn memory(&self) -> Memory<T> {
+        // SAFETY: the buffer owns `len` elements at its address until it is dropped.
+        unsafe { Memory::new(self.device.identity(), self.address, self.len) }
     }
 
     /// Waits for the work queued before and returns all elements.
@@ -112,7 +87,8 @@ impl<T: Element> Buffer<T> {
         self.memory().part(start, len).download(&self.device, self.device.deadline())
     }
 
-    fn check(&self, op: &'static str, start: usize, len: usize) -> Result<()> {
+    /// An error in the name of `op` unless so many elements from `start` on exist.
+    pub(crate) fn check(&self, op: &'static str, start: usize, len: usize) -> Result<()> {
         if start.checked_add(len).is_some_and(|end| end <= self.len) {
             return Ok(());
         }

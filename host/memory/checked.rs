@@ -7,10 +7,11 @@
 #![forbid(unsafe_code)]
 
 use super::buffer::Buffer;
-use super::region::Request;
+use super::request::Request;
 use crate::driver::Device;
 use crate::error::{Error, Result};
-use crate::launch::{Memory, launch_on};
+use crate::launch::launch_on;
+use crate::tensor::Memory;
 use kernels::fill::fill;
 use kernels::guard::{guard_check, guard_write};
 use std::panic::Location;

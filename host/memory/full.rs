@@ -4,11 +4,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::diagnostics::{Cause, size};
 use super::layout::padded;
 use super::overflow::NotGiven;
 use super::region::Region;
 use crate::error::{Error, Result};
+use crate::report::{Cause, size};
 use std::panic::Location;
 use std::time::Instant;
 

@@ -6,12 +6,11 @@
 
 #![forbid(unsafe_code)]
 
+use super::situation::situation;
+use crate::admission::Refusal;
 use crate::driver::{Device, Pool};
 use crate::error::{Error, Result};
 use std::time::{Duration, Instant};
-
-use super::admission::Refusal;
-use super::settings::situation;
 
 /// What an arena does when it is full.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,19 +3,20 @@
 //! Invariant: what is taken between two marks is disjoint, and goes back when the scope that took it ends, whether it
 //! returned, failed or panicked.
 
-use super::admission::Situation;
 use super::checked::{Checks, GUARD_BYTES, poison};
 use super::conditions::Conditions;
-use super::diagnostics::{ArenaReport, Counters, Phase, SystemMemory};
+use super::counters::Counters;
 use super::layout::{Bump, padded};
 use super::overflow::OverflowPool;
+use super::request::Request;
 use super::sections::{Section, Sections};
-use super::settings::situation;
+use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
+use crate::admission::Situation;
 use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
-use crate::launch::Memory;
-use crate::tensor::{Element, Shape};
+use crate::report::{ArenaReport, Phase, SystemMemory};
+use crate::tensor::{Element, Memory, Shape};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
@@ -24,18 +25,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A grown arena's capacity is a multiple of this: what large pages come in.
 const GROWTH_BYTES: usize = 2 << 20;
-
-/// A tensor to be.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Request {
-    /// Its bytes, before padding.
-    pub(crate) bytes: usize,
-    pub(crate) shape: Shape,
-    /// Its element type's name.
-    pub(crate) element: &'static str,
-    /// What checked mode fills it with.
-    pub(crate) poison: u32,
-}
 
 /// The memory of an arena and where it stands. Steps borrow it.
 #[derive(Debug)]
@@ -171,7 +160,23 @@ impl Region {
         let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<u32>()));
         let address = self.take_bytes(bytes.unwrap_or(usize::MAX), Location::caller())?;
         // SAFETY: these bytes were just taken, and nothing else uses them; whoever lent the region keeps them.
-        Ok(unsafe { Memory::new(&self.device, address, shape.elements()) })
+        Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
+    }
+
+    /// Memory for a tensor of the running step, with whatever was there.
+    ///
+    /// # Errors
+    /// [`Error::ArenaFull`]; [`Error::Misuse`] when the shape's bytes overflow.
+    #[inline]
+    pub(crate) fn empty<T: Element>(&self, shape: Shape, site: &'static Location<'static>) -> Result<Memory<T>> {
+        let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<T>()));
+        let Some(bytes) = bytes else {
+            return Err(Error::misuse("tensor", "a shape whose bytes fit an address", shape.to_string()));
+        };
+        let address = self.take(Request { bytes, shape, element: T::NAME, poison: T::POISON }, site)?;
+        // SAFETY: these bytes were just taken, and nothing else uses them until the rewind past them; `Step::empty` brands the tensor
+        // that it makes of them, so none is left then.
+        Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
     }
 
     /// In checked mode: so many bytes behind each tensor, and guards there that the recorded step itself looks at.
@@ -263,7 +268,7 @@ impl Region {
 
     /// The address of memory that nothing else uses until the rewind past it.
     #[inline]
-    pub(crate) fn take(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
+    fn take(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
         let site = self.attributed.get().unwrap_or(site);
         let plain = self.guard_bytes == 0 && self.recording.is_none();
         if plain { self.take_bytes(request.bytes, site) } else { self.take_watched(request, site) }
@@ -293,7 +298,7 @@ impl Region {
         self.note(Kind::Allocate, origin, address, request.bytes, site, label());
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
-            let block = unsafe { Memory::<u32>::new(&self.device, address, bytes / size_of::<u32>()) };
+            let block = unsafe { Memory::<u32>::new(self.device.identity(), address, bytes / size_of::<u32>()) };
             let made = checks.borrow_mut().made(&self.device, block, request, site);
             made.map_err(|error| self.with_report(error))?;
         }
@@ -342,8 +347,9 @@ impl Region {
         }
         let used = self.bump.get().offset() - mark.offset;
         // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
-        let memory =
-            unsafe { Memory::<u32>::new(&self.device, self.address + mark.offset as u64, used / size_of::<u32>()) };
+        let memory = unsafe {
+            Memory::<u32>::new(self.device.identity(), self.address + mark.offset as u64, used / size_of::<u32>())
+        };
         poison(&self.device, memory, f32::POISON)
     }
 

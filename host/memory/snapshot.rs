@@ -5,177 +5,20 @@
 //! it forgets is folded into its starting state, so that both exports stay exact however long it ran.
 #![forbid(unsafe_code)]
 
+mod event;
 mod pickle;
+mod recording;
 mod svg;
 mod timeline;
 
-use super::layout::padded;
-use std::borrow::Cow;
-use std::collections::{BTreeMap, VecDeque};
-
-/// What happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Kind {
-    /// The arena took `bytes` at `address` from the device: when it is built, when it grows, and first of all in a
-    /// recording of an arena that is there already.
-    Reserve,
-    /// The arena gave them back.
-    Release,
-    /// A tensor was made. Those of the arena lie in what it reserved; all others are a reservation of their own.
-    Allocate,
-    /// A tensor outside the arena was freed.
-    Free,
-    /// A scratch ended: all tensors in those `bytes` of the arena are gone.
-    Rewind,
-    /// A step ended: as [`Kind::Rewind`].
-    Reset,
-    /// A tensor of `bytes` was refused; nothing changed. The address means nothing.
-    Refuse {
-        /// Bytes that were free on the device.
-        free_bytes: u64,
-    },
-}
-
-/// Where memory comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// The arena of the step.
-    Arena,
-    /// The overflow pool.
-    Overflow,
-    /// A buffer that outlives steps.
-    Persistent,
-}
-
-impl Origin {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Arena => "arena",
-            Self::Overflow => "overflow",
-            Self::Persistent => "persistent",
-        }
-    }
-}
-
-/// One thing that happened to the memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
-    /// When, in microseconds: since 1970 for tools that show a date. Never before the event recorded last.
-    pub time_us: u64,
-    /// What happened.
-    pub kind: Kind,
-    /// The first byte that it concerns, on the device.
-    pub address: u64,
-    /// How many bytes, as they were asked for.
-    pub bytes: usize,
-    /// Where they come from.
-    pub origin: Origin,
-    /// What the step was doing: `forward`, `backward`, `optimizer`.
-    pub phase: &'static str,
-    /// The file of the call.
-    pub file: &'static str,
-    /// Its line.
-    pub line: u32,
-    /// What the memory is for: the name of the op or of the weight.
-    pub label: Cow<'static, str>,
-}
-
-impl Event {
-    /// What the event occupies: tensors start at multiples of the alignment.
-    fn occupied_bytes(&self) -> u64 {
-        padded(self.bytes).unwrap_or(self.bytes) as u64
-    }
-}
-
-/// The latest events of one device's memory, and what was held before the first of them.
-#[derive(Clone, Debug)]
-pub struct Recording {
-    device: String,
-    limit: usize,
-    start: Held,
-    events: VecDeque<Event>,
-    forgotten_events: u64,
-}
-
-impl Recording {
-    /// An empty recording of the device of that name, which keeps the latest `limit` events.
-    pub fn new(device: impl Into<String>, limit: usize) -> Self {
-        Self { device: device.into(), limit, start: Held::default(), events: VecDeque::new(), forgotten_events: 0 }
-    }
-
-    /// Adds what happened last.
-    pub fn push(&mut self, event: Event) {
-        self.events.push_back(event);
-        while self.events.len() > self.limit {
-            if let Some(oldest) = self.events.pop_front() {
-                self.start.apply(&oldest);
-                self.forgotten_events += 1;
-            }
-        }
-    }
-
-    /// The events that are kept, the oldest first.
-    pub fn events(&self) -> impl ExactSizeIterator<Item = &Event> {
-        self.events.iter()
-    }
-
-    /// How many older events are not kept.
-    pub fn forgotten_events(&self) -> u64 {
-        self.forgotten_events
-    }
-
-    /// The recording as a pickle of PyTorch's `torch.cuda.memory._snapshot()`: for `torch/cuda/_memory_viz.py` and for
-    /// the viewer at <https://pytorch.org/memory_viz>, which shows the phases as categories. Device 0, stream 0. What
-    /// the arena reserved is one segment; every other tensor is a segment of its own. About 400 bytes an event.
-    pub fn pickle(&self) -> Vec<u8> {
-        pickle::write(self)
-    }
-
-    /// A picture of the memory in use over time, stacked by phase, as SVG. Sizes are rounded up to the alignment.
-    pub fn timeline_svg(&self) -> String {
-        svg::draw(self)
-    }
-}
-
-/// What is held at one moment: the events that reserved and allocated it, by address.
-#[derive(Clone, Debug, Default)]
-struct Held {
-    reserved: BTreeMap<u64, Event>,
-    live: BTreeMap<u64, Event>,
-    resets: u64,
-}
-
-impl Held {
-    /// The state after `event`. Returns the allocations that ended, in the order of their addresses: one that lay where
-    /// a new one begins, too.
-    fn apply(&mut self, event: &Event) -> Vec<Event> {
-        match event.kind {
-            Kind::Reserve => {
-                self.reserved.insert(event.address, event.clone());
-            }
-            Kind::Release => {
-                self.reserved.remove(&event.address);
-            }
-            // An empty tensor shares its address with the next one.
-            Kind::Allocate if event.bytes == 0 => {}
-            Kind::Allocate => return self.live.insert(event.address, event.clone()).into_iter().collect(),
-            Kind::Free => return self.live.remove(&event.address).into_iter().collect(),
-            Kind::Rewind | Kind::Reset => {
-                self.resets += u64::from(event.kind == Kind::Reset);
-                let range = event.address..event.address.saturating_add(event.bytes as u64);
-                let gone: Vec<u64> = self.live.range(range).map(|(&address, _)| address).collect();
-                return gone.iter().filter_map(|address| self.live.remove(address)).collect();
-            }
-            Kind::Refuse { .. } => {}
-        }
-        Vec::new()
-    }
-}
+pub use event::{Event, Kind, Origin};
+pub use recording::Recording;
 
 #[cfg(test)]
 mod tests {
+    use super::recording::Held;
     use super::*;
+    use crate::memory::layout::padded;
     use proptest::prelude::*;
 
     pub(super) const ARENA: u64 = 0x7f00_0000_0000;

@@ -2,9 +2,8 @@
 
 use super::{same_shape, sum_rows_into};
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::activation;
 

@@ -2,8 +2,8 @@
 
 use super::same_shape;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
+use crate::tensor::{Source, Target};
 use kernels::adamw as kernel;
 
 /// One AdamW update (Loshchilov and Hutter, 2019, as PyTorch computes it), in place, in one launch:

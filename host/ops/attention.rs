@@ -2,9 +2,8 @@
 
 use super::{same_shape, sum_rows_into};
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::{Saved, Shape, Tensor};
+use crate::tensor::{Saved, Shape, Source, Target, Tensor};
 use kernels::attention::{self as kernel, HEAD};
 
 /// What [`attention`] gives.

@@ -1,9 +1,8 @@
 //! Clipping by the global norm, for optimisers that are made of ops.
 
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use kernels::clip as kernel;
 
 /// `min(1, max_norm / (sqrt(squared_norm) + 1e-6))`, `[1]`: times this, gradients with this squared norm have at most the norm

@@ -2,9 +2,8 @@
 
 use super::same_shape;
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use kernels::elementwise;
 
 /// `out = a + b`; `a`, `b`, `out`: the same shape. Queued, no scratch.

@@ -2,9 +2,8 @@
 
 use super::same_shape;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Shape, Source, Target, Tensor};
 use kernels::fill as kernel;
 
 /// A tensor of one value.

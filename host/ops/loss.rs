@@ -2,9 +2,8 @@
 
 use super::{fill, scaled_sum};
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use kernels::loss as kernel;
 
 /// `loss = weight * sum over r of log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`, `[1]`, and its gradient

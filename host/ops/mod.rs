@@ -18,10 +18,12 @@ mod norm;
 mod precision;
 mod reduce;
 mod sgd;
+mod shapes;
 mod softmax;
 mod tokens;
 mod transpose;
 
+pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attention, AttentionKept, attention, attention_backward};
@@ -34,22 +36,11 @@ pub use matmul::{
     Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward};
-pub use precision::Precision;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
 pub use sgd::{sgd, sgd_groups};
+pub use shapes::same_shape;
 pub use softmax::{softmax, softmax_backward};
 pub use tokens::{mean_tokens, mean_tokens_backward};
 pub use transpose::transpose;
-
-use crate::error::{Error, Result};
-use crate::tensor::Shape;
-
-/// An error in the name of `op` unless two tensors that must agree do.
-///
-/// # Errors
-/// [`Error::Misuse`] when the shapes differ.
-pub fn same_shape(op: &'static str, a: Shape, b: Shape) -> Result<()> {
-    if a == b { Ok(()) } else { Err(Error::misuse(op, format!("two tensors of shape {a}"), format!("one of {b}"))) }
-}

@@ -4,9 +4,8 @@
 //! 128th of the input for [`sum_rows`] of more than 1024 rows, a 4096th for the reductions to one value.
 
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::block::{CHUNK, row_chunk};
 use kernels::reduce;

@@ -2,8 +2,8 @@
 
 use super::same_shape;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
+use crate::tensor::{Source, Target};
 use kernels::sgd as kernel;
 
 /// One update of SGD with momentum, as PyTorch computes it with a dampening of 0, in place, in one launch:

@@ -2,9 +2,8 @@
 
 use super::same_shape;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use kernels::softmax as kernel;
 
 /// `y[r, c] = exp(x[r, c] - max_r) / sum over j of exp(x[r, j] - max_r)`; `x`, `y`: `[.., cols]`. Queued, no scratch.

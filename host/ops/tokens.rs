@@ -1,9 +1,8 @@
 //! The mean over tokens.
 
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Shape, Source, Target, Tensor};
 use kernels::tokens as kernel;
 
 /// `y[b, c] = 1/tokens * sum over t of x[b, t, c]`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]`. Queued, no

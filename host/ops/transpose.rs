@@ -1,9 +1,8 @@
 //! Matrices transposed.
 
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Shape, Source, Target, Tensor};
 use kernels::transpose as kernel;
 
 /// `y[.., j, i] = x[.., i, j]`; `x`: `[.., rows, cols]`, `y`: `[.., cols, rows]`. Queued, no scratch. A product transposes its factors

@@ -8,9 +8,10 @@
 use super::groups::{Group, Groups};
 use super::rule::{UpdateArguments, UpdateRule};
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, Phase, Turns};
+use crate::memory::{Buffer, Turns};
 use crate::ops;
 use crate::params::{Gradients, Layout, Parameters};
+use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::Tensor;
 use std::sync::Arc;

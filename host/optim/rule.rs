@@ -7,9 +7,8 @@
 
 use super::groups::Group;
 use crate::error::Result;
-use crate::launch::{Lent, LentMut};
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Lent, LentMut, Tensor};
 
 /// How an optimiser updates weights. Its settings implement it: [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or
 /// a struct of yours; [`Optimizer`](crate::Optimizer) does the rest.

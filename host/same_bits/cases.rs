@@ -9,9 +9,8 @@
 use super::inputs::Inputs;
 use super::products;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::ops;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use Listed::{One, Products, Roundings, TensorProducts};
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::Reduced;

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::Form;
-use crate::params::hex;
+use crate::digest::hex;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::OnceLock;

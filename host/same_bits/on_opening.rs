@@ -56,7 +56,8 @@ fn guard(
 mod tests {
     use super::*;
     use crate::DeviceKind;
-    use crate::driver::{Description, PtxBuild, PtxCompiler};
+    use crate::driver::Description;
+    use crate::ptx::{PtxBuild, PtxCompiler};
     use std::fs;
     use std::path::Path;
     use std::time::Duration;

@@ -7,9 +7,8 @@
 use super::Form;
 use super::inputs::Inputs;
 use crate::error::Result;
-use crate::launch::{Source, Target};
 use crate::ops;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::format::Reduced;
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};

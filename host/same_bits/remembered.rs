@@ -6,10 +6,10 @@
 #![forbid(unsafe_code)]
 
 use super::{Form, Tested, of_all};
+use crate::digest::hex;
 use crate::driver::{Description, Device};
 use crate::error::Error;
 use crate::files::{PlainFile, replace_file};
-use crate::params::hex;
 use etcetera::BaseStrategy;
 use sha2::{Digest, Sha256};
 use std::fs;

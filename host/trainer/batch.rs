@@ -127,6 +127,21 @@ impl FromStr for EpochProgress {
     }
 }
 
+/// The first input of a batch that is not finite.
+pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
+    for (at, part) in batch.iter().enumerate() {
+        if let Some((input, row)) = part.inputs()?.first_not_finite() {
+            return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
+        }
+    }
+    Ok(None)
+}
+
+/// A sample's place in the whole batch.
+pub(super) fn place<S: Samples>(before: &[S], sample: usize) -> usize {
+    before.iter().fold(sample, |place, part| place.saturating_add(part.len()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,9 +5,10 @@ use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
-use crate::ops::{self, Precision};
+use crate::ops::{self};
 use crate::optim::{AdamWConfig, Groups, Optimizer, UpdateRule};
 use crate::params::{Gradients, Layout, Parameter, Parameters};
+use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Tensor};
 

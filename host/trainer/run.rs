@@ -1,56 +1,13 @@
 //! How the steps of an update run, how what they told comes back, and what is said of an update that came to nothing.
 
-use super::Trainer;
-use super::batch::{Part, Samples, Update};
+use super::batch::{Part, Samples, Update, first_input, place};
 use super::model::{Learner, Model, Told};
-use crate::capture::{Captured, Output};
+use super::setup::Trainer;
+use super::stage::{Queued, Results, Stage};
 use crate::driver::Landing;
-use crate::error::{Error, Result};
-use crate::finite::{Numbers, Quantity};
+use crate::error::{Error, Quantity, Result};
+use crate::finite::Numbers;
 use crate::optim::UpdateRule;
-
-/// How the learner's steps run.
-pub(super) enum Stage<M, R> {
-    /// Launch by launch.
-    Eager(Learner<M, R>),
-    /// As one graph.
-    Captured(Captured<Learner<M, R>, Told<Output, Output>>),
-}
-
-impl<M, R> Stage<M, R> {
-    pub(super) fn learner(&self) -> &Learner<M, R> {
-        match self {
-            Self::Eager(learner) => learner,
-            Self::Captured(captured) => captured.state(),
-        }
-    }
-
-    pub(super) fn learner_mut(&mut self) -> &mut Learner<M, R> {
-        match self {
-            Self::Eager(learner) => learner,
-            Self::Captured(captured) => captured.state_mut(),
-        }
-    }
-}
-
-/// An update that is queued or done.
-pub(super) struct Queued {
-    number: u64,
-    samples: usize,
-    /// Steps that it was made in.
-    parts: usize,
-    /// Whether it updates the weights.
-    updates: bool,
-    told: Results,
-}
-
-/// The loss of each step; behind them, squared, the gradients' norm if the weights are updated, and the watched one's if there is one.
-enum Results {
-    /// They are here.
-    Known(Vec<f32>),
-    /// They will be, behind the steps.
-    Landing(Landing),
-}
 
 impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues an update, or makes it where steps run launch by launch.
@@ -191,25 +148,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 }
 
-/// The first input of a batch that is not finite.
-pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
-    for (at, part) in batch.iter().enumerate() {
-        if let Some((input, row)) = part.inputs()?.first_not_finite() {
-            return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
-        }
-    }
-    Ok(None)
-}
-
 /// An error of a part of a batch, with the sample's place in the batch: `before` are the parts before.
 fn behind<S: Samples>(before: &[S], error: Error) -> Error {
     match error {
         Error::Label { sample, label, classes } => Error::Label { sample: place(before, sample), label, classes },
         other => other,
     }
-}
-
-/// A sample's place in the whole batch.
-fn place<S: Samples>(before: &[S], sample: usize) -> usize {
-    before.iter().fold(sample, |place, part| place.saturating_add(part.len()))
 }

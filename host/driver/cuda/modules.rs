@@ -2,8 +2,8 @@
 //!
 //! Invariant: a kernel is looked up in its own package's PTX alone, so two packages may use one name for a kernel.
 
-use super::{DEFAULT_SHARED_BYTES, check};
-use crate::driver::ptx::{Kernels, OWN};
+use super::status::check;
+use crate::driver::kernels::{Kernels, OWN};
 use crate::error::{Error, Result};
 use cuda_std::launch::Entry;
 use cust::module::Module;
@@ -11,6 +11,9 @@ use cust::sys::{self, CUfunction};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
+
+/// Dynamic shared memory beyond this needs the function's leave.
+const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 /// A kernel of a loaded module.
 #[derive(Clone, Copy)]

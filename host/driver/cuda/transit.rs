@@ -5,7 +5,7 @@
 //! Both waits are the GPU's; no call here waits. Copies to places that nothing is left to leave wait for nothing, so the pieces of a
 //! large upload all come beside what the main stream does.
 
-use super::{check, create_event};
+use super::status::check;
 use crate::error::Result;
 use cust::stream::Stream;
 use cust::sys::{self, CUevent, CUstream};
@@ -87,6 +87,14 @@ impl Drop for Transit {
         destroy(events.landed);
         destroy(events.gone);
     }
+}
+
+/// An event that has been passed. The context is current.
+pub(super) fn create_event() -> Result<sys::CUevent> {
+    let mut event = std::ptr::null_mut();
+    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: `event` is valid for a write.
+    check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) }).map(|()| event)
 }
 
 /// That an event may stay is the smaller evil.

@@ -6,7 +6,8 @@
 //! its `free_requested` at once; and integers are at most eight bytes long, hence signed, for the viewer's reader makes
 //! longer ones a type that it cannot add.
 
-use super::{Event, Held, Kind, Origin, Recording};
+use super::event::{Event, Kind, Origin};
+use super::recording::{Held, Recording};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -80,11 +81,16 @@ struct Frame {
 /// The viewer needs this category beside the others, and fails where it tries to add it itself.
 const NO_PHASE: &str = "unknown";
 
-pub(super) fn write(recording: &Recording) -> Vec<u8> {
-    let mut end = recording.start.clone();
-    let trace = trace(recording, &mut end);
-    let snapshot = snapshot(recording, &end, trace);
-    serde_pickle::to_vec(&snapshot, serde_pickle::SerOptions::new()).expect("plain data can always be pickled")
+impl Recording {
+    /// The recording as a pickle of PyTorch's `torch.cuda.memory._snapshot()`: for `torch/cuda/_memory_viz.py` and for
+    /// the viewer at <https://pytorch.org/memory_viz>, which shows the phases as categories. Device 0, stream 0. What
+    /// the arena reserved is one segment; every other tensor is a segment of its own. About 400 bytes an event.
+    pub fn pickle(&self) -> Vec<u8> {
+        let mut end = self.start.clone();
+        let trace = trace(self, &mut end);
+        let snapshot = snapshot(self, &end, trace);
+        serde_pickle::to_vec(&snapshot, serde_pickle::SerOptions::new()).expect("plain data can always be pickled")
+    }
 }
 
 fn snapshot<'r>(recording: &'r Recording, end: &Held, trace: Vec<Entry>) -> Snapshot<'r> {

@@ -2,8 +2,9 @@
 //!
 //! Text is written as SVG text, so drawing needs no font; every band names itself when pointed at.
 
+use super::event::Origin;
+use super::recording::Recording;
 use super::timeline::Timeline;
-use super::{Origin, Recording};
 use std::fmt::{Result, Write};
 
 const WIDTH: f64 = 960.0;
@@ -33,10 +34,13 @@ const QUIET: &str = "#5f5f5f";
 const FAINT: &str = "#e1e1e1";
 const DASHED: &str = "stroke-width='1.5' stroke-dasharray='7 4'";
 
-pub(super) fn draw(recording: &Recording) -> String {
-    let mut picture = Picture::new(recording);
-    picture.draw().expect("writing into a string does not fail");
-    picture.svg
+impl Recording {
+    /// A picture of the memory in use over time, stacked by phase, as SVG. Sizes are rounded up to the alignment.
+    pub fn timeline_svg(&self) -> String {
+        let mut picture = Picture::new(self);
+        picture.draw().expect("writing into a string does not fail");
+        picture.svg
+    }
 }
 
 struct Picture<'r> {
@@ -345,7 +349,7 @@ mod tests {
 
     #[test]
     fn every_layer_mark_and_name_is_there() {
-        let svg = draw(&sample());
+        let svg = sample().timeline_svg();
         let count = |class: &str| svg.matches(&format!("class='{class}'")).count();
         assert_eq!((count("band"), count("arena"), count("step"), count("refused"), count("peak")), (5, 1, 3, 1, 1));
         for text in [
@@ -373,7 +377,7 @@ mod tests {
         recording.push(event(0, Kind::Allocate, WEIGHTS, 1 << 20));
         recording.push(Event { phase: "backward", ..event(500, Kind::Allocate, ARENA, 2 << 20) });
         recording.push(event(1000, Kind::Reset, ARENA, 2 << 20));
-        let svg = draw(&recording);
+        let svg = recording.timeline_svg();
         // The end of the arena, 5 MiB, is the highest and leaves 6 % above.
         let y = |mib: f64| BOTTOM - (BOTTOM - TOP) * mib / (5.0 * 1.06);
         let close = |got: Vec<f64>, expected: &[f64]| {
@@ -390,20 +394,20 @@ mod tests {
         let mut recording = Recording::new("emulated", 100);
         recording.push(event(0, Kind::Reserve, ARENA, 64 << 30));
         recording.push(event(5, Kind::Allocate, ARENA, 1 << 20));
-        let svg = draw(&recording);
+        let svg = recording.timeline_svg();
         assert!(!svg.contains("class='arena'") && svg.contains(">64.0 GiB, out of sight<"), "{svg}");
     }
 
     #[test]
     fn nothing_and_very_much_are_drawn_too() {
-        let empty = draw(&Recording::new("emulated", 0));
+        let empty = Recording::new("emulated", 0).timeline_svg();
         assert!(empty.contains("nothing in use, 0 steps, 0 events"), "{empty}");
         assert!(!empty.contains("NaN") && !empty.contains("inf"), "{empty}");
 
         let mut long = Recording::new("emulated", 30_000);
         let tensors: Vec<_> = (0..99).map(|at| (1 + 977 * at, "forward")).collect();
         (0..1000).for_each(|at| step(&mut long, 1000 * at, &tensors, 1 << 20));
-        let svg = draw(&long);
+        let svg = long.timeline_svg();
         assert!(svg.len() < 64 << 10, "{} bytes", svg.len());
         assert!(svg.contains("earlier ones not kept") && !svg.contains("class='step'"), "too many steps to mark");
     }
@@ -412,7 +416,7 @@ mod tests {
     fn many_at_one_moment_leave_no_gap_in_time() {
         let mut recording = Recording::new("emulated", 10);
         (0..4).for_each(|at| recording.push(event(77, Kind::Allocate, OVERFLOW + at * 4096, 4096)));
-        let svg = draw(&recording);
+        let svg = recording.timeline_svg();
         assert!(svg.contains("peak 16.0 KiB at 0.00 \u{b5}s") && !svg.contains("NaN"), "{svg}");
     }
 

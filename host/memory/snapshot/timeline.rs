@@ -3,7 +3,8 @@
 //! Persistent memory lies at the bottom, then the arena by phase, then the overflow. Invariant: no peak is lost to the
 //! resolution, for each column stands for the fullest moment in it.
 
-use super::{Event, Held, Kind, Origin, Recording};
+use super::event::{Event, Kind, Origin};
+use super::recording::{Held, Recording};
 
 /// One band of the stack.
 pub(super) struct Layer<'r> {

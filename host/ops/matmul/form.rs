@@ -1,8 +1,7 @@
 //! What is multiplied: extents, strides, and what follows the sums.
 
-use super::super::precision::Precision;
-use crate::launch::Target;
-use crate::tensor::Tensor;
+use crate::precision::Precision;
+use crate::tensor::{Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::matmul::{GELU, KEEP, Tile};
 

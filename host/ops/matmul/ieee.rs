@@ -4,8 +4,8 @@ use super::form::{Epilogue, Gemm};
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
+use crate::tensor::{Source, Target};
 use cuda_std::launch::Slice;
 use kernels::matmul::{ON_CPU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul};
 

@@ -12,11 +12,10 @@ mod ieee;
 mod split;
 mod tensor;
 
-use super::precision::Precision;
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
+use crate::precision::Precision;
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use form::Epilogue;
 
 pub use form::{Gemm, Gradient};

@@ -4,8 +4,8 @@
 
 use super::form::{Epilogue, Gemm};
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::step::Step;
+use crate::tensor::{Source, Target};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use kernels::matmul::{Cost, chunk, sum_splits};
 

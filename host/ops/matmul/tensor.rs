@@ -1,12 +1,12 @@
 //! Matrix multiply by matrix instructions: what [`gemm_into`](super::gemm_into) does in a precision below f32.
 
-use super::super::precision::{Fragments, Matrices, Operand, Precision, round};
+use super::super::precision::{Fragments, Matrices, Operand, round};
 use super::form::{Epilogue, Gemm, Gradient};
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
+use crate::precision::Precision;
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
 use kernels::matmul_tensor::{TILES, Tile, matmul_tensor};
 use kernels::mma::Side;

@@ -122,7 +122,7 @@ impl Situation {
 /// What stays with everybody else unless the caller says otherwise: a sixteenth of the memory, and at most 2 GiB on an
 /// integrated GPU (from 32 GiB on it is those 2 GiB: there the operating system, its page cache and every other process
 /// live in the same memory), at most 256 MiB on a discrete one (contexts and modules of the driver).
-pub(super) fn default_reserve_bytes(integrated: bool, driver_total_bytes: u64) -> u64 {
+pub(crate) fn default_reserve_bytes(integrated: bool, driver_total_bytes: u64) -> u64 {
     (driver_total_bytes / 16).min(if integrated { 2 * GIB } else { 256 * MIB })
 }
 
@@ -199,14 +199,14 @@ impl fmt::Display for Size {
 }
 
 /// The environment variable that sets the capacity of an arena, see [`arena_bytes_from_env`].
-pub(super) const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
+pub(crate) const ARENA_VARIABLE: &str = "STEPSCOPE_ARENA_GB";
 
 /// The bytes that `STEPSCOPE_ARENA_GB` asks for. The value is a plain decimal number of GiB (2^30 bytes), such as `4`
 /// or `0.5`; parts of a byte are dropped. An unset variable (`None`) asks for nothing.
 ///
 /// # Errors
 /// A value that is anything else, below one byte, or above what this machine can address; it is quoted.
-pub(super) fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>, String> {
+pub(crate) fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>, String> {
     let Some(value) = value else { return Ok(None) };
     let refuse = |why: &str| {
         format!(

@@ -1,0 +1,67 @@
+//! Copies between the host and the memory of tensors and buffers.
+//!
+//! Invariant: a copy is of no more bytes than the memory has, and its wait has a deadline.
+
+use crate::driver::{Device, Fill, Landing};
+use crate::error::Result;
+use crate::tensor::{Element, Memory};
+use std::time::Duration;
+
+impl<T: Element> Memory<T> {
+    /// Queues a copy of `values` to the start of the memory.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
+        self.upload_bytes(None, device, bytemuck::cast_slice(values), deadline)
+    }
+
+    /// Queues a copy of `bytes` to the start of the memory; by way of `transit`, which nothing else uses, beside the work queued
+    /// before, but for the last step.
+    ///
+    /// # Panics
+    /// When they do not fit into either.
+    pub(crate) fn upload_bytes(
+        self,
+        transit: Option<Self>,
+        device: &Device,
+        bytes: &[u8],
+        deadline: Duration,
+    ) -> Result<()> {
+        let len = transit.map_or(self.len(), |transit| transit.len().min(self.len()));
+        assert!(bytes.len() <= len * size_of::<T>(), "{} bytes into {len} elements", bytes.len());
+        // SAFETY: both memories are valid by this type's invariant, and large enough.
+        unsafe { device.upload(self.address(), transit.map(Self::address), bytes, deadline) }
+    }
+
+    /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
+    pub(crate) fn upload_with(
+        self,
+        device: &Device,
+        fill: &Fill<'_>,
+        deadline: Duration,
+        staged: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        // SAFETY: the memory is valid by this type's invariant.
+        unsafe { device.upload_with(self.address(), None, self.len() * size_of::<T>(), fill, deadline, staged) }
+    }
+
+    /// Waits for the work queued before, until the deadline, and returns all elements.
+    pub(crate) fn download(self, device: &Device, deadline: Duration) -> Result<Vec<T>> {
+        // SAFETY: the memory is valid by this type's invariant; at the deadline the device is lost, and memory leaks
+        // rather than being freed under a copy that may still run.
+        let bytes = unsafe { device.download(self.address(), self.len() * size_of::<T>(), deadline)? };
+        Ok(bytemuck::allocation::pod_collect_to_vec(&bytes))
+    }
+
+    /// Queues a copy of the only element to the next word of `landing`.
+    ///
+    /// # Panics
+    /// When it is not one element of a word.
+    pub(crate) fn land(self, landing: &mut Landing) -> Result<()> {
+        const { assert!(size_of::<T>() == size_of::<u32>()) };
+        assert_eq!(self.len(), 1, "a result of one element");
+        // SAFETY: the memory is valid by this type's invariant, and no shorter.
+        unsafe { landing.queue(self.address()) }
+    }
+}

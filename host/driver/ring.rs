@@ -1,0 +1,116 @@
+//! The ring of page-locked slots that uploads pass: what it is made of, and who writes into it.
+//!
+//! `staging` says when a slot is written, copied from and written again. Invariant: a slot's memory and its fence live and end
+//! together.
+
+use super::calls::{Driver, Fence};
+use crate::error::Result;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// What an upload is made of: writes the bytes that follow an offset into a slot. Offsets are multiples of [`ALIGN_BYTES`]; parts of
+/// a piece are written by several threads.
+pub(crate) type Fill<'f> = dyn Fn(usize, &mut [u8]) + Sync + 'f;
+
+/// The share of a piece that a thread takes at a time.
+const PART_BYTES: usize = 128 << 10;
+/// Where a piece starts within its slot.
+pub(super) const ALIGN_BYTES: usize = 256;
+
+/// Slots of a ring, and the bytes of each.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RingSize {
+    pub(super) slots: usize,
+    pub(super) slot_bytes: usize,
+}
+
+impl Default for RingSize {
+    fn default() -> Self {
+        Self { slots: 2, slot_bytes: 64 << 20 }
+    }
+}
+
+/// The ring. Its slots are made when they are first needed.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    pub(super) size: RingSize,
+    pub(super) slots: Vec<Slot>,
+    /// The one that is being filled.
+    pub(super) current: usize,
+    pub(super) writers: Writers,
+}
+
+/// Page-locked memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slot {
+    pub(super) address: u64,
+    pub(super) fence: Fence,
+    /// Bytes from the start that are in use.
+    pub(super) filled: usize,
+}
+
+impl Staging {
+    pub(super) fn new(size: RingSize) -> Self {
+        Self { size, ..Self::default() }
+    }
+
+    /// The slots, to be given back, and the bytes of each.
+    pub(super) fn into_slots(self) -> (Vec<Slot>, usize) {
+        (self.slots, self.size.slot_bytes)
+    }
+}
+
+impl Slot {
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn fence(&self) -> Fence {
+        self.fence
+    }
+
+    /// Gives the memory and its fence back.
+    ///
+    /// # Safety
+    /// It was made with so many bytes, no copy from it or to it is queued, and it is not used afterwards.
+    pub(super) unsafe fn end(self, driver: &dyn Driver, bytes: usize) -> Result<()> {
+        // SAFETY: no copy is queued and nothing uses the slot afterwards, as this function asks; `Slot::new` made both.
+        unsafe { driver.destroy_fence(self.fence).and(driver.free_pinned(self.address, bytes)) }
+    }
+}
+
+/// Threads that write pieces, since one alone does not keep up with the link to the device. They are the ring's own: those of
+/// a shared pool may all be waiting for the ring.
+#[derive(Debug, Default)]
+pub(super) struct Writers {
+    pool: OnceLock<Option<ThreadPool>>,
+}
+
+impl Writers {
+    /// Writes a piece. A thread of a pool does so alone: while it waits for others, it may be given another upload to do, which
+    /// would wait for this one.
+    pub(super) fn write(&self, piece: &mut [u8], fill: &Fill<'_>) {
+        let alone = piece.len() <= PART_BYTES || rayon::current_thread_index().is_some();
+        let pool = if alone { None } else { self.pool.get_or_init(Self::start).as_ref() };
+        let Some(pool) = pool else { return fill(0, piece) };
+        let parts = Mutex::new(piece.chunks_mut(PART_BYTES).enumerate());
+        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let write = || {
+            while let Some((number, part)) = next() {
+                fill(number * PART_BYTES, part);
+            }
+        };
+        pool.in_place_scope(|scope| {
+            (0..pool.current_num_threads()).for_each(|_| scope.spawn(|_| write()));
+            write();
+        });
+    }
+
+    /// One thread less than there are processors: the caller writes too. None where no thread can be had.
+    fn start() -> Option<ThreadPool> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
+        let name = |number| format!("stepscope-upload-{number}");
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name).build();
+        pool.inspect_err(|error| tracing::warn!(%error, "uploads are written by one thread")).ok()
+    }
+}

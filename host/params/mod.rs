@@ -1,0 +1,7 @@
+//! A model's parameters: their names and places, and the flat regions of weights and gradients.
+
+mod layout;
+mod weights;
+
+pub use layout::{Entry, Layout, LayoutBuilder, Parameter, Stack};
+pub use weights::{Gradients, Parameters};

@@ -1,0 +1,53 @@
+//! What a kernel can read or write: the arguments that it takes of tensors.
+//!
+//! Invariant: an argument borrows the tensor for the launch, and a writable one borrows it alone.
+
+use super::element::Element;
+use super::memory::Memory;
+use super::shape::Shape;
+use cuda_std::launch::{Pointer, PointerMut, Slice};
+
+pub(super) mod sealed {
+    pub trait Sealed {}
+}
+
+/// What a kernel of the step `'s` can read: a [`Tensor`](super::Tensor), a [`Saved`](super::Saved) one, or something lent to the step.
+pub trait Source<'s, T: Element>: sealed::Sealed {
+    /// The extents.
+    fn shape(&self) -> Shape;
+
+    #[doc(hidden)]
+    fn memory(&self) -> Memory<T>;
+
+    /// A kernel's `&[T]`.
+    fn slice(&self) -> Slice<'_, T> {
+        let (device, address, len) = self.memory().parts();
+        // SAFETY: valid by `Memory`'s invariant; the borrow keeps others from writing it meanwhile.
+        unsafe { Slice::new(device, address, len) }
+    }
+
+    /// A kernel's `*const T`.
+    fn pointer(&self) -> Pointer<'_, T> {
+        let (device, address, len) = self.memory().parts();
+        // SAFETY: as above.
+        unsafe { Pointer::new(device, address, len) }
+    }
+}
+
+/// What a kernel of the step `'s` can write.
+pub trait Target<'s, T: Element>: Source<'s, T> {
+    /// A kernel's `*mut T`.
+    fn out(&mut self) -> PointerMut<'_, T> {
+        let (device, address, len) = self.memory().parts();
+        // SAFETY: valid by `Memory`'s invariant; the borrow is unique.
+        unsafe { PointerMut::new(device, address, len) }
+    }
+
+    /// The same memory as a kernel's `*const T` and its `*mut T`, for a kernel that reads an element before it writes
+    /// the same one.
+    fn in_place(&mut self) -> (Pointer<'_, T>, PointerMut<'_, T>) {
+        let (device, address, len) = self.memory().parts();
+        // SAFETY: valid by `Memory`'s invariant; the borrow is unique, and `Pointer` may name what is written.
+        unsafe { (Pointer::new(device, address, len), PointerMut::new(device, address, len)) }
+    }
+}

@@ -1,0 +1,89 @@
+//! What is lent to a step: memory of a longer life than its tensors.
+//!
+//! Invariant: the loan ends with the step or before, and whoever lent the memory can neither free nor change it meanwhile.
+
+#![forbid(unsafe_code)]
+
+use super::access::sealed::Sealed;
+use super::access::{Source, Target};
+use super::brand::Brand;
+use super::element::Element;
+use super::memory::Memory;
+use super::shape::Shape;
+use std::fmt;
+use std::marker::PhantomData;
+
+impl<T: Element> Sealed for Lent<'_, '_, T> {}
+impl<T: Element> Sealed for LentMut<'_, '_, T> {}
+
+/// Memory of a longer life, to be read within the step `'s`: a persistent buffer, or an outer step's tensor.
+pub struct Lent<'b, 's, T: Element = f32> {
+    memory: Memory<T>,
+    shape: Shape,
+    borrow: PhantomData<&'b T>,
+    brand: Brand<'s>,
+}
+
+impl<T: Element> Lent<'_, '_, T> {
+    pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
+        debug_assert_eq!(memory.len(), shape.elements());
+        Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+}
+
+impl<T: Element> Clone for Lent<'_, '_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Element> Copy for Lent<'_, '_, T> {}
+
+impl<T: Element> fmt::Debug for Lent<'_, '_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lent<{}>{}", T::NAME, self.shape)
+    }
+}
+
+impl<'s, T: Element> Source<'s, T> for Lent<'_, 's, T> {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn memory(&self) -> Memory<T> {
+        self.memory
+    }
+}
+
+/// Memory of a longer life, to be written within the step `'s`.
+pub struct LentMut<'b, 's, T: Element = f32> {
+    memory: Memory<T>,
+    shape: Shape,
+    borrow: PhantomData<&'b mut T>,
+    brand: Brand<'s>,
+}
+
+impl<T: Element> LentMut<'_, '_, T> {
+    pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
+        debug_assert_eq!(memory.len(), shape.elements());
+        Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+}
+
+impl<T: Element> fmt::Debug for LentMut<'_, '_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LentMut<{}>{}", T::NAME, self.shape)
+    }
+}
+
+impl<'s, T: Element> Source<'s, T> for LentMut<'_, 's, T> {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn memory(&self) -> Memory<T> {
+        self.memory
+    }
+}
+
+impl<'s, T: Element> Target<'s, T> for LentMut<'_, 's, T> {}

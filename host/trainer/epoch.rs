@@ -1,0 +1,195 @@
+//! What a trainer does: an epoch of updates, one update, its halves, an evaluation, a checkpoint.
+
+#![forbid(unsafe_code)]
+
+use super::batch::{EpochProgress, PROGRESS, Samples, Update, first_input};
+use super::model::{Learner, Model};
+use super::setup::Trainer;
+use super::stage::Queued;
+use crate::autograd::{Tape, Var};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Quantity, Result};
+use crate::memory::Arena;
+use crate::optim::UpdateRule;
+use crate::step::Eager;
+use crate::upload::Transfer;
+use std::slice;
+use std::sync::atomic::Ordering;
+
+/// Hears of an epoch while it runs. Every function has a default that does nothing.
+pub trait Observer {
+    /// An update is done; the next one may be running. The arena is there for its report.
+    ///
+    /// # Errors
+    /// Its error ends the epoch and is the epoch's.
+    fn updated(&mut self, _update: &Update, _progress: &EpochProgress, _arena: &Arena) -> Result<()> {
+        Ok(())
+    }
+
+    /// What the caller wants to find in a checkpoint again.
+    fn notes(&self) -> Vec<(&str, String)> {
+        Vec::new()
+    }
+}
+
+impl Observer for () {}
+
+/// How an epoch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// All batches were trained on.
+    Finished,
+    /// The stop flag was set; the update that was running is done, and the checkpoint is written if there is a path for one.
+    Stopped,
+}
+
+impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
+    /// One update of the weights by a batch, which is given in parts: each is a step, and their gradients are added up. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for no samples; [`Error::Label`] for a label that is no class, by its place in the batch; those of the steps: the
+    /// weights are then those of the update before, unless the device is lost or only the loss did not come back. [`Error::NotFinite`]
+    /// when the loss or the gradients' norm is not finite: the update is made, and the weights are worthless.
+    #[track_caller]
+    pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let queued = self.queue(batch)?;
+        self.settle(queued, batch)
+    }
+
+    /// Trains on batches, each an update (see [`Trainer::update`]), from where `progress` is: the caller has skipped the batches that
+    /// it counts. Returns behind the last batch or, behind a checkpoint, when the stop flag is set; looks at all weights then.
+    ///
+    /// # Errors
+    /// The first of: an error among the batches; those of [`Trainer::update`] and [`Trainer::save`]; the observer's. With
+    /// [`Error::NotFinite`] the update that made such a number is not counted, and one more may have been made behind it.
+    #[track_caller]
+    pub fn epoch<S: Samples>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        let mut running = None;
+        let ended = self.run(batches, &mut running, progress, observer);
+        if matches!(ended, Err(Error::NotFinite { .. })) {
+            // What is queued behind it is not worth telling.
+            return ended;
+        }
+        // What was queued before an error is done all the same.
+        let told = running.map_or(Ok(()), |last| self.tell(last, progress, observer));
+        let ended = ended.and_then(|ended| told.map(|()| ended))?;
+        self.check_weights().map(|()| ended)
+    }
+
+    /// Queues each batch before it tells of the one before; the last is left running. Batches are kept until they are told of.
+    fn run<S: Samples>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        running: &mut Option<(Queued, Vec<S>)>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        for batch in batches {
+            let batch = batch?;
+            let queued = self.queue(&batch)?;
+            if let Some(before) = running.replace((queued, batch)) {
+                self.tell(before, progress, observer)?;
+            }
+            let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
+            let made = progress.updates + 1;
+            if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
+                running.take().map_or(Ok(()), |last| self.tell(last, progress, observer))?;
+                self.save(progress, &observer.notes())?;
+            }
+            if stop {
+                return Ok(Ended::Stopped);
+            }
+        }
+        Ok(Ended::Finished)
+    }
+
+    fn tell<S: Samples>(
+        &mut self,
+        (queued, batch): (Queued, Vec<S>),
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<()> {
+        let update = self.settle(queued, &batch)?;
+        progress.add(&update);
+        observer.updated(&update, progress, self.arena)
+    }
+
+    /// The gradients of a batch without the update, by steps that run launch by launch: for callers that look at them, or at the
+    /// memory of the steps. [`Trainer::apply`] must follow.
+    ///
+    /// # Errors
+    /// As for [`Trainer::update`].
+    #[track_caller]
+    pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let queued = self.queue_eager(batch, false)?;
+        let told = self.settle(queued, batch)?;
+        self.accumulated = true;
+        Ok(told)
+    }
+
+    /// The update that [`Trainer::accumulate`] has left out. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it has not been called, or is made already; [`Error::NotFinite`] as for [`Trainer::update`]; those of the step.
+    #[track_caller]
+    pub fn apply(&mut self) -> Result<()> {
+        if !self.accumulated {
+            return Err(Error::misuse("apply", "an `accumulate` that has succeeded, and no update since", "none"));
+        }
+        let Learner { parameters, gradients, optimizer, .. } = self.stage.learner_mut();
+        let squared = self.arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))?;
+        self.accumulated = false;
+        let update = self.learner().optimizer.updates();
+        self.check(update, Quantity::GradientNorm, squared.is_finite(), || Ok(None))
+    }
+
+    /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] when the sum is not finite; [`Error::Label`] for a label that is no class; those of the step.
+    #[track_caller]
+    pub fn evaluate<T>(
+        &mut self,
+        samples: &impl Samples,
+        read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<T>,
+    ) -> Result<(f64, T)> {
+        let Learner { model, parameters, .. } = self.stage.learner();
+        let (loss, made) = self.arena.step(|step| {
+            let batch = step.upload_inputs(&samples.inputs()?)?;
+            let tape = Tape::new(step, parameters);
+            let output = model.forward(&tape, &batch)?;
+            let loss = model.loss(&tape, &output, &batch, 1.0)?;
+            Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
+        })?;
+        let update = self.learner().optimizer.updates();
+        self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples)))?;
+        Ok((loss, made))
+    }
+
+    /// Writes weights, optimiser, progress and notes to the checkpoint's path; does nothing without one. Waits.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::save`].
+    pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
+        let Some(path) = &self.checkpoint else { return Ok(()) };
+        let Learner { parameters, optimizer, .. } = self.learner();
+        let notes = [&[(PROGRESS, progress.to_string())], notes].concat();
+        Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers)
+    }
+
+    /// Puts weights and optimiser back, and tells how far the epoch was.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::restore`].
+    pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
+        let progress = EpochProgress::of(checkpoint)?;
+        let Learner { parameters, optimizer, .. } = self.stage.learner_mut();
+        checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers))?;
+        Ok(progress)
+    }
+}
