@@ -143,6 +143,24 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok((gradient, std::mem::replace(&mut self.written[index], true)))
     }
 
+    /// The gradients of several parameters at once; of each, as for [`Backward::gradient`], whether the caller must add to it.
+    ///
+    /// # Errors
+    /// As for [`Backward::gradient`]; [`Error::Misuse`] when one parameter is named twice.
+    pub fn gradients<const N: usize>(
+        &mut self,
+        parameters: [Parameter; N],
+    ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
+        let op = self.op;
+        let layout = self.parameters.layout();
+        let places = parameters.iter().map(|&parameter| layout.index(parameter)).collect::<Result<Vec<_>>>();
+        let places = places.map_err(|error| error.in_op(op))?;
+        let gradients = self.gradients.lend_many_mut(self.step, parameters).map_err(|error| error.in_op(op))?;
+        let mut places = places.into_iter();
+        let mut written = || std::mem::replace(&mut self.written[places.next().expect("one for each")], true);
+        Ok((gradients, [(); N].map(|()| written())))
+    }
+
     /// A stack's gradients as one, flat like its weights, of which the second says what [`Backward::gradient`] says. The space between
     /// members must stay zero.
     ///
@@ -193,6 +211,23 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         };
         self.pending[output] = Upstream::Sum(sum);
         Ok(())
+    }
+
+    /// Adds `gradient` to what each of two variables has, which may be the same.
+    ///
+    /// # Errors
+    /// Those of [`Backward::add`].
+    pub fn add_to_both(&mut self, a: &Var<'s>, b: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
+        // There is one gradient: the second has it, the first a copy, unless it can add it to what it has.
+        let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
+        if first.wants_gradient() {
+            let own = match self.take(first)? {
+                Some(mut sum) => ops::add_assign(self.step, &mut sum, &gradient).map(|()| sum)?,
+                None => ops::copy(self.step, &gradient)?,
+            };
+            self.add(first, own)?;
+        }
+        self.add(second, gradient)
     }
 
     /// What `var` has so far, if it has something, for an op whose kernel adds to it in place: [`Backward::add`] gives it back.

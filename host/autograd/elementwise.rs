@@ -16,18 +16,7 @@ impl<'s> Tape<'_, 's> {
         let op = self.op("add", [a, b])?;
         let y = ops::add(self.step(), a.value(), b.value())?;
         let (a, b) = (*a, *b);
-        Ok(op.record(y.save(), move |back, dy| {
-            // Both get dy, of which there is one: the second has it, the first a copy, unless it can add it to what it has.
-            let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
-            if first.wants_gradient() {
-                let gradient = match back.take(&first)? {
-                    Some(mut sum) => ops::add_assign(back.step(), &mut sum, &dy).map(|()| sum)?,
-                    None => ops::copy(back.step(), &dy)?,
-                };
-                back.add(&first, gradient)?;
-            }
-            back.add(&second, dy)
-        }))
+        Ok(op.record(y.save(), move |back, dy| back.add_to_both(&a, &b, dy)))
     }
 
     /// `y = factor x`; `x`, `y`: the same shape. See [`ops::scale`].

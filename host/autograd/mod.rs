@@ -1,27 +1,18 @@
 //! Reverse-mode differentiation: a tape of what backward must do, in the order of the forward pass.
 //!
-//! An op's differentiable form stands in the file of its stem: it computes forward with [`ops`](crate::ops), records
+//! An op's differentiable form stands beside the op, in [`ops`](crate::ops): it computes forward, records
 //! one closure that turns the gradients of its outputs into those of its inputs, and is done; neither the tape nor a
-//! device knows a list of ops. An [`Op`] puts it on the tape and a [`Backward`] serves its closure: ops of other packages
+//! device knows a list of ops. Here stand the sums of which the tape makes its own. An [`Op`] puts it on the tape and a [`Backward`] serves its closure: ops of other packages
 //! have the same two. Invariant: every value on a tape is [`Saved`], so nothing can overwrite what backward
 //! will read, the tape is consumed by its one backward pass, and neither takes a variable of another tape or a parameter of another
 //! layout.
 
 #![forbid(unsafe_code)]
 
-mod activation;
-mod attention;
 mod backward;
 mod elementwise;
-mod loss;
-mod matmul;
-mod norm;
 mod op;
-mod reduce;
-mod softmax;
 mod tape;
-mod tokens;
-mod transpose;
 mod var;
 
 pub use backward::Backward;

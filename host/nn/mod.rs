@@ -32,12 +32,14 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod layer_norm;
 mod linear;
 mod mlp;
 mod names;
 mod norm;
 
 pub use attention::Attention;
+pub use layer_norm::LayerNorm;
 pub use linear::{Linear, TokenLinear};
 pub use mlp::{Gelu, Mlp};
 pub use names::Names;

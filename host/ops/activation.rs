@@ -1,7 +1,9 @@
 //! tanh and GELU, with their derivatives.
 
 use super::{same_shape, sum_rows_into};
+use crate::autograd::{Tape, Var};
 use crate::error::Result;
+use crate::ops;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::PointerMut;
@@ -88,4 +90,34 @@ pub fn gelu_bias_backward<'s>(
         sum_rows_into(step, &partials, db, accumulate)?;
     }
     Ok(dx)
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::tanh`], `x` and result: any shape; backward is [`ops::tanh_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn tanh(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("tanh", [x])?;
+        let (y, x) = (ops::tanh(self.step(), x.value())?.save(), *x);
+        Ok(op.record(y, move |back, dy| {
+            let dx = ops::tanh_backward(back.step(), &y, &dy)?;
+            back.add(&x, dx)
+        }))
+    }
+
+    /// [`ops::gelu`], `x` and result: any shape; backward is [`ops::gelu_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn gelu(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("gelu", [x])?;
+        let (y, x) = (ops::gelu(self.step(), x.value())?.save(), *x);
+        Ok(op.record(y, move |back, dy| {
+            let dx = ops::gelu_backward(back.step(), x.value(), &dy)?;
+            back.add(&x, dx)
+        }))
+    }
 }

@@ -1,7 +1,10 @@
 //! Attention over a few tokens with normalised queries and keys, one block for each sample and head.
 
 use super::{same_shape, sum_rows_into};
+use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::Stack;
 use crate::step::Step;
 use crate::tensor::{Saved, Shape, Source, Target, Tensor};
 use kernels::attention::{self as kernel, HEAD};
@@ -113,5 +116,27 @@ fn form(op: &'static str, qkv: Shape, gains: Shape) -> Result<[usize; 3]> {
             let expected = format!("[3, batch, tokens up to {}, a multiple of {HEAD}]", kernel::MAX_TOKENS);
             Err(Error::misuse(op, expected, qkv.to_string()))
         }
+    }
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::attention`] with normalised queries and keys; `qkv`: `[3, batch, tokens, heads 64]`, as [`Tape::norm_project`]
+    /// gives it, `gains`: those of q and of k, `[64]` each; result: `[batch, tokens, heads 64]`.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn attention(&self, qkv: &Var<'s>, gains: &Stack, epsilon: f32, scale: f32) -> Result<Var<'s>> {
+        let op = self.op("attention", [qkv])?;
+        let weights = op.stack_weights(gains)?;
+        let Attention { out, kept } = ops::attention(self.step(), qkv.value(), &weights, epsilon, scale)?;
+        let (qkv, gains) = (*qkv, gains.clone());
+        Ok(op.record(out.save(), move |back, dout| {
+            let (step, weights) = (back.step(), back.stack_weights(&gains)?);
+            let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
+            let dqkv =
+                ops::attention_backward(step, qkv.value(), &weights, &kept, &dout, scale, &mut dgains, accumulate)?;
+            back.add(&qkv, dqkv)
+        }))
     }
 }

@@ -3,10 +3,9 @@
 use super::{same_shape, sum_rows_into};
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
-use crate::launch::{Source, Target};
 use crate::params::Parameter;
 use crate::step::Step;
-use crate::tensor::{Saved, Tensor};
+use crate::tensor::{Saved, Source, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::layer_norm as kernel;
 use kernels::row_chunk::chunk_of;

@@ -1,9 +1,11 @@
 //! Cross-entropy of logits against labels.
 
 use super::{fill, scaled_sum};
+use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
+use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Target, Tensor};
 use kernels::loss as kernel;
 
 /// `loss = weight * sum over r of log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`, `[1]`, and its gradient
@@ -47,4 +49,19 @@ pub fn cross_entropy<'s>(
     })?;
     let loss = if blocks == 1 { losses } else { scaled_sum(step, &losses, weight)? };
     Ok((loss, dlogits))
+}
+
+impl<'s> Tape<'_, 's> {
+    /// `loss = weight * sum over rows of -log softmax(logits)[label]`, `[1]`; `logits`: `[rows, classes]`, `labels`:
+    /// `[rows]`. A mean over the batch has `weight = 1 / rows`; with micro-batches, one over all their rows. Its gradient is
+    /// computed in the same launch.
+    ///
+    /// # Errors
+    /// Those of [`ops::cross_entropy`].
+    #[track_caller]
+    pub fn cross_entropy(&self, logits: &Var<'s>, labels: Saved<'s, u32>, weight: f32) -> Result<Var<'s>> {
+        let op = self.op("cross_entropy", [logits])?;
+        let (loss, dlogits) = ops::cross_entropy(self.step(), logits.value(), &labels, weight)?;
+        op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))
+    }
 }

@@ -3,7 +3,9 @@
 //! The tree of every reduction depends on the lengths alone, so results have the same bits on every device. Scratch: a
 //! 128th of the input for [`sum_rows`] of more than 1024 rows, a 4096th for the reductions to one value.
 
+use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
+use crate::ops;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::PointerMut;
@@ -164,5 +166,29 @@ fn with_columns<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<[usize
     match x.shape().as_rows() {
         [rows, 0] if rows > 0 => Err(Error::misuse(op, "rows with elements", x.shape().to_string())),
         [rows, cols] => Ok([rows, cols]),
+    }
+}
+
+impl<'s> Tape<'_, 's> {
+    /// The sum of all elements; `x`: any shape, result: `[1]`. See [`ops::sum`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn sum(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("sum", [x])?;
+        let (y, shape) = (ops::sum(self.step(), x.value())?, x.shape());
+        op.record_scalar(y.save(), x, move |step| ops::fill(step, shape, 1.0))
+    }
+
+    /// The mean of all elements; `x`: any shape with elements, result: `[1]`. See [`ops::mean`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn mean(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("mean", [x])?;
+        let (y, shape) = (ops::mean(self.step(), x.value())?, x.shape());
+        op.record_scalar(y.save(), x, move |step| ops::fill(step, shape, 1.0 / shape.elements() as f32))
     }
 }

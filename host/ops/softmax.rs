@@ -1,7 +1,9 @@
 //! Softmax over rows.
 
 use super::same_shape;
+use crate::autograd::{Tape, Var};
 use crate::error::Result;
+use crate::ops;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use kernels::softmax as kernel;
@@ -33,4 +35,20 @@ pub fn softmax_backward<'s>(
     let mut dx = step.empty(y.shape())?;
     step.launch(kernel::softmax_backward { y: y.slice(), dy: dy.slice(), cols, dx: dx.out() })?;
     Ok(dx)
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::softmax`] over the last extent; `x`, result: `[.., cols]`; backward is [`ops::softmax_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn softmax(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("softmax", [x])?;
+        let (y, x) = (ops::softmax(self.step(), x.value())?.save(), *x);
+        Ok(op.record(y, move |back, dy| {
+            let dx = ops::softmax_backward(back.step(), &y, &dy)?;
+            back.add(&x, dx)
+        }))
+    }
 }

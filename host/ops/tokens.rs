@@ -1,6 +1,8 @@
 //! The mean over tokens.
 
+use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
+use crate::ops;
 use crate::step::Step;
 use crate::tensor::{Shape, Source, Target, Tensor};
 use kernels::tokens as kernel;
@@ -41,5 +43,21 @@ fn form(op: &'static str, shape: Shape) -> Result<[usize; 3]> {
     match *shape.extents() {
         [batch, tokens, cols] if tokens > 0 => Ok([batch, tokens, cols]),
         _ => Err(Error::misuse(op, "[batch, tokens, cols] with at least one token", shape.to_string())),
+    }
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::mean_tokens`]; `x`: `[batch, tokens, cols]`, result: `[batch, cols]`.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn mean_tokens(&self, x: &Var<'s>) -> Result<Var<'s>> {
+        let op = self.op("mean_tokens", [x])?;
+        let (y, x) = (ops::mean_tokens(self.step(), x.value())?, *x);
+        Ok(op.record(y.save(), move |back, dy| {
+            let dx = ops::mean_tokens_backward(back.step(), &dy, x.shape())?;
+            back.add(&x, dx)
+        }))
     }
 }

@@ -250,6 +250,27 @@ impl Gradients {
         Ok(LentMut::new(memory, shape))
     }
 
+    /// The gradients of several parameters at once, to be added to.
+    ///
+    /// # Errors
+    /// As for [`Gradients::lend_mut`]; [`Error::Misuse`] when one parameter is named twice.
+    pub fn lend_many_mut<'b, 's, const N: usize>(
+        &'b mut self,
+        step: &Step<'s>,
+        parameters: [Parameter; N],
+    ) -> Result<[LentMut<'b, 's>; N]> {
+        for (at, parameter) in parameters.iter().enumerate() {
+            if parameters[..at].contains(parameter) {
+                return Err(Error::misuse("gradients", "different parameters", "one of them twice"));
+            }
+        }
+        // Parameters of one layout are places apart.
+        let parts =
+            parameters.iter().map(|&parameter| self.flat.part(step, parameter, true)).collect::<Result<Vec<_>>>()?;
+        let mut parts = parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape));
+        Ok(parameters.map(|_| parts.next().expect("one for each parameter")))
+    }
+
     /// A stack's gradients from the first member's start to the last one's end, flat: keep the space between members zero.
     ///
     /// # Errors

@@ -179,6 +179,26 @@ const LISTED: &[Listed] = &[
         }
         i.keep(&found)
     }),
+    One("layer_norm_forward", |i| {
+        i.rows(|i, x| {
+            let (gain, bias, residual) = (i.gain(x)?, i.gain(x)?, i.normals(x.shape())?);
+            let (h, out) = ops::layer_norm_residual(i.step, x, &residual, &gain, &bias, 1e-5)?;
+            [&h, &out.y, &out.mean, &out.inverse_std].into_iter().try_for_each(|result| i.keep(result))?;
+            i.keep(&ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?.y)
+        })
+    }),
+    One("layer_norm_backward", |i| {
+        i.rows(|i, x| {
+            let (gain, bias, mut sums) = (i.gain(x)?, i.gain(x)?, [i.gain(x)?, i.gain(x)?]);
+            let (dy, so_far) = (i.normals(x.shape())?, i.normals(x.shape())?);
+            let out = ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?;
+            let kept = [&out.mean, &out.inverse_std];
+            let dx =
+                ops::layer_norm_backward(i.step, x, &gain, kept, &dy, Some(so_far), sums.each_mut(), [true, false])?;
+            i.keep(&dx)?;
+            sums.iter().try_for_each(|sum| i.keep(sum))
+        })
+    }),
     One("cross_entropy", |i| {
         i.rows(|i, logits| {
             let labels = i.labels(logits)?;

@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod cases;
+mod form;
 mod golden;
 mod inputs;
 mod on_opening;
@@ -29,23 +30,10 @@ mod seeded;
 mod self_test;
 
 pub use cases::{Case, cases, in_order};
+pub use form::Form;
 pub use golden::{Verdict, compare, line, of_all, to_commit};
 pub use inputs::{Inputs, run};
 pub use remembered::remembered;
 #[doc(hidden)]
 pub use seeded::{Random, SPECIAL, sample};
 pub use self_test::Tested;
-
-/// How much of a case runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Form {
-    /// All of it.
-    Whole,
-    /// What takes each path of the kernel once.
-    Smallest,
-}
-
-impl Form {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Whole, Self::Smallest];
-}

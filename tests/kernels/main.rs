@@ -27,6 +27,7 @@ mod checksum;
 mod clip;
 mod elementwise;
 mod fill;
+mod layer_norm;
 mod loss;
 mod math;
 mod matmul;

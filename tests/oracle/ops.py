@@ -19,6 +19,12 @@ def gelu(x):
     return 0.5 * x * (1.0 + jnp.tanh(jnp.sqrt(2.0 / jnp.pi) * (x + 0.044715 * x**3)))
 
 
+def layer_norm(x, residual, gain, bias, epsilon):
+    h = x + residual
+    centered = h - jnp.mean(h, axis=-1, keepdims=True)
+    return gain * centered / jnp.sqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + epsilon) + bias
+
+
 def rms_norm(x, gain, epsilon):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * gain
 
@@ -98,6 +104,7 @@ REFERENCES = {
     "softmax": lambda x: jax.nn.softmax(x, axis=-1),
     "cross_entropy": cross_entropy,
     "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
     "attention": attention,
     "mean_tokens": lambda x: jnp.mean(x, axis=1),
     "transpose": lambda x: jnp.swapaxes(x, 1, 2),

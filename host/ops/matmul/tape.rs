@@ -3,7 +3,7 @@
 //! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`; where x already has a gradient, the
 //! multiply adds to it in place.
 
-use super::{Backward, Tape, Var};
+use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops::{self, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
