@@ -1,5 +1,6 @@
 //! `ops::{tanh, gelu}` and their backward passes.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::reference::{gelu, gelu_derivative, ulps};
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, on_each_device, sample};
@@ -122,5 +123,27 @@ on_each_device! {
             );
             Ok(())
         });
+    }
+
+    fn gradient_of_tanh(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("tanh", seed, 1, values).check(device, |_, tape, p| tape.tanh(&leaf(tape, p[0])?), |p| {
+                p[0].iter().map(|x| x.tanh()).collect()
+            });
+        }
+    }
+
+    fn gradient_of_gelu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("gelu", seed, 1, values).check(device, |_, tape, p| tape.gelu(&leaf(tape, p[0])?), |p| {
+                p[0].iter().map(|&x| gelu(x)).collect()
+            });
+        }
     }
 }

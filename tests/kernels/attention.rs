@@ -1,9 +1,11 @@
 //! `ops::attention`, which normalises queries and keys, and its backward pass.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
+use crate::{norm, softmax};
 use stepscope::ops::{self, Attention, AttentionKept};
 
 const HEAD: usize = 64;
@@ -209,6 +211,25 @@ fn mix(factors: &Rows, rows: &Rows) -> Rows {
     factors.iter().map(|factors| (0..HEAD).map(|column| element(factors, column)).collect()).collect()
 }
 
+/// Attention in float64, of queries and keys that are normed; `q`, `k`, `v`: `[batch, tokens, heads 64]`.
+pub(crate) fn in_float64(q: &[f64], k: &[f64], v: &[f64], tokens: usize, heads: usize, scale: f64) -> Vec<f64> {
+    let width = heads * HEAD;
+    let mut out = vec![0.0; q.len()];
+    for sample in 0..q.len() / (tokens * width) {
+        for head in 0..heads {
+            let at = |token: usize| (sample * tokens + token) * width + head * HEAD;
+            for query in 0..tokens {
+                let dot = |key: usize| -> f64 { (0..HEAD).map(|i| q[at(query) + i] * k[at(key) + i]).sum() };
+                let scores: Vec<f64> = (0..tokens).map(|key| scale * dot(key)).collect();
+                for (key, probability) in softmax::in_float64(&scores).into_iter().enumerate() {
+                    (0..HEAD).for_each(|i| out[at(query) + i] += probability * v[at(key) + i]);
+                }
+            }
+        }
+    }
+    out
+}
+
 on_each_device! {
     fn attention_forward(device: &Device) {
         let mut seen = ["attention", "attention probabilities", "attention inverse rms"].map(Closeness::new);
@@ -285,7 +306,7 @@ on_each_device! {
             let want: Vec<Exact> = gains.into_iter().map(|terms| Exact::sum(depth, terms)).collect();
             seen[3].check(format_args!("{shape:?}"), &dgains, &want);
         }
-        // The gains are few sums of many errors, far from their bound; `tests/gradients.rs` is as strict with them as with all.
+        // The gains are few sums of many errors, far from their bound; `gradient` is as strict with them as with all.
         seen.into_iter().take(3).for_each(Closeness::finish);
     }
 
@@ -339,5 +360,24 @@ on_each_device! {
             }
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, heads] = extents(&mut random, seed, [2, 5, 2]);
+            let width = heads * 64;
+            let operands =
+                vec![normal(&mut random, &[3 * batch, tokens, width]), stack(&mut random, 2, &[64])];
+            let case = Case::new("attention", seed, longest(&[64, batch * heads * tokens]), operands);
+            case.check(device, |_, tape, p| {
+                let qkv = tape.reshape(&leaf(tape, p[0])?, [3, batch, tokens, width])?;
+                tape.attention(&qkv, &p.stacks[1], 1e-3, 0.125)
+            }, |p| {
+                let part = |part: usize| &p[0][part * p[0].len() / 3..][..p[0].len() / 3];
+                let normed = |at: usize| norm::in_float64(part(at), &p[1][at * 64..][..64], f64::from(1e-3f32));
+                in_float64(&normed(0), &normed(1), part(2), tokens, heads, 0.125)
+            });
+        }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
@@ -21,6 +22,10 @@ fn pairs(length: usize) -> (Vec<f32>, Vec<f32>) {
 
 fn rounded(a: &[f32], b: &[f32], op: impl Fn(f64, f64) -> f64) -> Vec<f32> {
     a.iter().zip(b).map(|(&a, &b)| op(f64::from(a), f64::from(b)) as f32).collect()
+}
+
+pub(crate) fn add_in_float64(a: &[f64], b: &[f64]) -> Vec<f64> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
 on_each_device! {
@@ -97,5 +102,35 @@ on_each_device! {
             assert_refused(ops::add_bias(trial, &a, &bias), &["add_bias", "[3]", "[2]"]);
             Ok(())
         });
+    }
+
+    fn gradient_of_add(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
+            Case::new("add", seed, 1, values.clone()).check(device, |_, tape, p| {
+                tape.add(&leaf(tape, p[0])?, &leaf(tape, p[1])?)
+            }, |p| add_in_float64(&p[0], &p[1]));
+            // A variable and itself, one that has a gradient already, and inputs, which want none.
+            Case::new("add twice", seed, 2, values).check(device, |step, tape, p| {
+                let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
+                let zero = tape.input(ops::fill(step, shape, 0.0)?);
+                let twice = tape.add(&tape.add(&zero, &a)?, &tape.add(&a, &zero)?)?;
+                let y = tape.add(&tape.add(&a, &tape.tanh(&b)?)?, &tape.add(&twice, &twice)?)?;
+                tape.add(&y, &tape.add(&zero, &zero)?)
+            }, |p| p[0].iter().zip(&p[1]).map(|(a, b)| 5.0 * a + b.tanh()).collect());
+        }
+    }
+
+    fn gradient_of_scale(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let (shape, factor) = (extents(&mut random, seed, [7, 5, 13]), random.uniform(-2.0, 2.0));
+            let values = vec![normal(&mut random, &shape)];
+            Case::new("scale", seed, 1, values).check(device, |_, tape, p| tape.scale(&leaf(tape, p[0])?, factor), |p| {
+                p[0].iter().map(|x| f64::from(factor) * x).collect()
+            });
+        }
     }
 }

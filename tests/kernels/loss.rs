@@ -1,7 +1,8 @@
 //! `ops::cross_entropy`: the loss and its gradient.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::shapes::ROWS;
-use crate::softmax::{exps, softmax};
+use crate::softmax::{self, exps, softmax};
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
@@ -31,6 +32,12 @@ fn cross_entropy(device: &Device, [rows, classes]: [usize; 2], logits: &[f32], l
         assert_eq!((loss.shape().extents(), dlogits.shape()), (&[1][..], logits.shape()));
         Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
     })
+}
+
+/// In float64, `weight` times the sum of `-log softmax(logits)[label]`.
+pub(crate) fn in_float64(logits: &[f64], labels: &[u32], classes: usize, weight: f64) -> Vec<f64> {
+    let rows = logits.chunks_exact(classes).zip(labels);
+    vec![weight * rows.map(|(row, &label)| -softmax::in_float64(row)[label as usize].ln()).sum::<f64>()]
 }
 
 on_each_device! {
@@ -135,5 +142,21 @@ on_each_device! {
             assert_refused(ops::cross_entropy(trial, &none, &labels, 1.0), &["cross_entropy", "[2, 0] and [2]"]);
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, classes] = extents(&mut random, seed, [71, 11]);
+            // One class alone has no gradient at all.
+            let classes = classes + 1;
+            let labels = random.belows(rows, classes as u32);
+            let weight = 1.0 / rows as f32;
+            let values = vec![normal(&mut random, &[rows, classes])];
+            Case::new("cross_entropy", seed, longest(&[rows, classes]), values).check(device, |step, tape, p| {
+                let labels = step.upload(&labels, [rows])?.save();
+                tape.cross_entropy(&leaf(tape, p[0])?, labels, weight)
+            }, |p| in_float64(&p[0], &labels, classes, f64::from(weight)));
+        }
     }
 }

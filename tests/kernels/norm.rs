@@ -1,5 +1,7 @@
 //! `ops::rms_norm` and its backward pass.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
+use crate::linear;
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -89,6 +91,15 @@ impl Inputs {
             Ok((trial.output(&dx)?, trial.output(&dgain)?))
         })
     }
+}
+
+/// The norm of rows of `gain`'s length in float64.
+pub(crate) fn in_float64(x: &[f64], gain: &[f64], epsilon: f64) -> Vec<f64> {
+    let row = |x: &[f64]| {
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        x.iter().zip(gain).map(|(x, gain)| x * gain / (mean + epsilon).sqrt()).collect::<Vec<f64>>()
+    };
+    x.chunks_exact(gain.len()).flat_map(row).collect()
 }
 
 on_each_device! {
@@ -218,5 +229,39 @@ on_each_device! {
             refuse!(&gain, &two, &x, Some(flat), &["rms_norm_backward", "[2, 3]", "[6]"]);
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
+            // The norm of one number is its sign, whose gradient is what epsilon leaves: let that be something.
+            let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
+            let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[cols])];
+            Case::new("rms_norm", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
+                tape.rms_norm(&leaf(tape, p[0])?, p[1], epsilon)
+            }, |p| in_float64(&p[0], &p[1], f64::from(epsilon)));
+        }
+    }
+
+    fn gradient_of_norm_project(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, members] = extents(&mut random, seed, [13, 5, 3]);
+            let [k, n] = extents(&mut random, seed, [71, 9]);
+            let epsilon = if k == 1 { 0.5 } else { 1e-6 };
+            let operands = vec![
+                normal(&mut random, &[batch, tokens, k]),
+                normal(&mut random, &[k]),
+                stack(&mut random, members, &[k, n]),
+            ];
+            let case = Case::new("norm_project", seed, longest(&[batch * tokens, members * n, k]), operands);
+            case.check(device, |_, tape, p| {
+                tape.norm_project(&leaf(tape, p[0])?, p[1], epsilon, &p.stacks[2])
+            }, |p| {
+                let z = in_float64(&p[0], &p[1], f64::from(epsilon));
+                p[2].chunks_exact(k * n).flat_map(|w| linear::in_float64(&z, w, &[], k, n)).collect()
+            });
+        }
     }
 }

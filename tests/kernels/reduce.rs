@@ -2,12 +2,13 @@
 //!
 //! Sums have the bits of the documented tree ([`crate::trees`]), which is close to the float64 sum.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal, parameters_of};
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
-use stepscope::{Device, Result, Step, Tensor, ops};
+use stepscope::{Arena, Capacity, Device, Gradients, Result, Step, Tape, Tensor, ops};
 
 type Whole = for<'s> fn(&Step<'s>, &Tensor<'s>) -> Result<Tensor<'s>>;
 
@@ -171,6 +172,39 @@ on_each_device! {
             assert_refused(ops::sum_rows_into(trial, &x, &mut out, true), &["sum_rows", "3 elements", "[2]"]);
             Ok(())
         });
+    }
+
+    /// As the loss itself, and as a part of one.
+    fn gradient_of_sum_and_mean(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let elements: usize = shape.iter().product();
+            let mut x = normal(&mut random, &shape);
+            // Of one sign, lest nothing be left of them.
+            x.values.iter_mut().for_each(|x| *x = x.abs() + 0.5);
+            let sum = |x: &[f64]| x.iter().map(|x| x.tanh()).sum::<f64>();
+            Case::new("sum", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
+                tape.sum(&tape.tanh(&leaf(tape, p[0])?)?)
+            }, |p| vec![sum(&p[0])]);
+            Case::new("mean", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
+                tape.mean(&tape.tanh(&leaf(tape, p[0])?)?)
+            }, |p| vec![sum(&p[0]) / elements as f64]);
+
+            let (parameters, p) = parameters_of(device, &[x]);
+            let mut gradients = Gradients::zeros(&parameters).unwrap();
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+            for (expected, of_mean) in [(1.0, false), (1.0 / elements as f32, true)] {
+                arena.step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let x = leaf(&tape, p[0])?;
+                    let loss = if of_mean { tape.mean(&x)? } else { tape.sum(&x)? };
+                    assert_eq!(loss.shape().extents(), [1]);
+                    tape.backward_afresh(&loss, &mut gradients)
+                }).unwrap();
+                assert_eq!(gradients.read(p[0]).unwrap(), vec![expected; elements]);
+            }
+        }
     }
 }
 

@@ -4,7 +4,6 @@
 //! over all their shapes; this is the short proof.
 
 use crate::launches::launched;
-use crate::support::sources::SOURCES;
 use crate::support::{self, on_each_device};
 use std::collections::BTreeSet;
 use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
@@ -39,29 +38,6 @@ fn the_self_test_uses_no_kernel_before_its_case() {
         assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
     }
     assert_eq!(known.len(), cases().len());
-}
-
-/// The `contract!` lines that no `// SAFETY:` comment stands before.
-fn unexplained(source: &str) -> Vec<&str> {
-    let lines: Vec<&str> = source.lines().map(str::trim).collect();
-    let explains = |at: usize| {
-        let before = lines[..at].iter().rev().skip_while(|line| line.starts_with("#["));
-        before.take_while(|line| line.starts_with("//")).any(|line| line.starts_with("// SAFETY:"))
-    };
-    let contracts =
-        (0..lines.len()).filter(|&at| lines[at].starts_with("contract!") || lines[at].starts_with("contract unsafe"));
-    contracts.filter(|&at| !explains(at)).map(|at| lines[at]).collect()
-}
-
-#[test]
-fn every_contract_says_why_it_is_enough() {
-    let bare = "// SAFETY: of another.\nlet a = 1;\n// No reason.\ncontract! { unsafe a {} |k| {\n";
-    assert_eq!(unexplained(bare), ["contract! { unsafe a {} |k| {"]);
-    assert_eq!(unexplained("contract unsafe {").len(), 1);
-    assert_eq!(unexplained("// SAFETY: because\n// it is so.\n#[cfg(x)]\ncontract!(unsafe a {});\n"), [""; 0]);
-    for (file, source) in SOURCES {
-        assert_eq!(unexplained(source), [""; 0], "{file}");
-    }
 }
 
 pub(crate) fn run(device: &Device, case: Case, form: Form) -> Vec<Vec<u32>> {

@@ -1,5 +1,6 @@
 //! `ops::softmax` and its backward pass.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -25,6 +26,14 @@ fn forward(device: &Device, x: &[f32], shape: [usize; 2]) -> Vec<f32> {
         let x = trial.upload(x, shape)?;
         trial.output(&ops::softmax(trial, &x)?)
     })
+}
+
+/// The softmax of one row in float64.
+pub(crate) fn in_float64(x: &[f64]) -> Vec<f64> {
+    let largest = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let exps: Vec<f64> = x.iter().map(|x| (x - largest).exp()).collect();
+    let sum: f64 = exps.iter().sum();
+    exps.iter().map(|exp| exp / sum).collect()
 }
 
 on_each_device! {
@@ -86,6 +95,19 @@ on_each_device! {
             assert_refused(ops::softmax_backward(trial, &a, &b), &["softmax_backward", "[2, 3]", "[3, 2]"]);
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, b, cols] = extents(&mut random, seed, [3, 5, 301]);
+            // The softmax of one number has no gradient at all.
+            let cols = cols + 1;
+            let values = vec![normal(&mut random, &[a, b, cols])];
+            Case::new("softmax", seed, cols, values).check(device, |_, tape, p| tape.softmax(&leaf(tape, p[0])?), |p| {
+                p[0].chunks_exact(cols).flat_map(in_float64).collect()
+            });
+        }
     }
 }
 

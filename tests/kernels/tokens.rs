@@ -1,5 +1,6 @@
 //! `ops::mean_tokens` and its backward pass: ascending sums and one division, so the bits of a plain loop.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
@@ -8,6 +9,14 @@ use stepscope::ops;
 /// Batch, tokens, columns.
 const SHAPES: [[usize; 3]; 9] =
     [[0, 12, 4], [1, 1, 1], [1, 16, 5], [2, 12, 3], [3, 5, 4], [9, 12, 256], [257, 3, 7], [300, 12, 8], [350, 12, 256]];
+
+/// The means in float64; `x`: `[batch, tokens, cols]`.
+pub(crate) fn in_float64(x: &[f64], tokens: usize, cols: usize) -> Vec<f64> {
+    let sample = |x: &[f64]| {
+        (0..cols).map(|c| (0..tokens).map(|t| x[t * cols + c]).sum::<f64>() / tokens as f64).collect::<Vec<f64>>()
+    };
+    x.chunks_exact(tokens * cols).flat_map(sample).collect()
+}
 
 on_each_device! {
     fn mean_tokens_forward(device: &Device) {
@@ -58,5 +67,16 @@ on_each_device! {
             );
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [batch, tokens, cols] = extents(&mut random, seed, [7, 13, 5]);
+            let values = vec![normal(&mut random, &[batch, tokens, cols])];
+            Case::new("mean_tokens", seed, tokens, values).check(device, |_, tape, p| {
+                tape.mean_tokens(&leaf(tape, p[0])?)
+            }, |p| in_float64(&p[0], tokens, cols));
+        }
     }
 }

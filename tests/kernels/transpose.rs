@@ -1,5 +1,6 @@
 //! `ops::transpose`: elements are moved as they are, whatever they hold.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
 use stepscope::ops;
@@ -22,6 +23,12 @@ const SHAPES: [[usize; 3]; 15] = [
     [1, 2000, 7],
     [300, 12, 8],
 ];
+
+/// Each `[rows, cols]` of `x` as `[cols, rows]`.
+pub(crate) fn in_float64(x: &[f64], rows: usize, cols: usize) -> Vec<f64> {
+    let matrix = |x: &[f64]| (0..rows * cols).map(|at| x[at % rows * cols + at / rows]).collect::<Vec<f64>>();
+    x.chunks_exact(rows * cols).flat_map(matrix).collect()
+}
 
 on_each_device! {
     fn transpose(device: &Device) {
@@ -64,5 +71,19 @@ on_each_device! {
             assert_refused(ops::transpose(trial, &x), &["transpose", "two extents", "[6]"]);
             Ok(())
         });
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, rows, cols] = extents(&mut random, seed, [3, 35, 67]);
+            let values = vec![normal(&mut random, &[a, rows, cols])];
+            Case::new("transpose", seed, 1, values.clone()).check(device, |_, tape, p| {
+                tape.tanh(&tape.transpose(&leaf(tape, p[0])?)?)
+            }, |p| in_float64(&p[0], rows, cols).iter().map(|x| x.tanh()).collect());
+            Case::new("transpose of a matrix", seed, 1, values).check(device, |_, tape, p| {
+                tape.transpose(&tape.reshape(&leaf(tape, p[0])?, [a * rows, cols])?)
+            }, |p| in_float64(&p[0], a * rows, cols));
+        }
     }
 }

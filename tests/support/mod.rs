@@ -6,7 +6,6 @@
 
 pub(crate) mod example;
 pub(crate) mod forged;
-pub(crate) mod sources;
 
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
 ///

@@ -1,8 +1,8 @@
 //! A parameter that several ops have: its gradient is the sum of theirs, the op that was recorded last first.
 
-use crate::case::{Case, leaf};
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
-use crate::{SEEDS, extents, linear_values, longest, reference};
+use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Gemm, Precision};
 use stepscope::{
     AdamWConfig, Arena, Batch, Capacity, EpochProgress, Gradients, Initializer, Inputs, Layout, Learner, Model,
@@ -90,18 +90,18 @@ on_each_device! {
             let mut random = Random::new(seed);
             let [rows, words, width] = extents(&mut random, seed, [37, 12, 19]);
             let words = words + 1;
-            let mut w = linear_values(&mut random, [1, words, width]).swap_remove(1);
+            let mut w = linear::operands(&mut random, [1, words, width]).swap_remove(1);
             w.values.iter_mut().for_each(|w| *w *= (words as f32).sqrt());
-            let operands = vec![crate::normal(&mut random, &[rows, words]), w];
+            let operands = vec![normal(&mut random, &[rows, words]), w];
             let length = longest(&[rows, words, width]);
             Case::new("tied", seed, length, operands).check(device, |_, tape, p| {
                 words_in_words_out(tape, &leaf(tape, p[0])?, [p[1]; 3])
             }, |p| {
-                let back = reference::transpose(&p[1], words, width);
-                let h: Vec<f64> = reference::linear(&p[0], &p[1], &[], words, width).iter().map(|h| h.tanh()).collect();
-                let logits = reference::linear(&h, &back, &[], width, words);
-                let guess: Vec<f64> = logits.chunks_exact(words).flat_map(reference::softmax).collect();
-                reference::linear(&guess, &p[1], &[], words, width)
+                let back = transpose::in_float64(&p[1], words, width);
+                let h: Vec<f64> = linear::in_float64(&p[0], &p[1], &[], words, width).iter().map(|h| h.tanh()).collect();
+                let logits = linear::in_float64(&h, &back, &[], width, words);
+                let guess: Vec<f64> = logits.chunks_exact(words).flat_map(softmax::in_float64).collect();
+                linear::in_float64(&guess, &p[1], &[], words, width)
             });
         }
     }

@@ -1,8 +1,9 @@
 //! Ops of one's own: what the library's ops do with a tape, a package outside does too.
 
-use crate::case::{Case, Handles, Operand, leaf, parameters_of};
+use crate::elementwise::add_in_float64;
+use crate::gradients::{Case, Handles, Operand, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
 use crate::support::{Random, on_each_device};
-use crate::{SEEDS, extents, longest, reference};
+use crate::{linear, transpose};
 use std::cell::Cell;
 use std::rc::Rc;
 use stepscope::ops::{self, Gemm};
@@ -57,8 +58,8 @@ fn fork<'s>(tape: &Tape<'_, 's>, x: &Var<'s>, w: &Stack, added: &Rc<Cell<bool>>)
 
 /// What the float64 reference has of it: h and t.
 fn fork_reference(x: &[f64], w: &[f64], inner: usize) -> [Vec<f64>; 2] {
-    let w = reference::transpose(w, w.len() / inner, inner);
-    let h = reference::linear(x, &w, &[], inner, w.len() / inner);
+    let w = transpose::in_float64(w, w.len() / inner, inner);
+    let h = linear::in_float64(x, &w, &[], inner, w.len() / inner);
     let t = h.iter().map(|h| h.tanh()).collect();
     [h, t]
 }
@@ -97,11 +98,11 @@ on_each_device! {
                 let [rows, members, half] = extents(&mut random, seed, [37, 3, 9]);
                 // Members without space between them have a multiple of 64 elements.
                 let [out, inner] = if members == 1 { [half, 5] } else { [8, 8 * half] };
-                let mut w = crate::stack(&mut random, members, &[out, inner]);
+                let mut w = stack(&mut random, members, &[out, inner]);
                 w.values.iter_mut().for_each(|w| *w /= (inner as f32).sqrt());
                 let outputs = members * out;
-                let other = crate::linear_values(&mut random, [1, inner, outputs]).swap_remove(1);
-                let x = crate::normal(&mut random, &[rows, inner]);
+                let other = linear::operands(&mut random, [1, inner, outputs]).swap_remove(1);
+                let x = normal(&mut random, &[rows, inner]);
                 let added = Rc::new(Cell::new(false));
                 let mut case = Case::new("fork", seed, longest(&[rows, inner, outputs]), vec![x, w, other]);
                 case.sample = 100;
@@ -121,7 +122,7 @@ on_each_device! {
                         Used::First => h,
                         Used::Second => t,
                         Used::BothAndInput => {
-                            reference::add(&reference::add(&h, &t), &reference::linear(&p[0], &p[2], &[], inner, outputs))
+                            add_in_float64(&add_in_float64(&h, &t), &linear::in_float64(&p[0], &p[2], &[], inner, outputs))
                         }
                     }
                 });

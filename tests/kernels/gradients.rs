@@ -1,4 +1,8 @@
-//! One check: an op on a tape against a float64 function, its gradients against finite differences of that.
+//! Gradients against central finite differences of a float64 forward pass.
+//!
+//! The forward pass is plain Rust in float64, beside the test of its op, and knows nothing of the library. An op's inputs are parameters
+//! too (by [`leaf`]), so that every gradient can be read; its output is weighted by random coefficients and summed, so that every element
+//! of it has another gradient.
 
 use crate::support::{Random, relative_l2, tolerance};
 use std::ops::Index;
@@ -6,6 +10,23 @@ use stepscope::{
     Arena, Capacity, Device, Eager, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape, Var,
     ops,
 };
+
+/// Seeds of each test's shapes and values.
+pub(crate) const SEEDS: std::ops::Range<u64> = 0..6;
+
+/// Shapes: all ones for seed 0, the largest for seed 1, else anything between.
+pub(crate) fn extents<const N: usize>(random: &mut Random, seed: u64, most: [usize; N]) -> [usize; N] {
+    most.map(|most| match seed {
+        0 => 1,
+        1 => most,
+        _ => random.extent(1, most),
+    })
+}
+
+/// The longest of an op's sums and its gradients', which go along one extent each.
+pub(crate) fn longest(extents: &[usize]) -> usize {
+    extents.iter().copied().max().unwrap_or(1)
+}
 
 /// Parameters of one shape (more than one for a stack), and what stands in them, one after another.
 #[derive(Clone)]
@@ -50,7 +71,7 @@ pub(crate) fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<
 }
 
 /// `sum of coefficients * y`, `[1, 1]`, for coefficients `[n, 1]`.
-pub(crate) fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Result<Var<'s>> {
+fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Result<Var<'s>> {
     let op = tape.op("project", [y])?;
     let elements = y.shape().elements();
     let row = y.value().reshape([1, elements])?;
@@ -62,7 +83,7 @@ pub(crate) fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parame
     }))
 }
 
-pub(crate) fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
+fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
     let mut layout = Layout::builder();
     let mut add = |(number, operand): (usize, &Operand)| {
         let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
@@ -89,7 +110,7 @@ pub(crate) fn parameters_of(device: &Device, operands: &[Operand]) -> (Parameter
     (parameters, handles)
 }
 
-pub(crate) fn read(gradients: &Gradients, stack: &Stack) -> Vec<f32> {
+fn read(gradients: &Gradients, stack: &Stack) -> Vec<f32> {
     stack.members().iter().flat_map(|member| gradients.read(*member).unwrap()).collect()
 }
 
@@ -172,12 +193,7 @@ impl Case {
 }
 
 /// The central difference of `loss` by one element of one operand.
-pub(crate) fn difference(
-    values: &mut [Vec<f64>],
-    number: usize,
-    place: usize,
-    loss: &impl Fn(&[Vec<f64>]) -> f64,
-) -> f64 {
+fn difference(values: &mut [Vec<f64>], number: usize, place: usize, loss: &impl Fn(&[Vec<f64>]) -> f64) -> f64 {
     const H: f64 = 1e-5;
     let value = values[number][place];
     let mut at = |moved| {
