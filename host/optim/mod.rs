@@ -12,6 +12,7 @@ mod range;
 mod rule;
 mod schedule;
 mod sgd;
+mod update;
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use groups::{Group, Groups};

@@ -135,6 +135,17 @@ impl Parameters {
         &self.flat.layout
     }
 
+    /// The first tensor that is not finite, of the gradients and then of the weights, as an error tells it. Waits.
+    pub(crate) fn first_not_finite(&self, gradients: &Gradients) -> Result<Option<String>> {
+        for (whose, flat) in [("the gradient of ", gradients.flat()), ("", self.flat())] {
+            let flat = flat.read()?;
+            if let Some((name, _)) = self.layout().finite("", &flat).find(|(_, finite)| !finite) {
+                return Ok(Some(format!("{whose}`{name}`")));
+            }
+        }
+        Ok(None)
+    }
+
     /// One parameter's weights, for kernels of a step.
     ///
     /// # Errors

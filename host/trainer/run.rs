@@ -111,13 +111,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Learner { parameters, gradients, optimizer, .. } = self.learner();
         let made = optimizer.updates();
         let seen = if made > update { format!(", seen behind update {made}") } else { String::new() };
-        for (whose, flat) in [("the gradient of ", gradients.flat()), ("", parameters.flat())] {
-            let flat = flat.read()?;
-            if let Some((name, _)) = parameters.layout().finite("", &flat).find(|(_, finite)| !finite) {
-                return Ok(format!("{whose}`{name}`{seen}"));
-            }
-        }
-        Ok(format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"))
+        Ok(match parameters.first_not_finite(gradients)? {
+            Some(tensor) => format!("{tensor}{seen}"),
+            None => format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"),
+        })
     }
 
     /// An error for the weights, if they are not finite and should be. Waits.

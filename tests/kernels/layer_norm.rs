@@ -1,5 +1,6 @@
 //! `ops::{layer_norm, layer_norm_residual}` and their backward pass.
 
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -261,4 +262,66 @@ on_each_device! {
             Ok(())
         });
     }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
+            // A row of one number is its mean, and a short one may be nearly so: epsilon bounds what that makes of a small step.
+            let epsilon = 0.5;
+            let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[cols]), normal(&mut random, &[cols])];
+            Case::new("layer_norm", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
+                tape.layer_norm(&leaf(tape, p[0])?, p[1], p[2], epsilon)
+            }, |p| in_float64(&p[0], &p[1], &p[2], f64::from(epsilon)));
+        }
+    }
+
+    /// Both outputs count, and h is what both inputs get their gradient by.
+    fn gradient_with_a_residual(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, cols] = extents(&mut random, seed, if seed % 2 == 1 { [131, 9] } else { [5, 301] });
+            let epsilon = 0.5;
+            let [x, residual] = [(); 2].map(|()| normal(&mut random, &[rows, cols]));
+            let values = vec![x, residual, normal(&mut random, &[cols]), normal(&mut random, &[cols])];
+            Case::new("layer_norm_residual", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
+                let (x, residual) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
+                let [h, y] = tape.layer_norm_residual(&x, &residual, p[2], p[3], epsilon)?;
+                tape.add(&tape.scale(&h, 0.5)?, &y)
+            }, |p| {
+                let h: Vec<f64> = p[0].iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
+                let y = in_float64(&h, &p[2], &p[3], f64::from(epsilon));
+                h.iter().zip(y).map(|(h, y)| 0.5 * h + y).collect()
+            });
+        }
+    }
+
+    /// What only one output leads to the loss by is enough; where it is h alone, gain and bias have no gradient.
+    fn one_output_is_enough(device: &Device) {
+        let mut random = Random::new(3);
+        let values = [&[4, 6][..], &[4, 6], &[6], &[6]].map(|shape| normal(&mut random, shape));
+        for of_h in [true, false] {
+            Case::new("layer_norm_residual", 3, 24, values.to_vec()).check(device, |_, tape, p| {
+                let (x, residual) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
+                let [h, y] = tape.layer_norm_residual(&x, &residual, p[2], p[3], 0.5)?;
+                Ok(if of_h { h } else { y })
+            }, |p| {
+                let h: Vec<f64> = p[0].iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
+                if of_h { h } else { in_float64(&h, &p[2], &p[3], 0.5) }
+            });
+        }
+    }
+}
+
+/// By rows of `gain`'s length.
+fn in_float64(x: &[f64], gain: &[f64], bias: &[f64], epsilon: f64) -> Vec<f64> {
+    let row = |x: &[f64]| {
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+        let centered: Vec<f64> = x.iter().map(|value| value - mean(x)).collect();
+        let variance = mean(&centered.iter().map(|value| value * value).collect::<Vec<_>>());
+        let scale = 1.0 / (variance + epsilon).sqrt();
+        let at = |(at, value): (usize, &f64)| value * scale * gain[at] + bias[at];
+        centered.iter().enumerate().map(at).collect::<Vec<f64>>()
+    };
+    x.chunks_exact(gain.len()).flat_map(row).collect()
 }
