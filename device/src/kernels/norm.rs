@@ -1,6 +1,22 @@
 //! RMSNorm over the columns of each row, forward and backward (Zhang and Sennrich, 2019).
 //!
-//! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows.
+//! Forward gives each row its lanes, see [`warp`](crate::warp). Backward also sums over rows, for the gain. A block has a chunk of
+//! rows; its threads form groups, a group has one row at a time:
+//!
+//! ```text
+//! cols = 128: 8 lanes a row, 16 groups of 8 threads    shared memory, a row of sums a group      finish
+//!   group 0     threads   0..7     rows  0, 16, 32, ..   | columns 0..127 |    thread t adds columns 4 t .. 4 t + 3
+//!   group 1     threads   8..15    rows  1, 17, 33, ..   | columns 0..127 |    of all groups, ascending  ->  dgain[chunk]
+//!   ..                                                    ..
+//!   group 15    threads 120..127   rows 15, 31, 47, ..   | columns 0..127 |
+//!
+//! of a row: dx in the row's own lanes; in the group's row of sums, each lane adds x s dy to its own columns
+//! ```
+//! Rows that registers cannot hold (more than 1024 columns, or no multiple of four) are read twice: once by their lanes for the
+//! factors of dx, then by columns, 1024 at a time at most.
+//!
+//! Invariant: the order of a row's sums follows from its length alone; that of a column's sums from the number of rows and the
+//! row's length.
 
 use crate::block::{divide, stay_rolled};
 use crate::math;
@@ -32,7 +48,7 @@ unsafe fn forward<const HELD: usize>(
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
-    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as is asked.
+    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as the caller promises.
     unsafe {
         let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
         let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
@@ -51,8 +67,8 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, `y` as long, `gain` one row, `inverse_rms` one for each; a row is touched only where it begins
-// inside `x`.
+// SAFETY: `x` has whole rows of `cols`, `y` is as long, `gain` has one row, and `inverse_rms` one element for each row. A thread
+// touches a row only where it begins inside `x`.
 contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
@@ -61,26 +77,27 @@ contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.cols)
 }}
 
-/// Threads of a block of [`rms_norm_backward`](fn@rms_norm_backward): few, because each has many registers.
+/// Threads in a block of [`rms_norm_backward`](fn@rms_norm_backward): few, because each uses many registers.
 const BACKWARD_BLOCK: u32 = 128;
-/// The most rows of its chunk, and floats of its sums for the gain: those that its threads hold.
+/// The most rows in its chunk.
 const MAX_CHUNK: usize = 256;
+/// Floats of its sums for the gain: as many as its threads can hold of rows.
 const SUMS: usize = HELD_COLUMNS / LANES as usize * BACKWARD_BLOCK as usize;
-/// Shared bytes: the sums, and a factor for each row.
+/// Its shared bytes: the sums, and a factor for each row.
 pub const BACKWARD_BYTES: u32 = (SUMS + MAX_CHUNK) as u32 * 4;
-/// `add`: the gradient of x is added to what `dx` holds.
+/// `add`: add the gradient of x to what `dx` holds.
 pub const ADD_DX: u32 = 1;
-/// `add`: the gradient of the gain is added to what `dgain` holds.
+/// `add`: add the gradient of the gain to what `dgain` holds.
 pub const ADD_DGAIN: u32 = 2;
 
-/// Rows that a block of [`rms_norm_backward`](fn@rms_norm_backward) has at once: each has its lanes.
+/// Rows that a block of [`rms_norm_backward`](fn@rms_norm_backward) has at once: its groups.
 #[inline(always)]
 pub fn backward_rows_at_once(cols: usize) -> usize {
     rows_at_once(BACKWARD_BLOCK, cols)
 }
 
-/// Rows of a block of [`rms_norm_backward`](fn@rms_norm_backward) in all: twice what it has at once; where there are many, up
-/// to 16 times that, so that fewer sums are left to add up.
+/// Rows of a block of [`rms_norm_backward`](fn@rms_norm_backward) in all, its chunk: a group has 2 of them or, where there are many
+/// rows, up to 16, so that fewer sums are left to add up. A chunk has at most 256 rows.
 pub fn backward_rows(rows: usize, cols: usize) -> usize {
     let at_once = backward_rows_at_once(cols);
     at_once * (rows / (512 * at_once)).clamp(2, 16).min(MAX_CHUNK / at_once)
@@ -101,27 +118,28 @@ struct Backward<'k> {
     /// The block's first row, and the one after its last.
     first: usize,
     end: usize,
-    /// The sums for the gain of each group of rows, in rows of its own columns.
+    /// The sums for the gain: a row for each group.
     sums: SharedTile<f32>,
 }
 
 impl Backward<'_> {
-    /// The factor of x in dx, from `sum_c dy gain x` and `inverse_rms`.
+    /// The factor of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
     #[inline(always)]
     fn pull(self, dot: f32, scale: f32) -> f32 {
-        // s^3 alone could overflow where the product does not.
+        // s^3 alone could overflow where this product does not.
         dot * scale / self.cols as f32 * scale * scale
     }
 
-    /// The rows of a group from `row` on, each read once and held by its lanes: dx, and the sums of every lane's columns.
+    /// The rows of this thread's group, from `row` on. Its lanes read each row once and hold it: they write dx, and sum their
+    /// columns for the gain.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, not 0; the lanes of a row call it together.
+    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call it together.
     #[inline(always)]
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.first) * Self::width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as is asked.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as the caller promises.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
@@ -143,7 +161,7 @@ impl Backward<'_> {
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
                     let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
-                    // In registers the sums would leave room for fewer threads.
+                    // Sums in registers would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
                     dot = dot.fma(own, x);
@@ -166,15 +184,15 @@ impl Backward<'_> {
         }
     }
 
-    /// The same for rows of any length, which are read twice: by their lanes for the factors, then by columns.
+    /// The same for rows of any length. The block reads them twice: by their lanes for the factors, then by columns.
     ///
     /// # Safety
-    /// The rows lie inside the arguments; all threads of the block call it together.
+    /// The rows lie inside the arguments. All threads of the block call it together.
     #[inline(always)]
     unsafe fn read_twice(self, pulls: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = backward_rows_at_once(cols);
-        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
+        // SAFETY: the rows lie inside the arguments, and all threads are here, as the caller promises.
         unsafe {
             let mut next = Row::after(self.first, x.len(), cols);
             while let Some(row) = next
@@ -236,11 +254,11 @@ impl Backward<'_> {
         }
     }
 
-    /// Writes four columns of dx in the rows of a group; the sums for their gain.
+    /// Writes four columns of dx in the rows of a group. Returns their sums for the gain.
     #[inline(always)]
     unsafe fn columns(self, pulls: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
         let (mut number, mut sum) = (self.first + group, F4::splat(0.0));
-        // SAFETY: the rows lie inside the arguments, the column is one.
+        // SAFETY: the rows lie inside the arguments, and the column is below `cols`.
         unsafe {
             let gain = F4::load_part(self.gain, column, part, 0.0);
             while number < self.end {
@@ -258,16 +276,16 @@ impl Backward<'_> {
         sum
     }
 
-    /// Columns of the tile of sums: those of the vectors that a row's lanes can hold.
+    /// Columns of a group's row of sums: as many as a row's lanes can hold.
     #[inline(always)]
     fn width(cols: usize) -> usize {
         if cols > HELD_COLUMNS / 2 { HELD_COLUMNS } else { lanes_of(cols) as usize * 4 * F4::LEN }
     }
 
-    /// Adds up the groups' sums, ascending, for the columns from `start` on that the tile has.
+    /// Adds up the groups' sums, ascending, for the columns from `start` on whose sums are in shared memory.
     ///
     /// # Safety
-    /// All sums are there, and a barrier after them.
+    /// All sums are written, and a barrier follows them.
     #[inline(always)]
     unsafe fn finish(self, start: usize) {
         let width = Self::width(self.cols);
@@ -298,12 +316,14 @@ impl Backward<'_> {
     }
 }
 
-/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]` and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows
-/// r of chunk i, where `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays; `x`, `dx`:
-/// `[rows, cols]`, `dy`: `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`:
-/// `[ceil(rows / chunk), cols]`, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows). A block a chunk of
-/// [`backward_rows`] rows; those with the same number mod [`backward_rows_at_once`] are summed first, ascending, then these sums,
-/// ascending. Overwrites `dx` and `dgain`, or adds, as `add` says.
+/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
+///
+/// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
+/// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
+/// [`sum_rows`](fn@crate::reduce::sum_rows) adds the rows of `dgain` up.
+///
+/// A block has one chunk of [`backward_rows`] rows. It first sums the rows of one number mod [`backward_rows_at_once`], ascending,
+/// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.
 #[kernel]
 pub unsafe fn rms_norm_backward(
     x: &[f32],
@@ -319,8 +339,8 @@ pub unsafe fn rms_norm_backward(
 ) {
     let first = thread::block_idx_x() as usize * chunk;
     let end = if first + chunk < inverse_rms.len() { first + chunk } else { inverse_rms.len() };
-    // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `x`, whose lengths the others
-    // have; every thread comes to every barrier.
+    // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
+    // Every thread comes to every barrier.
     unsafe {
         let sums = SharedTile::new(0, SUMS as u32);
         let pulls = SharedTile::new(SUMS as u32 * 4, MAX_CHUNK as u32);
@@ -341,8 +361,8 @@ pub unsafe fn rms_norm_backward(
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, `dx` as long, `dy` so many `parts` times, `gain` one row, `inverse_rms` one for each. `chunk` is the
-// number of rows for which the shared memory has room, and `dgain` has a row for each chunk.
+// SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain` has one row, and `inverse_rms` one
+// element for each row. `chunk` is a number of rows for which shared memory has room, and `dgain` has a row for each chunk.
 contract! { unsafe rms_norm_backward { block: BACKWARD_BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
