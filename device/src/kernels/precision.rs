@@ -5,13 +5,14 @@
 //! reads them, 16 bytes at a time.
 //!
 //! ```text
-//! a square, k along its rows:      k = 0 ..  7    8 .. 15   16 .. 23   24 .. 31         in a row of a step, lanes 4 g + t of its g read
-//!   TF32, 4 steps                    step 0      step 1     step 2     step 3           t:      0    1    2    3
-//!   BF16, 2 steps                    step 0 ..             step 1 ..                    TF32    01   23   45   67   (k of the step)
-//! rows r .. r + 3: lanes 4 g .. 4 g + 3, r = Side::first(g)                             BF16   0-3  4-7 8-11 12-15
+//! k of a square    0 .. 7    8 .. 15   16 .. 23   24 .. 31       k of a step that lane 4 g + t rounds
+//!   TF32           step 0     step 1     step 2     step 3         t = 0     1      2       3
+//!   BF16           step 0 ..             step 1 ..           TF32   0..1   2..3   4..5    6..7
+//! in rows r .. r + 3, where r = Side::first(g)               BF16   0..3   4..7   8..11  12..15
 //!
-//! out, 256 words a fragment:  | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. |   then the next batch
-//! a fragment:                 | quad 0 of lane 0 | .. | quad 0 of lane 31 | quad 1 of lane 0 | .. |   rows r, r + 1; rows r + 2, r + 3
+//! out, 256 words each   | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. |   then the next batch
+//! a fragment            | quad 0 of lane 0 | .. | of lane 31 | quad 1 of lane 0 | .. | of lane 31 |
+//!                         rows r, r + 1                        rows r + 2, r + 3
 //! ```
 //! Where both forms of a square are wanted, as it lies and transposed, two neighbouring warps make them. So memory is read once.
 //!
@@ -51,7 +52,7 @@ const LEFT: u32 = 1;
 #[cfg(not(target_arch = "nvptx64"))]
 const RIGHT: u32 = 2;
 
-/// The bits of one operand; below, those of one of its forms.
+/// The bits of one operand.
 #[inline(always)]
 const fn bits(sides: u32, operand: u32) -> u32 {
     sides >> (4 * operand) & 15

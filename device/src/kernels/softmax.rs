@@ -1,6 +1,15 @@
 //! Softmax over the columns of each row, forward and backward.
 //!
-//! Invariant: the sums of a row follow from its length alone.
+//! ```text
+//! cols = 512: a warp a row        lane 0             lane 1       ..     lane 31          all lanes together
+//!   columns, in registers    0..3, 128..131, ..   4..7, 132..135, ..   124..127, ..
+//!   forward: x               largest, then exp(x - m) and its sum                         m, then the sum (see `exps.rs`)
+//!   backward: y and dy       the sum of dy y                                              the row's sum of dy y
+//!   out                      a lane writes the columns that it holds
+//! ```
+//! Shorter rows have fewer lanes, several to a warp: see [`warp`](crate::warp).
+//!
+//! Invariant: the order of a row's sums follows from its length alone.
 
 use crate::exps::Exps;
 use crate::vector::F4;
