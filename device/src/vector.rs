@@ -84,7 +84,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
         reads(x, index, Self::LEN);
-        // SAFETY: the elements may be read and lie on 16 bytes, as is asked.
+        // SAFETY: the elements may be read and lie on 16 bytes, as the caller promises.
         unsafe { Self::at(x, index) }
     }
 
@@ -97,7 +97,7 @@ impl F4 {
     pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
         reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
-        // SAFETY: the elements lie inside `x`, as is asked and on the CPU checked; a whole vector lies on 16 bytes.
+        // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on 16 bytes.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
@@ -109,7 +109,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
         reads(x, index, part.count());
-        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as is asked.
+        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as the caller promises.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
@@ -117,7 +117,7 @@ impl F4 {
     /// As for [`F4::load_raw`].
     #[inline(always)]
     unsafe fn at(x: *const f32, index: usize) -> Self {
-        // SAFETY: the four elements may be read and lie on 16 bytes, as is asked.
+        // SAFETY: the four elements may be read and lie on 16 bytes, as the caller promises.
         unsafe { x.add(index).cast::<Self>().read() }
     }
 
@@ -146,7 +146,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn store(self, out: *mut f32, index: usize) {
         writes(out, index, Self::LEN);
-        // SAFETY: the four elements may be written and lie on 16 bytes, as is asked.
+        // SAFETY: the four elements may be written and lie on 16 bytes, as the caller promises.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -278,7 +278,7 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     reads_slice(x, index, 1);
     check_range(index, 1, x.len());
-    // SAFETY: `index` lies inside `x`, as is asked and on the CPU checked.
+    // SAFETY: `index` lies inside `x`, as the caller promises and the CPU checks.
     unsafe { *x.as_ptr().add(index) }
 }
 
@@ -295,7 +295,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 
     reads_slice(x, index, 2);
     check_range(index, 2, x.len());
-    // SAFETY: both elements lie inside `x`, as is asked and on the CPU checked, on 8 bytes since `index` is even.
+    // SAFETY: both elements lie inside `x`, as the caller promises and the CPU checks, on 8 bytes since `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
@@ -347,7 +347,7 @@ pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f3
 #[track_caller]
 pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
     writes(out, index, 1);
-    // SAFETY: the element may be written, as is asked.
+    // SAFETY: the element may be written, as the caller promises.
     unsafe { *out.add(index) = value }
 }
 
@@ -362,7 +362,7 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
         reads(out, index, 1);
     }
     writes(out, index, 1);
-    // SAFETY: the element may be read and written, as is asked.
+    // SAFETY: the element may be read and written, as the caller promises.
     unsafe {
         let out = out.add(index);
         *out = if accumulate == 0 { value } else { *out + value }

@@ -103,7 +103,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn sum(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as is asked.
+        // SAFETY: all lanes of the row are here, as the caller promises.
         unsafe { self.combine(sum4(value), add) }
     }
 
@@ -113,7 +113,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn max(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as is asked.
+        // SAFETY: all lanes of the row are here, as the caller promises.
         unsafe { self.combine(max4(value), max) }
     }
 

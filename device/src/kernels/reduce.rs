@@ -41,7 +41,7 @@ pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, o
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
@@ -151,7 +151,7 @@ pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe max_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
@@ -182,7 +182,7 @@ pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;

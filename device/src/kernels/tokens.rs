@@ -8,7 +8,7 @@
 //!   token 1    t 0       t 1            t 2       t 3
 //!   ..
 //! ```
-//! Where `cols` is no multiple of four, a thread takes its elements one by one: they may belong to two samples.
+//! Where `cols` is no multiple of four, a thread takes its elements one by one: they may belong to several samples.
 //!
 //! Invariant: tokens are summed in ascending order, whatever the shape.
 
