@@ -80,9 +80,9 @@ pub unsafe fn attention_forward(
     }
 }
 
-// SAFETY: `heads` counts the heads of a whole number of samples. A half warp beyond it computes the first head again and writes nothing.
-// A head has at most 16 tokens, which lie inside `qkv` and `out`. Its pairs and factors lie inside `probabilities` and `inverse_rms`, which
-// hold one for each.
+// SAFETY: `heads` counts the heads of a whole number of samples. A half warp beyond it computes the first head again and writes
+// nothing. A head has at most 16 tokens, which lie inside `qkv` and `out`. Its pairs and factors lie inside `probabilities` and
+// `inverse_rms`, which hold one for each.
 contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
@@ -183,8 +183,8 @@ unsafe fn forward<const GROUPS: usize>(
 /// dQ[i] = sum_j ds[i, j] K[j]      dK[j] = sum_i ds[i, j] Q[i]      dv[j] = sum_i p[i, j] dout[i]
 /// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))     dgain = sum_i dQ[i] n     with n = q[i] s, g = gains[0]; the same for k
 /// ```
-/// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`, `dgains`: `[batch heads, 2, 64]`, one row for each head of each sample.
-/// [`sum_rows`](fn@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
+/// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`, `dgains`: `[batch heads, 2, 64]`, one row for each head of each
+/// sample. [`sum_rows`](fn@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
 #[kernel]
 pub unsafe fn attention_backward(
     qkv: &[f32],

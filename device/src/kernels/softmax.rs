@@ -40,7 +40,7 @@ unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`, and `y` as long; a thread touches a row only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread touches a row only where it begins inside `x`.
 contract! { unsafe softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     crate::warp::Row::grid("x", k.x.len(), k.cols)

@@ -139,7 +139,8 @@ impl Head {
     #[inline(always)]
     pub(super) unsafe fn copy<const GROUPS: usize>(self, to: SharedTile<f32>, x: &[f32], from: usize) {
         for_each_token!(GROUPS, self.tokens, |row| {
-            // SAFETY: the head's rows lie inside `x` from `from` on, as the caller promises, and this lane's four columns lie in each row.
+            // SAFETY: the head's rows lie inside `x` from `from` on, as the caller promises, and this lane's four columns lie in
+            // each row.
             unsafe { to.copy4(row as u32 * ROW + self.column, x, from + self.index(row)) };
         });
     }
@@ -150,8 +151,8 @@ impl Head {
         if token < self.tokens { token } else { self.tokens - 1 }
     }
 
-    /// Sets `pairs[i, j] = sum_d a[i, d] b[j, d]`, for the lane's pairs in the module's picture. A lane's pairs are 4 apart either way, so
-    /// each row that it reads serves `GROUPS` of them. A 16-byte read of half a warp is one access to the banks.
+    /// Sets `pairs[i, j] = sum_d a[i, d] b[j, d]`, for the lane's pairs in the module's picture. A lane's pairs are 4 apart either
+    /// way, so each row that it reads serves `GROUPS` of them. A 16-byte read of half a warp is one access to the banks.
     #[inline(always)]
     pub(super) fn set_dots<const GROUPS: usize>(self, a: SharedTile<f32>, b: SharedTile<f32>, pairs: SharedTile<f32>) {
         let (mut i, mut j) = ([0; GROUPS], [0; GROUPS]);
