@@ -132,8 +132,8 @@ pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(
 /// Folds this thread's share of the block's [`CHUNK`] of `x`: four vectors, ascending. Missing elements are `fill`.
 ///
 /// ```text
-/// chunk of 4096 elements:   | 0 .. 1023 | 1024 .. 2047 | 2048 .. 3071 | 3072 .. 4095 |
-/// thread t has 4 elements of each, from   4 t    1024 + 4 t     2048 + 4 t     3072 + 4 t
+/// chunk of 4096 elements          | 0 .. 1023 | 1024 .. 2047 | 2048 .. 3071 | 3072 .. 4095 |
+/// thread t has 4 of each, from         4 t       1024 + 4 t     2048 + 4 t     3072 + 4 t
 /// ```
 ///
 /// # Safety

@@ -1,10 +1,10 @@
 //! The formats of the matrix instructions' factors: how f32 is rounded to them, and how they lie in 32-bit words.
 //!
 //! ```text
-//! bits of a word    31     30 .. 23   22 .. 16   15 .. 13   12 .. 0     significand, with the implied bit   ties
-//! f32               sign | exponent |        fraction                |  24 bits
-//! TF32, one a word  sign | exponent |     fraction        |    0     |  11 bits                             away from zero
-//! BF16, two a word  [ the upper half of f32, k + 1 ] [ the same, k   ]   8 bits                             to even
+//! bits of a word    | 31   | 30 .. 23 | 22 .. 16 | 15 .. 13 | 12 .. 0 |   significand with its implied bit   ties
+//! f32               | sign | exponent |           fraction            |   24 bits
+//! TF32, one a word  | sign | exponent |      fraction       |    0    |   11 bits                            away from zero
+//! BF16, two a word  | upper half of f32: k + 1 | upper half of f32: k |    8 bits                            to even
 //! ```
 //! An infinity stays one. What rounds beyond the largest number becomes an infinity. A NaN stays a NaN, but TF32 cuts off its payload: a
 //! signalling NaN with no bit left becomes an infinity, as on the GPU.

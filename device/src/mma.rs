@@ -4,13 +4,14 @@
 //! [`Side::first`] on. It gets [`Sums`] of four rows and of twice four columns.
 //!
 //! ```text
-//! A, lane of      words 0 1  2 3  4 5  6 7        B, lane of     words 0 1  2 3  4 5  6 7        sums of lane 4 g + t
-//!   rows   0..3           0    1    2    3          columns  0..3        0    1    2    3          rows 4 g .. 4 g + 3
-//!   rows   4..7           4    5    6    7          columns 16..19       4    5    6    7          columns 4 t .. 4 t + 3
-//!   rows   8..11          8    9   10   11          columns  4..7        8    9   10   11            and 16 further on
-//!   ..                                              columns 20..23      12   13   14   15
-//!   rows  28..31         28   29   30   31          ..                                           lanes 4 g .. 4 g + 3 write
-//!                                                   columns 28..31      28   29   30   31        64 bytes side by side
+//! lane that brings ..  words of k:                                                               lane 4 g + t gets the sums of
+//!   of A         0..1 2..3 4..5 6..7        of B             0..1 2..3 4..5 6..7                   rows 4 g .. 4 g + 3,
+//!   rows  0..3    0    1    2    3          columns  0..3     0    1    2    3                     columns 4 t .. 4 t + 3
+//!   rows  4..7    4    5    6    7          columns 16..19    4    5    6    7                       and 16 further on
+//!   rows  8..11   8    9   10   11          columns  4..7     8    9   10   11
+//!   ..                                      columns 20..23   12   13   14   15                   lanes 4 g .. 4 g + 3 write
+//!   rows 28..31  28   29   30   31          ..                                                   64 bytes side by side
+//!                                           columns 28..31   28   29   30   31
 //! ```
 //! The GPU makes eight instructions of 16 x 8 outputs. Instruction (pair, column) has rows `2 pair` and `2 pair + 1` and column
 //! `column` of each lane's four: the instruction's own rows g and g + 8, and its own column g.

@@ -13,7 +13,7 @@
 //! of a row: dx in the row's own lanes; in the group's row of sums, each lane adds x s dy to its own columns
 //! ```
 //! Rows that registers cannot hold (more than 1024 columns, or no multiple of four) are read twice: once by their lanes for the
-//! factors of dx, then by columns, 1024 at a time at most.
+//! factors of dx, then by columns, up to 1024 at a time.
 //!
 //! Invariant: the order of a row's sums follows from its length alone; that of a column's sums from the number of rows and the
 //! row's length.

@@ -5,10 +5,10 @@
 //!
 //! ```text
 //! stage of 128 rows, in words; a "row" is a row of A or a column of B:
-//!   |         rows 0..31         |         rows 32..63        | 64..95 | 96..127 |
-//!   | step 0: 256 | step 1: 256  | step 0      | step 1       |  ..    |   ..    |
-//! copied by threads (128 in a block, a pass for each 32 rows; 256 threads: for each 64):
-//!   | t 0 .. t 63 | t 64 .. 127  | pass 1: t 0 | ..           | pass 2 | pass 3  |
+//!   |         rows 0..31          |         rows 32..63         | 64..95 | 96..127 |
+//!   | step 0: 256  | step 1: 256  | step 0: 256  | step 1: 256  |   ..   |   ..    |
+//! copied by 128 threads, 4 words each (256 threads: 64 rows a pass):
+//!   | t 0 .. t 63  | t 64 .. t 127 | the same threads in pass 1  | pass 2 | pass 3  |
 //! read by lanes (a fragment):
 //!   | quad 0 of lane 0 | lane 1 | .. | lane 31 | quad 1 of lane 0 | lane 1 | .. | lane 31 |     4 words each
 //! ```
