@@ -81,7 +81,7 @@ contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
 const BACKWARD_BLOCK: u32 = 128;
 /// The most rows in its chunk.
 const MAX_CHUNK: usize = 256;
-/// Floats of its sums for the gain: as many as its threads hold of a row each, eight vectors.
+/// Floats of its sums for the gain: eight vectors for each of its threads.
 const SUMS: usize = HELD_COLUMNS / LANES as usize * BACKWARD_BLOCK as usize;
 /// Its shared bytes: the sums, and a factor for each row.
 pub const BACKWARD_BYTES: u32 = (SUMS + MAX_CHUNK) as u32 * 4;
