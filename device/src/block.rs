@@ -1,7 +1,17 @@
 //! A block's share of flat arrays, and sums and maxima over its threads.
 //!
-//! Invariant: a reduction combines lanes first (distances 16, 8, 4, 2, 1), then the warps in ascending order, so its
-//! result depends on the threads' values alone.
+//! ```text
+//! flat array, 256 threads:      block 0                                 block 1
+//!   elements                    0..3   4..7   ..  1020..1023           1024..1027  ..
+//!   thread                        0      1    ..     255                    0
+//!
+//! reduction over a block:       lanes 0..31 of warp 0   ..   lanes 0..31 of warp 7
+//!   shuffles, 16 8 4 2 1 apart        lane 0                       lane 0
+//!   shared memory, a value a warp       w0       w1      ..          w7
+//!   every thread                  ((w0 + w1) + ..) + w7
+//! ```
+//! Invariant: a reduction combines the lanes of each warp first, then the warps in ascending order. So its result depends on the threads'
+//! values alone.
 
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part};
@@ -10,9 +20,9 @@ use cuda_std::{thread, warp};
 
 /// Threads in a block of the kernels on flat arrays.
 pub const BLOCK: u32 = 256;
-/// Elements that such a block covers with one vector a thread.
+/// Elements that such a block covers when each thread has one vector.
 pub const BLOCK_ELEMENTS: usize = BLOCK as usize * F4::LEN;
-/// Shared bytes of a reduction over [`BLOCK`] threads: a value a warp.
+/// Shared bytes of a reduction over [`BLOCK`] threads: one value of each warp.
 pub const REDUCTION_BYTES: u32 = BLOCK / LANES * 4;
 
 /// Elements that a block of [`BLOCK`] threads reduces to one.
@@ -20,8 +30,8 @@ pub const CHUNK: usize = 4096;
 /// Vectors in a row of a [`ColumnTile`].
 const TILE_QUADS: u32 = 8;
 
-/// Rows that a block reduces to one where `rows` are summed: all of up to 1024, else 128 at a time, so that many blocks
-/// share a long sum and a short one needs one launch.
+/// Rows that a block reduces to one, where `rows` rows are summed: all of them up to 1024, else 128. So many blocks share a long
+/// sum, and a short one needs one launch.
 pub fn row_chunk(rows: usize) -> usize {
     if rows <= 1024 { 1024 } else { 128 }
 }
@@ -32,9 +42,11 @@ pub fn own_index() -> usize {
     thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
 }
 
-/// Runs `body` for this thread's four elements of a flat array of `length`, if there are any, with the index of the
-/// first and the [`Part`] that exists. The body is compiled once for a whole vector and once for the last few elements;
-/// a macro, because a closure may stay a call, compiled without the CPU's fused multiply-add.
+/// Runs `body` for this thread's four elements of a flat array of `length`, if any exist, with the index of the first and the [`Part`]
+/// that exists.
+///
+/// The body is compiled twice: for a whole vector, and for the last few elements. A macro, because a closure may stay a call, compiled
+/// without the CPU's fused multiply-add.
 #[macro_export]
 macro_rules! for_own_vector {
     ($length:expr, |$index:ident, $part:ident| $body:block) => {{
@@ -56,21 +68,21 @@ pub fn vector_grid(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::la
     cuda_std::launch::Grid::cover(length, BLOCK_ELEMENTS)
 }
 
-/// `number / divisor` and the remainder, without a check for zero on the GPU.
+/// `number / divisor` and the remainder. The GPU does not check for zero.
 ///
 /// # Safety
 /// `divisor` is not 0. The CPU checks it, the GPU does not.
 #[inline(always)]
 pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: `divisor` is not 0, as is asked of who calls; the check would be a call of a panic.
+    // SAFETY: `divisor` is not 0, as the caller promises. A check would be a call of a panic.
     unsafe {
         core::hint::assert_unchecked(divisor != 0);
     }
     (number / divisor, number % divisor)
 }
 
-/// At the head of a loop: the assembler must not unroll it, where that would take registers for iterations that are few.
+/// At the head of a loop: keeps the assembler from unrolling it. Unrolling a loop of few turns would only take registers.
 #[inline(always)]
 pub fn stay_rolled() {
     #[cfg(target_arch = "nvptx64")]
@@ -80,14 +92,14 @@ pub fn stay_rolled() {
     }
 }
 
-/// The same value, of which the compiler knows nothing: what follows from it is computed each time, and a loop of so many turns
-/// is not unrolled. Either would take registers.
+/// The same value, of which the compiler knows nothing. So the compiler computes what follows from it each time, and unrolls no
+/// loop of so many turns. To keep such results, or to unroll, would take registers.
 #[inline(always)]
 pub fn again(value: u32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
         let same: u32;
-        // SAFETY: a copy of a register. Not `pure`, or the compiler would take it out of a loop.
+        // SAFETY: a copy of a register. Not `pure`, or the compiler would move it out of a loop.
         unsafe { core::arch::asm!("mov.u32 {0}, {1};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
         same
     }
@@ -95,14 +107,14 @@ pub fn again(value: u32) -> u32 {
     value
 }
 
-/// Combines one value of each of the block's [`BLOCK`] threads; every thread gets the result. `tile` holds a value a
-/// warp, and is free for other use after the block's next barrier.
+/// Combines one value of each of the block's [`BLOCK`] threads. Every thread gets the result. `tile` holds one value of each warp; it is
+/// free for other use after the block's next barrier.
 ///
 /// # Safety
 /// All threads of a block of [`BLOCK`] call it together.
 #[inline(always)]
 pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
-    // SAFETY: all 256 threads call this together, as is asked, so all lanes of each warp do.
+    // SAFETY: all 256 threads call this together, as the caller promises. So all lanes of each warp do.
     let value = unsafe { combine_lanes(u32::MAX, LANES, value, &combine) };
     if warp::lane_id() == 0 {
         tile.set(thread::thread_idx_x() / LANES, value);
@@ -117,8 +129,12 @@ pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(
     total
 }
 
-/// Folds this thread's share of the block's [`CHUNK`] of `x`: four vectors, each a whole block apart. Missing elements
-/// are `fill`.
+/// Folds this thread's share of the block's [`CHUNK`] of `x`: four vectors, ascending. Missing elements are `fill`.
+///
+/// ```text
+/// chunk of 4096 elements          | 0 .. 1023 | 1024 .. 2047 | 2048 .. 3071 | 3072 .. 4095 |
+/// thread t has 4 of each, from         4 t       1024 + 4 t     2048 + 4 t     3072 + 4 t
+/// ```
 ///
 /// # Safety
 /// The block has [`BLOCK`] threads.
@@ -140,14 +156,21 @@ pub unsafe fn chunk_fold(x: &[f32], start: F4, fill: f32, combine: impl Fn(f32, 
     value.zip(vectors[3], &combine)
 }
 
-/// A block's part of `[rows, cols]` reduced over its rows to `[ceil(rows / chunk), cols]`: 32 columns, a cache line of
-/// each row, of one chunk of rows. Its [`BLOCK`] threads take four columns each and every 32nd row; the blocks run over
-/// the columns first, then over the chunks.
+/// A block's part where `[rows, cols]` is reduced over its rows to `[ceil(rows / chunk), cols]`: 32 columns of one chunk of rows.
+/// That is a cache line of each row. Blocks run over the columns first, then over the chunks.
 ///
-/// The order of a column's sum: the rows r of a chunk by `r mod 32`, ascending, then these up to 32 sums, ascending.
+/// ```text
+/// rows of the chunk    columns 0..3  4..7  ..  28..31          shared memory        finish
+///  0, 32, 64, ..     thread     0      1   ..     7            32 sums, row 0       thread c (of 32) adds
+///  1, 33, 65, ..                8      9   ..    15     ->     32 sums, row 1  ->   column c of the rows,
+///  ..                                                          ..                   ascending
+/// 31, 63, 95, ..              248    249   ..   255            32 sums, row 31
+/// ```
+/// The order of a column's sum: each thread adds its rows r, those of one `r mod 32`, ascending. Then these up to 32 sums are added,
+/// ascending.
 #[derive(Clone, Copy)]
 pub struct ColumnTile {
-    /// The index of this thread's first element; `end` or more where it has none.
+    /// The index of this thread's first element. Where it has none, `end` or more.
     pub first: usize,
     /// The index where the chunk ends.
     pub end: usize,
@@ -172,7 +195,7 @@ impl ColumnTile {
     /// `cols` is not 0.
     #[inline(always)]
     pub unsafe fn new(length: usize, cols: usize, chunk: usize) -> Self {
-        // SAFETY: `cols` is not 0, as is asked, so there is a tile.
+        // SAFETY: `cols` is not 0, as the caller promises, so there is at least one tile.
         let (number, tile) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(Self::COLUMNS as usize)) };
         let start = tile * Self::COLUMNS as usize;
         let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
@@ -190,8 +213,8 @@ impl ColumnTile {
         Self::GROUPS as usize * self.cols
     }
 
-    /// The sums of the tile's columns from the threads' sums: for a thread that has one of them, its index in the output
-    /// and the sum. `tile` holds [`ColumnTile::BYTES`].
+    /// Adds the threads' sums up by column. A thread that has a column gets its index in the output and its sum. `tile` holds
+    /// [`ColumnTile::BYTES`].
     ///
     /// # Safety
     /// All threads of a block of [`BLOCK`] call it together, once.
@@ -219,15 +242,15 @@ impl ColumnTile {
     pub fn grid(rows: usize, cols: usize, chunk: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
         use cuda_std::launch::{Grid, Size, Violation};
         let chunks = Size::of(rows).div_ceil(chunk);
-        // Where a block's rows begin and end is computed before it is cut off at the end.
+        // A block computes where its rows begin and end before it cuts them off at the end of the input.
         let ends = chunks.times(chunk).times(cols).at_most(usize::MAX);
         Violation::unless(ends, "chunk", "at least 1, and chunks that end where an index can", chunk)?;
         Grid::cover(chunks.times(cols.div_ceil(Self::COLUMNS as usize)), 1)
     }
 }
 
-/// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile), ascending, with the index of the
-/// first of its four columns and the [`Part`](crate::vector::Part) that exists. As for [`for_own_vector`], compiled twice.
+/// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile), ascending, with the index of the first of
+/// its four columns and the [`Part`](crate::vector::Part) that exists. The body is compiled twice, as for [`for_own_vector`].
 #[macro_export]
 macro_rules! for_each_row {
     ($tile:expr, |$index:ident, $part:ident| $body:block) => {{

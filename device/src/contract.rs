@@ -1,4 +1,4 @@
-//! `contract!`: what a kernel asks of a launch, beside the kernel.
+//! `contract!`: what a kernel asks of a launch. It stands beside the kernel.
 //!
 //! ```text
 //! // SAFETY: a thread touches the element of its index in `x` and `y`, and only where `x` has one; `y` is as long.
@@ -7,13 +7,14 @@
 //!     Grid::cover(k.x.len(), 128)
 //! }}
 //! ```
-//! After `block`, in this order, may stand `shared: BYTES` (default 0) and `align: BYTES` (default [`ALIGN`]). The closure
-//! gets the kernel's arguments, checks every length that the kernel's index arithmetic relies on, and returns the grid. Invariant: a launch whose closure returns `Ok` stays inside its
-//! arguments.
+//! After `block` may stand `shared: BYTES` (default 0) and `align: BYTES` (default [`ALIGN`]), in this order. The closure gets the
+//! kernel's arguments. It checks every length on which the kernel's index arithmetic relies, and returns the grid.
 //!
-//! That is the author's promise, which nothing else checks, hence the word `unsafe`. The arguments may be any numbers: sums and
-//! products of them are made with [`Size`](cuda_std::launch::Size), which an overflow does not wrap, and clippy refuses `*`, `+` and
-//! `-` in a contract. On the GPU the macro is empty, so the same file compiles with rust-cuda.
+//! Invariant: a launch whose closure returns `Ok` stays inside its arguments.
+//!
+//! This is the author's promise. Nothing else checks it, hence the word `unsafe`. The arguments may be any numbers. So a contract
+//! adds and multiplies them as [`Size`](cuda_std::launch::Size), which does not wrap, and clippy refuses `*`, `+` and `-` in a
+//! contract. On the GPU the macro is empty, so the same file compiles with rust-cuda.
 
 /// Gives a kernel its contract; see the module.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -30,7 +31,7 @@ macro_rules! contract {
     };
     ($unsafe:tt $kernel:ident { block: $block:expr, shared: $shared:expr, align: $align:expr $(,)? }
         |$arguments:ident| $grid:expr) => {
-        // Where `unsafe` is refused, so is the contract: the compiler would not look for the word in this macro.
+        // Where `unsafe` is forbidden, the contract must be refused too: the compiler does not look for the word in this macro.
         ::cuda_std::written_unsafe!($unsafe);
         const _: () = {
             #[allow(unused_imports)]
@@ -39,7 +40,7 @@ macro_rules! contract {
             static ENTRY: Entry = Entry::of::<$kernel<'_>>($crate::package!(), $block as u32, $shared as u32, $align as u64);
             ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
 
-            // SAFETY: the author has written `unsafe` for it, and why at the same place.
+            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
             unsafe impl Contract for $kernel<'_> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     Ok(&ENTRY)
@@ -67,11 +68,11 @@ macro_rules! contract {
     ($($contract:tt)*) => {};
 }
 
-/// The alignment in bytes that a contract asks of every pointer, unless it says otherwise: what a 4-wide access needs.
+/// The alignment in bytes that a contract asks of every pointer, unless it says otherwise: what an access of four floats needs.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ALIGN: u64 = 16;
 
-/// The package that a contract is written in, as `name@version`; not one that would be taken for this one.
+/// The package that a contract is written in, as `name@version`. A package that could be taken for this one is refused.
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
 #[macro_export]
@@ -95,7 +96,7 @@ pub const fn package_of(package: &'static str, folder: &str) -> &'static str {
     package
 }
 
-/// Every kernel of this package, in no order: what has a contract.
+/// Every kernel of this package, in no order: every one that has a contract.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn entries() -> impl Iterator<Item = &'static cuda_std::launch::Entry> {
     cuda_std::launch::entries().filter(|entry| entry.package == OWN)

@@ -1,6 +1,13 @@
-//! exp(x - m) of a row, m its largest element: what softmax and cross-entropy are made of.
+//! exp(x - m) of a row, where m is its largest element: what softmax and cross-entropy are made of.
 //!
-//! Invariant: m and the sum follow from the row's length alone. A row that holds a NaN, or nothing above -infinity, has NaN
+//! The lanes of a row pass it twice (see [`warp`](crate::warp) for who has which columns):
+//!
+//! ```text
+//!                 lane 0        lane 1     ..         between the lanes
+//! pass 1          larger of its vectors               tree of `larger`  ->  m in every lane
+//! pass 2          exp(x - m), held; their sum         tree of sums      ->  the row's sum in every lane
+//! ```
+//! Invariant: the order of the sum follows from the row's length alone. A row that holds a NaN, or nothing above -infinity, has NaN
 //! for its sum.
 
 use crate::math;
@@ -8,14 +15,14 @@ use crate::vector::{F4, Part};
 use crate::warp::{Row, Share, larger};
 use crate::{for_each_vector, map4};
 
-/// A lane's share of a row's exponentials: computed once where they are held, see [`Share`].
+/// A lane's share of a row's exponentials. Where lanes hold their share (see [`Share`]), they compute the exponentials once.
 #[derive(Clone, Copy)]
 pub struct Exps<'k, const HELD: usize> {
     /// m.
     pub largest: f32,
     /// The sum of the row's exponentials.
     pub sum: f32,
-    /// What is held are the exponentials, what is read again the row.
+    /// The exponentials where they are held; else the row, to read again.
     share: Share<'k, HELD>,
 }
 
@@ -23,18 +30,18 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
     /// The exponentials of a row of `x`.
     ///
     /// # Safety
-    /// The row lies inside `x` and suits `HELD`, as for [`Share::new`]; all of its lanes call it together.
+    /// The row lies inside `x` and suits `HELD`, as for [`Share::new`]. All of its lanes call it together.
     #[inline(always)]
     pub unsafe fn new(row: Row, x: &'k [f32], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
-        // SAFETY: the row lies inside `x`, suits `HELD` and has its lanes together here, as is asked.
+        // SAFETY: the row lies inside `x` and suits `HELD`, and its lanes are together here, as the caller promises.
         unsafe {
             let mut share = Share::<HELD>::new(row, x, row.start, cols, f32::NEG_INFINITY);
             for_each_vector!(HELD, row, cols, |at, column, part| {
                 largest = largest.zip(share.get(at, column, part), larger);
             });
-            // A NaN need not be found here: it comes into the sum.
+            // `larger` may lose a NaN. The sum finds it.
             let [a, b, c, d] = largest.0;
             let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
             for_each_vector!(HELD, row, cols, |at, column, part| {
@@ -46,13 +53,13 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
         }
     }
 
-    /// The exponentials at `column`, the lane's vector `at`; what lies beyond the row is 0.
+    /// The exponentials at `column`, the lane's vector `at`. Beyond the row they are 0.
     ///
     /// # Safety
     /// As for [`Share::get`].
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
-        // SAFETY: column and number are those of `for_each_vector` over the row, as is asked.
+        // SAFETY: column and number are those of `for_each_vector` over the row, as the caller promises.
         let own = unsafe { self.share.get(at, column, part) };
         if HELD > 0 { own } else { map4!(own - F4::splat(self.largest), math::exp_negative) }
     }

@@ -1,4 +1,4 @@
-//! `family!`: kernels that differ in a constant or a type alone: one argument list, one contract, a table of variants.
+//! `family!`: kernels that differ only in a constant or a type. They have one argument list, one contract and a table of variants.
 //!
 //! ```text
 //! family! {
@@ -13,9 +13,10 @@
 //!     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 //! }
 //! ```
-//! A row of the table is a kernel: its PTX entry, and its value of the constant, by which a launch chooses it: `step.launch(matmul { tile,
-//! a, b, out })`. Behind it may stand types: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`. The body and the contract see the row's
-//! constant and types; what they do stands in functions beside the family. `FAMILY::VARIANTS` lists the rows.
+//! Each row of the table is a kernel: the name of its PTX entry, and its value of the constant. A launch chooses the kernel by that
+//! value: `step.launch(matmul { tile, a, b, out })`. Types may follow the value: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`.
+//! The body and the contract see the row's constant and types. Functions beside the family do the work. `FAMILY::VARIANTS` lists
+//! the rows.
 //!
 //! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
 
@@ -36,7 +37,7 @@ macro_rules! family {
             mod $kernel {
                 use super::*;
 
-                // A body may need the row's types alone.
+                // A body may use only the row's types.
                 #[allow(dead_code)]
                 pub(super) const $CHOICE: $Choice = $value;
                 $(type $F = $T;)*
@@ -67,11 +68,11 @@ macro_rules! family {
         #[cfg(not(target_arch = "nvptx64"))]
         ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family { $choice: $Choice } $parameters }
 
-        // clippy looks for the reason before the family; a test looks for it before the contract.
+        // The reason stands before the contract, where a test looks for it. clippy would look before the family.
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::undocumented_unsafe_blocks)]
         const _: () = {
-            // Where `unsafe` is refused, so is the contract: the compiler would not look for the word in this macro.
+            // Where `unsafe` is forbidden, the contract must be refused too: the compiler does not look for the word in this macro.
             ::cuda_std::written_unsafe!($unsafe);
             use ::cuda_std::launch::{Contract, Entry, Grid, Violation};
 
@@ -85,7 +86,7 @@ macro_rules! family {
                 }
             }
 
-            // SAFETY: the author has written `unsafe` for it, and why at the same place.
+            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
             unsafe impl Contract for $family<'_> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     $($(#[cfg($cfg)])? if self.$choice == $kernel::$CHOICE {

@@ -1,13 +1,19 @@
 //! The formats of the matrix instructions' factors: how f32 is rounded to them, and how they lie in 32-bit words.
 //!
-//! TF32 is f32 with 11 bits of significand, one to a word; ties go away from zero. BF16 is the upper half of f32, 8 bits of
-//! significand, two to a word, the lower half first; ties go to even. Infinities stay, what rounds beyond the largest number
-//! becomes one, a NaN stays a NaN; but TF32 cuts off its payload, and a signalling one that has no more becomes an infinity, as
-//! on the GPU. Invariant: the same bits on every device, NaNs aside.
+//! ```text
+//! bits of a word    | 31   | 30 .. 23 | 22 .. 16 | 15 .. 13 | 12 .. 0 |   significand with its implied bit   ties
+//! f32               | sign | exponent |           fraction            |   24 bits
+//! TF32, one a word  | sign | exponent |      fraction       |    0    |   11 bits                            away from zero
+//! BF16, two a word  | upper half of f32: k + 1 | upper half of f32: k |    8 bits                            to even
+//! ```
+//! An infinity stays one. What rounds beyond the largest number becomes an infinity. A NaN stays a NaN, but TF32 cuts off its payload: a
+//! signalling NaN with no bit left becomes an infinity, as on the GPU.
+//!
+//! Invariant: the same bits on every device, NaNs aside.
 
 /// Words along k that a matrix instruction multiplies.
 pub const STEP: u32 = 8;
-/// The formats, for who chooses one at run time.
+/// The formats, for code that chooses one at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduced {
     /// [`Tf32`].
@@ -18,18 +24,18 @@ pub enum Reduced {
 
 /// A format of factors.
 pub trait Format {
-    /// Factors in a word, along k.
+    /// Elements in a word, along k.
     const PER_WORD: u32;
-    /// Factors along k that a warp multiplies at once.
+    /// Elements along k that a warp multiplies at once.
     const PER_STEP: u32 = STEP * Self::PER_WORD;
 
-    /// Two words of neighbours along k, rounded: of the first two, or of all four.
+    /// Two words of elements that are neighbours along k, rounded. TF32 takes the first two elements, BF16 all four.
     fn words(elements: [f32; 4]) -> [u32; 2];
 
-    /// The `part`th factor of a word, as f32.
+    /// The `part`th element of a word, as f32.
     fn value(word: u32, part: u32) -> f32;
 
-    /// One matrix instruction: 16 rows by 8 columns over 8 words; lanes hold the operands as PTX says.
+    /// One matrix instruction: 16 rows by 8 columns over 8 words. Lanes hold the operands as PTX defines.
     ///
     /// # Safety
     /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
@@ -51,8 +57,9 @@ macro_rules! mma {
         #[inline(always)]
         unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
             let (d0, d1, d2, d3): (u32, u32, u32, u32);
-            // Not LLVM's intrinsic: it is taken for arithmetic, and copied to the branches before it. Not `pure`, for the same reason.
-            // SAFETY: all lanes of the warp are here, and come together, as is asked of who calls `mma`.
+            // Not LLVM's intrinsic: LLVM takes it for arithmetic and copies it into the branches before it. Not `pure`, for the same
+            // reason.
+            // SAFETY: all lanes of the warp are here, together, as the caller of `mma` promises.
             unsafe {
                 core::arch::asm!(
                     concat!($instruction, " {{{0},{1},{2},{3}}}, {{{4},{5},{6},{7}}}, {{{8},{9}}}, {{{10},{11},{12},{13}}};"),
@@ -120,7 +127,7 @@ pub fn round_tf32(x: f32) -> u32 {
         if x.is_nan() {
             bits & !0x1fff
         } else {
-            // An infinity's significand is zero, so half a unit more changes nothing above the cut.
+            // An infinity's fraction is zero, so half a unit more changes nothing above the cut.
             (bits + 0x1000) & !0x1fff
         }
     }
@@ -145,7 +152,7 @@ pub fn round_bf16(low: f32, high: f32) -> u32 {
     {
         let round = |x: f32| {
             let bits = x.to_bits();
-            // Less than half a unit, or half of one where the last bit kept is odd.
+            // Adds just less than half a unit, or half a unit where the last bit kept is odd.
             if x.is_nan() { 0x7fff } else { (bits + 0x7fff + (bits >> 16 & 1)) >> 16 }
         };
         round(low) | round(high) << 16

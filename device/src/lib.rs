@@ -1,16 +1,18 @@
 //! The kernels of stepscope.
 //!
-//! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract; the arithmetic
-//! that several share stands in [`math`], [`exps`], [`update`], [`vector`], [`warp`], [`block`] and [`tile`]. The same source is compiled
-//! to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
+//! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract. Arithmetic that several families share
+//! is in [`math`], [`exps`], [`update`], [`vector`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
+//! [`mod@mma`].
+//! The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
-//! Invariant: f32 results have the same bits on every device: fused multiply-adds only where written, ascending
-//! sums, trees that depend on lengths alone, no library function and no approximate instruction.
+//! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where the source says so, sums ascend, trees
+//! depend on lengths alone, and there is no library function and no approximate instruction. Multiplies by matrix instructions are the
+//! exception, see [`mod@mma`].
 
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics))]
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
-// rust-cuda gives `no_std` itself, and its entry points are plain `extern` functions, whose slices are two words each.
+// rust-cuda adds `no_std` itself. Its entry points are plain `extern` functions, whose slices are two words each.
 #![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]
 
 #[cfg(not(target_arch = "nvptx64"))]

@@ -1,9 +1,8 @@
 //! Scalar functions in f32, with the same bits on every CPU and GPU.
 //!
-//! Invariant: only `+`, `-`, `*`, `/`, fused multiply-add, square root, comparisons and bit operations are used, each
-//! rounded to nearest as IEEE 754 says, in the order written. There is no libm, libdevice or approximate instruction
-//! and no branch: both sides of a choice are computed and one is selected, so a warp never diverges and a CPU loop
-//! vectorises.
+//! Invariant: only `+`, `-`, `*`, `/`, fused multiply-add, square root, comparisons and bit operations are used, in the order
+//! written. Each is rounded to nearest, as IEEE 754 says. There is no libm, no libdevice and no approximate instruction. There is
+//! no branch: both sides of a choice are computed and one is selected. So a warp never diverges, and a CPU loop vectorises.
 //!
 //! Accuracy, over all 2^32 inputs, against the exact value (an f64 computation), in units in the last place:
 //!
@@ -16,21 +15,20 @@
 //! | `gelu_derivative` | 1.950 |
 //! | `rsqrt` | 1.491 |
 //!
-//! `cargo run --release --example scalars` measures them, and compares the bits of a device with the CPU's.
-//! Subnormal inputs and results are exact to the same bounds; a NaN gives a NaN, whose sign and payload are not fixed.
-//! The polynomials are minimax for the relative error of the result (Remez exchange at 200 bits, then rounded to
-//! f32); each states its interval.
+//! `cargo run --release --example scalars` measures these errors, and compares the bits of a device with the CPU's. The same bounds
+//! hold for subnormal inputs and results. A NaN gives a NaN, whose sign and payload are not fixed. The polynomials are minimax for
+//! the relative error of the result (Remez exchange at 200 bits, then rounded to f32). Each states its interval.
 
 use cuda_std::GpuFloat;
 
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
-/// The leading 15 bits of ln 2, so that a product with an integer below 2^9 is exact, and the rest.
+/// ln 2 in two parts: its leading 15 bits, so that a product with an integer below 2^9 is exact, and the rest.
 const LN2_HI: f32 = f32::from_bits(0x3f31_7200);
 const LN2_LO: f32 = f32::from_bits(0x35bf_be8e);
-/// 1.5 * 2^23: adding it rounds a float of magnitude below 2^22 to an integer, kept in the low bits of the sum.
+/// 1.5 * 2^23. Adding it rounds a float of magnitude below 2^22 to an integer, which stands in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
-/// 2^n down to n = -246 is carried 2^LIFT times too large, and LOWER takes that back, in the one rounding of a product.
+/// 2^n for n down to -246 is kept 2^LIFT times too large. A product with LOWER takes that back, in one rounding.
 const LIFT: i32 = 120;
 const LOWER: f32 = f32::from_bits((127 - LIFT as u32) << 23);
 
@@ -40,7 +38,7 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
     GpuFloat::mul_add(a, b, c)
 }
 
-/// One of two values, both computed: where an `if` would do, the compiler may make it a branch around one of them.
+/// One of two values, both computed. The compiler may make an `if` a branch around one of them.
 #[inline(always)]
 fn select<T>(condition: bool, yes: T, no: T) -> T {
     core::hint::select_unpredictable(condition, yes, no)
@@ -85,14 +83,14 @@ fn exp_less_1(hi: f32, lo: f32) -> (f32, i32) {
 /// e^x. `exp(-inf)` is 0, `exp(inf)` is infinity.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Beyond these the result is 0 or infinity; a NaN fails both comparisons and stays.
+    // Beyond these bounds the result is 0 or infinity. A NaN fails both comparisons and stays.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (t, n) = exp_less_1(x, 0.0);
     scale(1.0 + t, n)
 }
 
-/// e^x for x up to 0, or a NaN: the bits of [`exp`] by fewer operations.
+/// e^x for an x up to 0, or a NaN. It gives the bits of [`exp`] with fewer operations.
 #[inline(always)]
 pub fn exp_negative(x: f32) -> f32 {
     let x = if x < -104.0 { -104.0 } else { x };
@@ -101,7 +99,7 @@ pub fn exp_negative(x: f32) -> f32 {
     fma(t, lift, lift) * LOWER
 }
 
-/// The natural logarithm. `log(+-0)` is -infinity, `log(inf)` infinity, of a negative number NaN.
+/// The natural logarithm. `log(+-0)` is -infinity, `log(inf)` is infinity, and the logarithm of a negative number is NaN.
 ///
 /// x = 2^e m with m in [2/3, 4/3), f = m - 1, log(1 + f) = f - f^2/2 + f^3 P(f) with P minimax of degree 7 on
 /// [-1/3, 1/3] (error 2^-27.4).
@@ -123,7 +121,7 @@ pub fn log(x: f32) -> f32 {
     p = fma(p, f, f32::from_bits(0x3eaa_aa83));
     let tail = f * f * fma(p, f, -0.5);
     let high = fma(e, LN2_HI, f);
-    // What the sum above lost: e * LN2_HI is exact and not below |f| unless e = 0, and then nothing is lost.
+    // What the sum above lost. e * LN2_HI is exact and not below |f|, unless e = 0; then nothing is lost.
     let lost = f - (high - e * LN2_HI);
     let y = high + (fma(e, LN2_LO, tail) + lost);
     let y = if x == f32::INFINITY { x } else { y };
@@ -134,9 +132,9 @@ pub fn log(x: f32) -> f32 {
 
 /// The hyperbolic tangent.
 ///
-/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6); otherwise 1 - 2 q / (1 + q), q = e^-2|x|, which
-/// rounds to 1 from 9.02 on. 1 / s for s in [1, 1.2874]: the cubic whose relative error, a multiple of Chebyshev's T4, is
-/// least (2^-15.6), and one step of Newton's; a division would be a branch on the GPU. The sign is put back at the end.
+/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6). Else 1 - 2 q / (1 + q) with q = e^-2|x|, which rounds to 1 from
+/// 9.02 on. 1 / s for s in `[1, 1.2874]`: the cubic whose relative error, a multiple of Chebyshev's T4, is least (2^-15.6), and one
+/// step of Newton's iteration. A division would be a branch on the GPU. The sign is put back at the end.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let size = x.abs();
@@ -164,27 +162,27 @@ pub fn tanh(x: f32) -> f32 {
     f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000))
 }
 
-/// A step of Newton's iteration from `inverse` towards 1 / s: the relative error is squared.
+/// A step of Newton's iteration from `inverse` towards 1 / s. It squares the relative error.
 #[inline(always)]
 fn newton(inverse: f32, s: f32) -> f32 {
     fma(inverse, fma(-s, inverse, 1.0), inverse)
 }
 
-/// A sum of two floats, the second far below the first.
+/// A number as the sum of two floats, the second far below the first.
 type Pair = (f32, f32);
 
-/// 2 sqrt(2/pi), its first part of 21 bits; that times 0.044715; and three times that.
+/// 2 sqrt(2/pi), with a first part of 21 bits; this times 0.044715; and three times the latter.
 const GELU_1: Pair = (f32::from_bits(0x3fcc_4228), f32::from_bits(0x344f_50d9));
 const GELU_3: Pair = (f32::from_bits(0x3d92_2279), f32::from_bits(0x3124_d8b5));
 const GELU_9: Pair = (f32::from_bits(0x3e5b_33b6), f32::from_bits(0xaf8b_af0f));
-/// From here on gelu(-x) and its derivative are below the smallest subnormal.
+/// From this x on, gelu(-x) and its derivative are below the smallest subnormal.
 const GELU_END: f32 = 12.0;
 
 /// size (2 sqrt(2/pi) + factor size^2), for `size` in 0..=12.
 #[inline(always)]
 fn gelu_cubic(size: f32, square: Pair, factor: Pair) -> Pair {
     let sum = fma(factor.0, square.0, GELU_1.0);
-    // The difference is exact: GELU_1.0 has no bit below the last of a sum below 16.
+    // The difference is exact: GELU_1.0 has no bit below the last bit of a sum below 16.
     let lost = fma(factor.0, square.0, -(sum - GELU_1.0));
     let sum_low = fma(factor.0, square.1, fma(factor.1, square.0, GELU_1.1)) + lost;
     let product = size * sum;
@@ -192,7 +190,7 @@ fn gelu_cubic(size: f32, square: Pair, factor: Pair) -> Pair {
 }
 
 /// What GELU and its derivative begin with, for `size` in 0..=12: size^2, and e^-z = (1 + r + rest) lift 2^-LIFT, where
-/// z = 2 sqrt(2/pi) (size + 0.044715 size^3). e^-z has the relative error of z's absolute one, so z (up to 142) carries two
+/// z = 2 sqrt(2/pi) (size + 0.044715 size^3). The absolute error of z becomes the relative error of e^-z. So z, up to 142, is kept as two
 /// floats.
 struct GeluExp {
     square: Pair,
@@ -210,12 +208,11 @@ fn gelu_exp(size: f32) -> GeluExp {
     GeluExp { square, r, rest: r * r * q, lift: pow2(n.wrapping_add(LIFT)) }
 }
 
-/// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016), -0 at
-/// -infinity.
+/// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016). It is -0 at -infinity.
 ///
-/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative. 1 / (1 + q) need not be exact, since the
-/// remainder corrects the quotient: the parabola over [1, 2] whose relative error, a multiple of Chebyshev's T3, is least
-/// (1 / 99), and one step of Newton's.
+/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative x. The remainder corrects the quotient, so 1 /
+/// (1 + q) need not be exact: it is the parabola over `[1, 2]` whose relative error, a multiple of Chebyshev's T3, is least (1 /
+/// 99), and one step of Newton's iteration.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     let size = x.abs();
@@ -238,15 +235,15 @@ pub fn gelu(x: f32) -> f32 {
     select(x > GELU_END, x, y)
 }
 
-/// The root of [`gelu`]'s derivative and its slope there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).
+/// The root of [`gelu`]'s derivative, and the derivative's slope there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).
 const ROOT: Pair = (f32::from_bits(0xbf40_a150), f32::from_bits(0x3242_d036));
 const SLOPE: Pair = (f32::from_bits(0x3edc_5d67), f32::from_bits(0xb253_6947));
 
 /// The derivative of [`gelu`].
 ///
-/// At -|x|, from 1 on: -q (|x| z' - 1 - q) / (1 + q)^2 with q = e^-z, where 1 / (1 + q)^2 = 1 + q V(q), V minimax of degree 5
-/// on [0, 0.19] (error 2^-27.5). Within 1, where that cancels: the distance to the root times a polynomial, minimax of
-/// degree 9 (error 2^-26.1). At positive x, 1 - gelu'(-x).
+/// It is computed at -|x|. From |x| = 1 on: -q (|x| z' - 1 - q) / (1 + q)^2 with q = e^-z, where 1 / (1 + q)^2 = 1 + q V(q), V
+/// minimax of degree 5 on `[0, 0.19]` (error 2^-27.5). Below 1 that would cancel: there it is the distance to the root times a
+/// polynomial, minimax of degree 9 (error 2^-26.1). At positive x the result is 1 - gelu'(-x).
 #[inline(always)]
 pub fn gelu_derivative(x: f32) -> f32 {
     let size = x.abs();
@@ -265,7 +262,7 @@ pub fn gelu_derivative(x: f32) -> f32 {
     v = fma(v, q, f32::from_bits(0x403f_fd41));
     v = fma(v, q, f32::from_bits(0xbfff_fff2));
     v *= q;
-    // (1 + t) (1 + v) = 1 + r + rest; r alone, so that t's rounding is lost.
+    // (1 + t) (1 + v) = 1 + r + rest. r stands alone, so that the rounding of t does not enter.
     let rest = rest + fma(t, v, v);
     let (high, low) = (lift * factor, lift * factor_low);
     let low = fma(low, r + rest, low);
@@ -288,7 +285,8 @@ pub fn gelu_derivative(x: f32) -> f32 {
     select(x.to_bits() >> 31 == 0, 1.0 - negative, negative)
 }
 
-/// 1 / sqrt(x), both correctly rounded: `rsqrt(+-0)` is an infinity of that sign, of a negative number NaN.
+/// 1 / sqrt(x), where root and quotient are each correctly rounded. `rsqrt(+-0)` is an infinity of that sign, `rsqrt` of a negative
+/// number NaN.
 #[inline(always)]
 pub fn rsqrt(x: f32) -> f32 {
     1.0 / GpuFloat::sqrt(x)

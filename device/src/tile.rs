@@ -1,11 +1,15 @@
 //! Typed windows into the block's dynamic shared memory.
 //!
-//! A kernel lays out its shared memory as tiles at fixed byte offsets, whose sum its contract declares. On the GPU a
-//! tile is a 32-bit shared address and every access one `ld.shared` or `st.shared`, unchecked. On the CPU it is a
-//! pointer, and an access outside the tile panics with the index and the tile's length. Where the emulator watches for
-//! races, it is told of every access first.
+//! A kernel lays out its shared memory as tiles at fixed byte offsets. Its contract declares their sum. On the GPU a tile is a 32-bit
+//! shared address, and every access is one unchecked `ld.shared` or `st.shared`. On the CPU a tile is a pointer, and an access outside it
+//! panics with the index and the tile's length. Where the emulator watches for races, it hears of every access first.
 //!
-//! Invariant: values that another thread wrote are read only after a barrier; the tile itself orders nothing.
+//! ```text
+//! 32 banks of 4 bytes: the word at index i of a tile at byte 0 lies in bank i mod 32
+//!   a warp's access is one turn where its lanes want words of different banks, or the same word
+//!   16 bytes a lane: eight lanes fill the 32 banks, so a warp takes at least four turns, unless lanes read the same words
+//! ```
+//! Invariant: a thread reads what another thread wrote only after a barrier. The tile itself orders nothing.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector;
@@ -15,7 +19,7 @@ use core::marker::PhantomData;
 use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
 
-/// What a tile may hold: 32-bit values.
+/// What a tile may hold: values of 32 bits.
 pub trait Element: Copy {
     /// Reads the value at a shared address.
     ///
@@ -38,8 +42,8 @@ macro_rules! element {
             #[inline(always)]
             unsafe fn load_shared(address: u32) -> Self {
                 let value: $ty;
-                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks. No `pure`: another
-                // thread's write may change what it reads.
+                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks. Not `pure`: another thread's write
+                // may change what it reads.
                 unsafe {
                     core::arch::asm!(
                         concat!("ld.shared.", $suffix, " {0}, [{1}];"),
@@ -79,13 +83,13 @@ pub struct SharedTile<T> {
 }
 
 impl<T: Element> SharedTile<T> {
-    /// The tile of `len` values that starts `byte_offset` bytes into the block's dynamic shared memory. For 4-wide
-    /// access `byte_offset` is a multiple of 16.
+    /// The tile of `len` values that starts `byte_offset` bytes into the block's dynamic shared memory. For access four values wide,
+    /// `byte_offset` is a multiple of 16.
     ///
     /// # Safety
-    /// The tile lies inside the shared memory that the kernel's contract declares, and tiles of different types do not
-    /// overlap. Every index that the tile is asked for lies inside it, and is as aligned as it is asked for: the CPU checks
-    /// the first, the GPU nothing.
+    /// The tile lies inside the shared memory that the kernel's contract declares. Tiles of different types do not overlap. Every index
+    /// that a method is given lies inside the tile, and is aligned as that method asks. The CPU checks that it lies inside; the GPU
+    /// checks nothing.
     #[inline(always)]
     pub unsafe fn new(byte_offset: u32, len: u32) -> Self {
         let base = shared::dynamic_shared_mem::<u8>();
@@ -134,7 +138,7 @@ impl<T: Element> SharedTile<T> {
         }
     }
 
-    /// Before a read of `count` values from `index`.
+    /// Called before a read of `count` values from `index`.
     #[inline(always)]
     #[track_caller]
     fn reads(self, index: u32, count: u32) {
@@ -144,7 +148,7 @@ impl<T: Element> SharedTile<T> {
         let _ = (index, count);
     }
 
-    /// Before a write of `count` values from `index`.
+    /// Called before a write of `count` values from `index`.
     #[inline(always)]
     #[track_caller]
     fn writes(self, index: u32, count: u32) {
@@ -208,7 +212,7 @@ impl SharedTile<f32> {
         [self.get(index), self.get(index + 1)]
     }
 
-    /// Writes `N` values from `index`, on the CPU: checked and written at once.
+    /// Writes `N` values from `index`, on the CPU: one check, one write.
     #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     #[track_caller]
@@ -240,8 +244,8 @@ impl SharedTile<f32> {
     }
 }
 
-/// Copies from global memory that run while their thread goes on. What they write may be read after [`wait_copies`] by
-/// the same thread, and by the others of its block after a barrier that follows. The emulator copies at once.
+/// Copies from global memory that run while their thread goes on. After [`wait_copies`] the same thread may read what they wrote; after a
+/// barrier that follows, all threads of its block may. The emulator copies at once.
 impl SharedTile<f32> {
     /// Starts to copy `x[from]` to `index`.
     ///
@@ -263,15 +267,15 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy `x[from..from + 4]` to `index`, or zeros where it is not `there`; both indices are multiples of four and
-    /// `x` starts on a 16-byte boundary.
+    /// Starts to copy `x[from..from + 4]` to `index`, or zeros where `there` is false. Both indices are multiples of four, and `x` starts
+    /// on a 16-byte boundary.
     ///
     /// # Safety
-    /// `from + 4 <= x.len()` where it is `there`. The CPU checks it, the GPU does not.
+    /// Where `there` is true, `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
-        // SAFETY: inside the tile and, where it is there, inside `x`, as is asked and on the CPU checked; both on 16
+        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks. Both lie on 16
         // bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -286,14 +290,14 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy `x[from..from + 4]` to `index`; both are multiples of four and `x` starts on a 16-byte boundary.
+    /// Starts to copy `x[from..from + 4]` to `index`. Both indices are multiples of four, and `x` starts on a 16-byte boundary.
     ///
     /// # Safety
     /// `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
-        // SAFETY: inside the tile and inside `x`, as is asked and on the CPU checked; both on 16 bytes.
+        // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(
@@ -307,7 +311,7 @@ impl SharedTile<f32> {
     }
 }
 
-/// Makes a group of the copies that this thread has started since its last group.
+/// Makes one group of the copies that this thread has started since its last group.
 #[inline(always)]
 pub fn commit_copies() {
     // SAFETY: it only marks a point in the thread's copies.
@@ -317,7 +321,7 @@ pub fn commit_copies() {
     }
 }
 
-/// Waits until at most `PENDING` groups of this thread's copies, its newest, are under way.
+/// Waits until at most the `PENDING` newest groups of this thread's copies are under way.
 #[inline(always)]
 pub fn wait_copies<const PENDING: u32>() {
     // SAFETY: it only waits; the compiler moves no access to memory across it.

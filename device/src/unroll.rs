@@ -1,12 +1,12 @@
 //! Loops whose index is a constant in each turn.
 //!
-//! Invariant: what is indexed by such a constant stays in registers, however large the body is; the compiler's own unrolling
-//! gives up on large ones.
+//! Invariant: an array that such an index selects from stays in registers, however large the body is. The compiler's own unrolling gives
+//! up on large bodies.
 
-/// Repeats a block for each index below a constant count of at most 8, or of `at most 16` where that is said.
+/// Repeats a block for each index below a constant count: at most 8, or with `at most 16` up to 16.
 ///
-/// Copies beyond the count are compiled too, before they are dropped, and one loop in another multiplies them: limits
-/// twice as large make a triple loop take eight times as long to compile. So a written 2 or 4 makes no others.
+/// The compiler also compiles the copies beyond the count before it drops them, and one loop in another multiplies them. Limits twice as
+/// large make a triple loop take eight times as long to compile. So a literal 2 or 4 makes no more copies than that.
 #[macro_export]
 macro_rules! unroll {
     ($index:ident < 2 => $body:block) => { $crate::unroll!(@ $index, 2, $body, 0 1) };
@@ -35,7 +35,7 @@ macro_rules! unroll {
     }};
 }
 
-/// `unroll!` on the GPU; a loop on a CPU, which gains nothing and compiles copies for long.
+/// `unroll!` on the GPU. A plain loop on a CPU, where copies gain nothing and compile slowly.
 #[macro_export]
 macro_rules! unroll_on_gpu {
     ($($turns:tt)*) => {{

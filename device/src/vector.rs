@@ -1,12 +1,18 @@
 //! Four floats moved as one 16-byte access.
 //!
-//! Invariant: a vector access happens at an element index that is a multiple of four, into memory whose base is
-//! 16-byte aligned (the host's arena aligns to 256 bytes and checks other bases at launch). What is left over at the
-//! end of a row is moved element by element, so that the result of a kernel never depends on which of the two was used.
+//! ```text
+//!            10 elements                               rows of 6, which need not start on 16 bytes
+//! x          | 0  1  2  3 | 4  5  6  7 | 8  9 |        | 0  1  2  3 | 4  5 | 6  7  8  9 | 10 11 |
+//! Part           Whole         Whole   First(2)          First(4)  First(2)   First(4)  First(2)
+//! accesses         1             1        2                  4         2          4         2
+//! ```
+//! Invariant: a vector access happens at an element index that is a multiple of four, into memory whose base lies on 16 bytes. (The
+//! host's arena aligns to 256 bytes, and a launch checks other bases.) What is left over at the end is moved element by element.
+//! The result of a kernel never depends on which of the two moved an element.
 //!
-//! On the CPU a read outside a slice panics with the index and the length, and the emulator refuses an access through a pointer
-//! that leaves its argument; on the GPU nothing is checked. Every access of a kernel to global memory goes through this file:
-//! kernels pass a pointer as they got it, and the index.
+//! Every access of a kernel to global memory goes through this file: kernels pass a pointer as they got it, and the index. On the CPU a
+//! read outside a slice panics with the index and the length, and the emulator refuses an access through a pointer that leaves its
+//! argument. On the GPU nothing is checked.
 
 use crate::map4;
 use core::ops::{Add, Div, Mul, Neg, Sub};
@@ -29,13 +35,13 @@ impl F4 {
         Self([value; 4])
     }
 
-    /// `f` applied to each float; for a long `f` see [`map4`].
+    /// `f` of each float. For a long `f` see [`map4`].
     #[inline(always)]
     pub fn map(self, f: impl Fn(f32) -> f32) -> Self {
         map4!(self, f)
     }
 
-    /// `f(self[i], other[i])` for each of the four; for a long `f` see [`map4`].
+    /// `f(self[i], other[i])` for each of the four. For a long `f` see [`map4`].
     #[inline(always)]
     pub fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         let [a, b, c, d] = self.0;
@@ -66,8 +72,7 @@ impl F4 {
     pub unsafe fn load(x: &[f32], index: usize) -> Self {
         reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
-        // SAFETY: the range lies inside `x`, and its start on 16 bytes: `x` does, and `index` is a multiple of four, as
-        // is asked.
+        // SAFETY: the range lies inside `x`, and starts on 16 bytes: `x` does, and `index` is a multiple of four, as the caller promises.
         unsafe { Self::at(x.as_ptr(), index) }
     }
 
@@ -79,11 +84,11 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
         reads(x, index, Self::LEN);
-        // SAFETY: the elements may be read and lie on 16 bytes, as is asked.
+        // SAFETY: the elements may be read and lie on 16 bytes, as the caller promises.
         unsafe { Self::at(x, index) }
     }
 
-    /// The part of `x[index..index + 4]` that exists, the other places filled with `fill`.
+    /// The part of `x[index..index + 4]` that exists; `fill` in the other places.
     ///
     /// # Safety
     /// As for [`F4::load`] when `part` is whole, else `index + count <= x.len()`. The CPU checks it, the GPU does not.
@@ -92,7 +97,7 @@ impl F4 {
     pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
         reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
-        // SAFETY: the elements lie inside `x`, as is asked and on the CPU checked; a whole vector lies on 16 bytes.
+        // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on 16 bytes.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
@@ -104,7 +109,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
         reads(x, index, part.count());
-        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as is asked.
+        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as the caller promises.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
@@ -112,7 +117,7 @@ impl F4 {
     /// As for [`F4::load_raw`].
     #[inline(always)]
     unsafe fn at(x: *const f32, index: usize) -> Self {
-        // SAFETY: the four elements may be read and lie on 16 bytes, as is asked.
+        // SAFETY: the four elements may be read and lie on 16 bytes, as the caller promises.
         unsafe { x.add(index).cast::<Self>().read() }
     }
 
@@ -120,7 +125,7 @@ impl F4 {
     /// As for [`F4::load_part_raw`].
     #[inline(always)]
     unsafe fn part_at(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
-        // SAFETY: the elements of the part may be read, as is asked; of others nothing is.
+        // SAFETY: the elements of the part may be read, as the caller promises. No other is read.
         unsafe {
             match part {
                 Part::Whole => Self::at(x, index),
@@ -150,11 +155,11 @@ impl F4 {
     #[track_caller]
     pub unsafe fn store(self, out: *mut f32, index: usize) {
         writes(out, index, Self::LEN);
-        // SAFETY: the four elements may be written and lie on 16 bytes, as is asked.
+        // SAFETY: the four elements may be written and lie on 16 bytes, as the caller promises.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             {
-                // LLVM would merge a plain store with the element-wise one of another branch, and split both.
+                // LLVM would merge a plain store with the one by elements of another branch, and split both.
                 let [a, b, c, d] = self.0;
                 core::arch::asm!(
                     "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
@@ -167,14 +172,14 @@ impl F4 {
         }
     }
 
-    /// Writes the part of `out[index..index + 4]` that exists; the counterpart of [`F4::load_part`].
+    /// Writes the part of `out[index..index + 4]` that exists: the counterpart of [`F4::load_part`].
     ///
     /// # Safety
     /// `out` is valid for writes of these elements, and 16-byte aligned at a whole vector.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store_part(self, out: *mut f32, index: usize, part: Part) {
-        // SAFETY: the elements of the part may be written, as is asked; no other is.
+        // SAFETY: the elements of the part may be written, as the caller promises. No other is written.
         unsafe {
             match part {
                 Part::Whole => self.store(out, index),
@@ -200,8 +205,8 @@ impl F4 {
     }
 }
 
-/// A function applied to each of a vector's four. A macro, because a function passed as a value may stay a call,
-/// compiled without the CPU's fused multiply-add.
+/// A function of each of a vector's four. A macro, because a function passed as a value may stay a call, compiled without the CPU's fused
+/// multiply-add.
 #[macro_export]
 macro_rules! map4 {
     ($vector:expr, $function:path) => {{
@@ -244,7 +249,7 @@ impl Neg for F4 {
 pub enum Part {
     /// All four, at a multiple of four: one access.
     Whole,
-    /// The first so many, up to four, at any index: one access each.
+    /// The first few, up to four, at any index: one access each.
     First(usize),
 }
 
@@ -265,7 +270,7 @@ impl Part {
     }
 }
 
-/// Words of any type as floats, to be moved as they are, whatever they hold.
+/// Words of any type as floats, to be moved as they are.
 #[inline(always)]
 pub fn words<T: Copy>(values: &[T]) -> &[f32] {
     const { assert!(size_of::<T>() == 4 && align_of::<T>() == 4) };
@@ -282,7 +287,7 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     reads_slice(x, index, 1);
     check_range(index, 1, x.len());
-    // SAFETY: `index` lies inside `x`, as is asked and on the CPU checked.
+    // SAFETY: `index` lies inside `x`, as the caller promises and the CPU checks.
     unsafe { *x.as_ptr().add(index) }
 }
 
@@ -299,14 +304,14 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 
     reads_slice(x, index, 2);
     check_range(index, 2, x.len());
-    // SAFETY: both elements lie inside `x`, as is asked and on the CPU checked, on 8 bytes since `index` is even.
+    // SAFETY: both elements lie inside `x`, as the caller promises and the CPU checks, on 8 bytes since `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
-/// `x[index..index + N]`, on the CPU: read and checked at once.
+/// `x[index..index + N]`, on the CPU: one check, one read.
 ///
 /// # Safety
-/// `index + N <= x.len()`. It is checked.
+/// `index + N <= x.len()`, which it checks.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 #[track_caller]
@@ -326,7 +331,7 @@ pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
 #[track_caller]
 pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32; N] {
     reads(x, index, N);
-    // SAFETY: these elements may be read, as is asked; of any alignment.
+    // SAFETY: these elements may be read, as the caller promises. The read takes any alignment.
     unsafe { x.add(index).cast::<[f32; N]>().read_unaligned() }
 }
 
@@ -339,7 +344,7 @@ pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32;
 #[track_caller]
 pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f32; N]) {
     writes(out, index, N);
-    // SAFETY: these elements may be written, as is asked; of any alignment.
+    // SAFETY: these elements may be written, as the caller promises. The write takes any alignment.
     unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
 }
 
@@ -351,11 +356,11 @@ pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f3
 #[track_caller]
 pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
     writes(out, index, 1);
-    // SAFETY: the element may be written, as is asked.
+    // SAFETY: the element may be written, as the caller promises.
     unsafe { *out.add(index) = value }
 }
 
-/// `out[index] = value`, or adds it there when `accumulate` is not 0.
+/// `out[index] = value`. Where `accumulate` is not 0, adds to `out[index]` instead.
 ///
 /// # Safety
 /// `out` is valid for reads and writes of this element.
@@ -366,14 +371,14 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
         reads(out, index, 1);
     }
     writes(out, index, 1);
-    // SAFETY: the element may be read and written, as is asked.
+    // SAFETY: the element may be read and written, as the caller promises.
     unsafe {
         let out = out.add(index);
         *out = if accumulate == 0 { value } else { *out + value }
     }
 }
 
-/// Tells the emulator of a read from a slice, whose length is compared apart.
+/// Tells the emulator of a read from a slice. The caller compares the length.
 #[inline(always)]
 #[track_caller]
 fn reads_slice<T>(x: &[T], index: usize, count: usize) {
@@ -383,7 +388,7 @@ fn reads_slice<T>(x: &[T], index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a read through a pointer before it happens; it judges it.
+/// Tells the emulator of a read through a pointer before it happens. The emulator judges it.
 #[inline(always)]
 #[track_caller]
 fn reads<T>(x: *const T, index: usize, count: usize) {
@@ -393,7 +398,7 @@ fn reads<T>(x: *const T, index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a write before it happens; it judges it.
+/// Tells the emulator of a write before it happens. The emulator judges it.
 #[inline(always)]
 #[track_caller]
 fn writes<T>(out: *mut T, index: usize, count: usize) {

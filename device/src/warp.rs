@@ -1,12 +1,24 @@
 //! Rows and the lanes of a warp that share them.
 //!
-//! A row of `cols` columns is given to the fewest lanes, a power of two up to 32, that leave at most four vectors to
-//! each; a warp takes several short rows. Invariant: the order of every operation follows from `cols` alone. Column `c`
-//! belongs to lane `(c / 4) % lanes` and to place `c % 4` of its vector, whether the row is read by vectors or, when
-//! `cols` is no multiple of four, element by element. Every lane of the row ends with the same bits.
+//! A row of `cols` columns gets the fewest lanes, a power of two up to 32, that leave at most four vectors to each. Several short rows
+//! share a warp:
 //!
-//! A kernel that passes a row more than once reads it once: up to 1024 columns its lanes hold their [`Share`]s in
-//! registers. What is read again or held, the operations and their order are the same.
+//! ```text
+//! cols          1..16   17..32   33..64   65..128   129..256   257..
+//! lanes           1        2        4        8         16        32
+//! rows a warp    32       16        8        4          2         1
+//!
+//! cols = 40:      lane 0   lane 1   lane 2   lane 3 | lane 4 ..      the tree of a row's sum
+//!   columns        0..3     4..7     8..11   12..15 | row 1          a lane:   v = (0 + 1) + (2 + 3) of its vectors' sum
+//!                 16..19   20..23   24..27   28..31 |                2 apart:  v0 + v2, v1 + v3
+//!                 32..35   36..39     -        -    |                1 apart:  (v0 + v2) + (v1 + v3), in every lane
+//! ```
+//! Invariant: the order of every operation follows from `cols` alone. Column `c` belongs to lane `(c / 4) % lanes` and to place `c
+//! % 4` of its vector. This holds whether lanes read the row by vectors or, where `cols` is no multiple of four, element by
+//! element. Every lane of the row ends with the same bits.
+//!
+//! A kernel that passes a row more than once reads it once, up to 1024 columns: its lanes hold their [`Share`]s in registers. Whether a
+//! share is held or read again, the operations and their order are the same.
 
 use crate::for_each_vector;
 use crate::vector::{F4, Part};
@@ -14,9 +26,9 @@ use cuda_std::{thread, warp};
 
 /// Lanes in a warp.
 pub const LANES: u32 = 32;
-/// Threads in a block of the kernels that give each row its lanes.
+/// Threads in a block of the kernels that give each row lanes of its own.
 pub const ROW_BLOCK: u32 = 128;
-/// Columns of the longest row that is held in registers: eight vectors a lane.
+/// Columns of the longest row that lanes hold in registers: eight vectors a lane.
 pub const HELD_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
 
 /// This thread's row, and its place among the row's lanes.
@@ -35,13 +47,13 @@ pub struct Row {
 }
 
 impl Row {
-    /// This thread's row among the `length` elements in rows of `cols`; none beyond the end.
+    /// This thread's row among the `length` elements in rows of `cols`. None beyond the end.
     #[inline(always)]
     pub fn new(length: usize, cols: usize) -> Option<Self> {
         Self::after(thread::block_idx_x() as usize * rows_at_once(ROW_BLOCK, cols), length, cols)
     }
 
-    /// This thread's row when the block's first threads have row `first`, the next ones the next.
+    /// This thread's row, where the block's first threads have row `first`, the next threads the next row, and so on.
     #[inline(always)]
     pub fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
         let lanes = lanes_of(cols);
@@ -62,14 +74,14 @@ impl Row {
         Self { number: self.number + rows, start: self.start + rows * cols, ..self }
     }
 
-    /// The same row, which has a whole warp, as the compiler cannot know otherwise.
+    /// The same row, which has a whole warp. It tells the compiler so.
     #[inline(always)]
     pub fn of_whole_warp(self) -> Self {
         let stride = LANES as usize * F4::LEN;
         Self { first: warp::lane_id() as usize * F4::LEN, stride, lanes: LANES, mask: u32::MAX, ..self }
     }
 
-    /// Whether this lane is the one that writes the row's result.
+    /// Whether this lane writes the row's result.
     #[inline(always)]
     pub fn is_first_lane(self) -> bool {
         self.first == 0
@@ -81,7 +93,7 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn combine<T: Copy>(self, value: T, combine: impl Fn(T, T) -> T) -> T {
-        // SAFETY: the mask names the lanes of the row, which are all here, as is asked.
+        // SAFETY: the mask names the lanes of the row. They are all here, as the caller promises.
         unsafe { combine_lanes(self.mask, self.lanes, value, combine) }
     }
 
@@ -91,17 +103,17 @@ impl Row {
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn sum(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as is asked.
+        // SAFETY: all lanes of the row are here, as the caller promises.
         unsafe { self.combine(sum4(value), add) }
     }
 
-    /// The largest of the lanes' values; a NaN if there is one.
+    /// The largest of the lanes' values. A NaN if any is one.
     ///
     /// # Safety
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn max(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as is asked.
+        // SAFETY: all lanes of the row are here, as the caller promises.
         unsafe { self.combine(max4(value), max) }
     }
 
@@ -116,7 +128,16 @@ impl Row {
     }
 }
 
-/// A lane's vectors of a row: the first `HELD` in registers, which must be all; with `HELD` 0 they are read each time.
+/// A lane's vectors of a row. With `HELD` above 0 it holds them in registers: `HELD` vectors, which must be all. With `HELD` 0 it
+/// reads them each time.
+///
+/// ```text
+/// 512 columns, a whole warp, HELD = 4:   held[0]   held[1]    held[2]    held[3]
+///                              lane 0     0..3     128..131   256..259   384..387
+///                              lane 1     4..7     132..135   260..263   388..391
+///                                  ..
+///                              lane 31  124..127   252..255   380..383   508..511
+/// ```
 #[derive(Clone, Copy)]
 pub struct Share<'k, const HELD: usize> {
     values: &'k [f32],
@@ -126,8 +147,8 @@ pub struct Share<'k, const HELD: usize> {
 }
 
 impl<'k, const HELD: usize> Share<'k, HELD> {
-    /// This lane's share of the `cols` elements of `values` at `start`, `fill` where there are none; all reads are under way
-    /// before the first is waited for.
+    /// This lane's share of the `cols` elements of `values` at `start`, and `fill` beyond them. All reads are under way before the lane
+    /// waits for the first.
     ///
     /// # Safety
     /// The row lies inside `values`. With `HELD`, it is one of [`with_held`](crate::with_held).
@@ -156,7 +177,7 @@ impl<'k, const HELD: usize> Share<'k, HELD> {
         unsafe { F4::load_part(self.values, self.start + column, part, self.fill) }
     }
 
-    /// Replaces what is held, so that a later pass finds a result in place of its operand; nothing with `HELD` 0.
+    /// Replaces a vector that is held, so that a later pass finds a result in place of its operand. Does nothing with `HELD` 0.
     #[inline(always)]
     pub fn hold(&mut self, at: usize, value: F4) {
         if HELD > 0 {
@@ -165,7 +186,7 @@ impl<'k, const HELD: usize> Share<'k, HELD> {
     }
 }
 
-/// The lanes that share a row of `cols`. Rounded up as a `u32`: rust-cuda counts the bits of other types wrongly
+/// The lanes that share a row of `cols`. It rounds up as a `u32`, because rust-cuda counts the bits of other types wrongly
 /// (docs/rust-cuda.md).
 #[inline(always)]
 pub fn lanes_of(cols: usize) -> u32 {
@@ -173,7 +194,7 @@ pub fn lanes_of(cols: usize) -> u32 {
     if cols > LANES as usize / 2 * SHARE { LANES } else { (cols.div_ceil(SHARE) as u32).next_power_of_two() }
 }
 
-/// Rows of `cols` that a block of so many `threads`, a power of two, gives lanes to.
+/// Rows of `cols` to which a block of `threads` threads, a power of two, gives lanes at once.
 #[inline(always)]
 pub fn rows_at_once(threads: u32, cols: usize) -> usize {
     (threads >> lanes_of(cols).trailing_zeros()) as usize
@@ -200,12 +221,13 @@ pub fn rows_in(
 }
 
 /// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first column and its
-/// [`Part`](crate::vector::Part). The body is compiled once for whole vectors and once for single elements; a macro,
-/// because a closure may stay a call, compiled without the CPU's fused multiply-add.
+/// [`Part`](crate::vector::Part).
 ///
-/// With a constant `HELD` before the row the vector's number comes first. Where `HELD` is not 0, the body runs for just so many
-/// vectors, also for those beyond the row, of which no part exists: unrolled, so that arrays indexed by the number stay in
-/// registers.
+/// The body is compiled twice: for whole vectors, and for single elements. A macro, because a closure may stay a call, compiled
+/// without the CPU's fused multiply-add.
+///
+/// With a constant `HELD` before the row, the body also gets the vector's number, first. Where `HELD` is not 0, the body runs for exactly
+/// `HELD` vectors. Of those beyond the row no part exists. The loop is unrolled, so that arrays indexed by the number stay in registers.
 #[macro_export]
 macro_rules! for_each_vector {
     ($held:expr, $row:expr, $cols:expr, |$at:ident, $column:ident, $part:ident| $body:block) => {{
@@ -253,7 +275,12 @@ macro_rules! for_each_vector {
 }
 
 /// Calls `function::<HELD>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see
-/// [`Share`](crate::warp::Share): whole vectors of up to 1024 columns; 0 for other rows, which are read again.
+/// [`Share`](crate::warp::Share).
+///
+/// ```text
+/// cols        no multiple of four   up to 512   516..1024          more
+/// HELD                 0                4       8, a whole warp    0: lanes read the row again
+/// ```
 #[macro_export]
 macro_rules! with_held {
     ($row:expr, $cols:expr, $function:ident($($argument:expr),* $(,)?)) => {{
@@ -268,8 +295,8 @@ macro_rules! with_held {
     }};
 }
 
-/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1; `lanes` is a power of two and
-/// `combine` commutative, so that every lane gets the same.
+/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1. `lanes` is a power of two, and `combine` is
+/// commutative, so every lane gets the same result.
 ///
 /// # Safety
 /// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no padding.
@@ -280,21 +307,21 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         let mut value = value;
         let mut distance = lanes / 2;
         while distance > 0 {
-            // SAFETY: the lanes in `mask` are all here, as is asked; the other lane is in the same segment of `lanes`,
-            // since `distance` is less.
+            // SAFETY: the lanes in `mask` are all here, as the caller promises. The other lane is in the same segment of `lanes`, since
+            // `distance` is less.
             let other = unsafe { of_other_lane(mask, value, distance) };
             value = combine(value, other);
             distance /= 2;
         }
         value
     }
-    // The same pairs after one wait instead of one for each distance, which are what a reduction costs here.
+    // The same pairs after one wait instead of one for each distance. The waits are what a reduction costs here.
     #[cfg(not(target_arch = "nvptx64"))]
     {
         if lanes == 1 {
             return value;
         }
-        // SAFETY: the lanes of the mask call this together, with the same `T`, which has no padding.
+        // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as the caller promises.
         let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
         let mut distance = lanes as usize / 2;
         while distance > 0 {
@@ -309,7 +336,7 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
 
 #[cfg(target_arch = "nvptx64")]
 unsafe extern "C" {
-    // LLVM's own: rust-cuda's shuffles crash libNVVM for `compute_121`.
+    // LLVM's own shuffle: rust-cuda's crash libNVVM for `compute_121`.
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
     fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
 }
@@ -324,8 +351,8 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     use core::mem::{size_of, transmute_copy};
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;
-    // SAFETY: the lanes in `mask` are all here, the other one among them, as is asked; the words that are moved have
-    // the size of `T`.
+    // SAFETY: the lanes in `mask` are all here, the other one among them, as the caller promises. The words that are moved have the size
+    // of `T`.
     unsafe {
         let moved = |word| shuffle_xor(mask as i32, word, distance as i32, clamp);
         if size_of::<T>() == 4 {
@@ -336,16 +363,18 @@ unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     }
 }
 
-/// Keeps a warp together up to the next branch, for instructions that all lanes must make as one and of which the compiler does
-/// not know that: it may copy what stands between two branches on one condition into both. An exchange between lanes is one of
-/// those that it knows ("convergent"), and where it stands nothing is copied. This one moves nothing that is used.
+/// Keeps a warp together up to the next branch.
+///
+/// All lanes must make some instructions as one, and the compiler does not know which: it may copy code between two branches on one
+/// condition into both. It does know that an exchange between lanes is such an instruction ("convergent"), and copies no code around one.
+/// The exchange here moves nothing that is used.
 ///
 /// # Safety
 /// All lanes of the warp make the call.
 #[inline(always)]
 pub unsafe fn stay_together() {
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: all lanes are here, as is asked; each gets a zero.
+    // SAFETY: all lanes are here, as the caller promises. Each gets a zero.
     unsafe {
         shuffle_xor(-1, 0, 0, LANES as i32 - 1);
     }
@@ -357,13 +386,13 @@ pub fn add(a: f32, b: f32) -> f32 {
     a + b
 }
 
-/// The larger of two, for callers to whom a NaN among them is of no account: it may be lost, or be the result.
+/// The larger of two, for callers that do not care about a NaN: it may be lost, or be the result.
 #[inline(always)]
 pub fn larger(a: f32, b: f32) -> f32 {
     if b < a { a } else { b }
 }
 
-/// The larger of two; a NaN if either is one.
+/// The larger of two. A NaN if either is one.
 #[inline(always)]
 pub fn max(a: f32, b: f32) -> f32 {
     let larger = if b > a { b } else { a };
@@ -377,15 +406,15 @@ pub fn sum4(v: F4) -> f32 {
     (a + b) + (c + d)
 }
 
-/// The largest of a vector's four; a NaN if there is one.
+/// The largest of a vector's four. A NaN if any is one.
 #[inline(always)]
 pub fn max4(v: F4) -> f32 {
     let [a, b, c, d] = v.0;
     max(max(a, b), max(c, d))
 }
 
-/// A number that is larger for a larger `value`, and for equal values for the smaller `column`. A NaN is larger than
-/// any number, -0 equals 0; never 0 itself for a column below 2^32 - 1.
+/// A number that orders places: it is larger for a larger `value` and, among equal values, for a smaller `column`. A NaN is larger than
+/// any number, and -0 equals 0. The result is never 0.
 #[inline(always)]
 pub fn rank(value: f32, column: u32) -> u64 {
     let bits = (value + 0.0).to_bits();

@@ -1,6 +1,9 @@
 //! Activations: tanh and the tanh form of GELU, forward and backward.
 //!
-//! Invariant: one element of an output depends on the same element of the inputs alone; the order of a bias's sum, on the
+//! `gelu_bias_backward` also sums over rows. Its blocks have the threads of a [`ColumnTile`], which has the picture: here a chunk
+//! has 128 rows, and a thread 4 of them.
+//!
+//! Invariant: an element of an output depends on the same element of the inputs alone. The order of a bias's sum follows from the
 //! number of rows.
 
 use crate::block::ColumnTile;
@@ -84,17 +87,18 @@ contract! { unsafe gelu_backward { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.x.len())
 }}
 
-/// Rows that a block of [`gelu_bias_backward`](fn@gelu_bias_backward) sums: few, because each element is much work.
+/// Rows that a block of [`gelu_bias_backward`](fn@gelu_bias_backward) sums: few, because each element takes much work.
 pub const BIAS_ROWS: usize = 128;
 
 /// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, in the order of a
-/// [`ColumnTile`](crate::block::ColumnTile): the gradient of a bias within x, to be finished by
-/// [`sum_rows`](fn@crate::reduce::sum_rows); `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`.
-/// Overwrites `dx`, and `db` unless it accumulates (1).
+/// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](fn@crate::reduce::sum_rows) adds
+/// its rows up.
+///
+/// `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`, and `db` unless `accumulate` is 1.
 #[kernel]
 pub unsafe fn gelu_bias_backward(x: &[f32], dy: &[f32], cols: usize, accumulate: u32, dx: *mut f32, db: *mut f32) {
-    // SAFETY: the contract checks `cols`; the tile's columns lie inside `x`, and the others are as long; its places lie inside
-    // `db`; no thread returns early.
+    // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and the others are as long. Its places lie inside
+    // `db`. No thread returns early.
     unsafe {
         let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
         let sum = match tile.part {
@@ -107,10 +111,10 @@ pub unsafe fn gelu_bias_backward(x: &[f32], dy: &[f32], cols: usize, accumulate:
     }
 }
 
-/// Rows of a thread of [`gelu_bias_backward`](fn@gelu_bias_backward).
+/// Rows that a thread of [`gelu_bias_backward`](fn@gelu_bias_backward) has.
 const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
 
-/// Writes four columns of dx in this thread's rows; their sum, rows ascending.
+/// Writes four columns of dx in this thread's rows. Returns their sums, rows ascending.
 ///
 /// # Safety
 /// The tile lies inside the arguments, and `part` is its own.
@@ -119,9 +123,9 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);
-    // SAFETY: only rows before the tile's end are touched, which lie inside `x`; `dy` and `dx` are as long.
+    // SAFETY: a thread touches only rows before the tile's end, which lie inside `x`. `dy` and `dx` are as long.
     unsafe {
-        // All reads first: the compiler moves none before a write.
+        // All reads first: the compiler moves no read before a write.
         unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
                 xs[at] = F4::load_part(x, index(at), part, 0.0);
@@ -139,8 +143,8 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     sum
 }
 
-// SAFETY: `x` is whole rows of `cols`, of which a `ColumnTile` has no column beyond its grid; `dy` and `dx` are as long, and `db` has a
-// row for each chunk of rows. The shared bytes are what the tile's sums fill.
+// SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns. `dy` and `dx` are as long, and `db`
+// has a row for each chunk of rows. The shared bytes are what the tile's sums fill.
 contract! { unsafe gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("dy", k.x.len(), k.dy.len())?;

@@ -1,7 +1,7 @@
 //! AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with clipping by the global norm.
 //!
-//! Invariant: all that changes from step to step stands in the `hyper` slot on the device, so that a launch can be
-//! recorded once and replayed.
+//! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
+//! replayed.
 
 use crate::update::{clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
@@ -18,13 +18,13 @@ pub mod slot {
     pub const BETA2: usize = 2;
     /// Added to the root of the second moment.
     pub const EPSILON: usize = 3;
-    /// The decoupled weight decay, multiplied by the learning rate.
+    /// The decoupled weight decay. The kernel multiplies it by the learning rate.
     pub const WEIGHT_DECAY: usize = 4;
     /// 1 - beta1^t in step t = 1, 2, ..., of the beta1 in this slot.
     pub const BIAS_CORRECTION1: usize = 5;
     /// 1 - beta2^t in step t = 1, 2, ..., of the beta2 in this slot.
     pub const BIAS_CORRECTION2: usize = 6;
-    /// The global norm to which gradients are clipped; 0 for no clipping.
+    /// The global norm to which gradients are clipped. 0: no clipping.
     pub const MAX_NORM: usize = 7;
     /// Floats in the slot.
     pub const LEN: usize = 8;
@@ -51,13 +51,13 @@ pub unsafe fn adamw(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long; `hyper` has the settings of one group.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
         unsafe { update(weights, gradients, m, v, Settings::load(hyper, 0, squared_norm), index, part) }
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long. What else it reads are
-// places of `hyper` and the one element of `squared_norm`.
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long.
+// Besides these it reads places of `hyper` and the one element of `squared_norm`.
 contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
@@ -67,8 +67,8 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
-/// [`adamw`](fn@adamw) with settings by group: `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
-/// NaN where there is no such group.
+/// [`adamw`](fn@adamw) with settings by group. `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// Elements whose group does not exist become NaN.
 #[kernel]
 pub unsafe fn adamw_groups(
     weights: *mut f32,
@@ -80,8 +80,8 @@ pub unsafe fn adamw_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long; `groups` has its run's group, and what
-        // `group_settings` gives starts whole settings of `hyper`.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the group of its run. Where
+        // `group_settings` says that settings start, `hyper` has whole ones.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -90,8 +90,9 @@ pub unsafe fn adamw_groups(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long, and
-// `groups` has a group for each 64 of them. `hyper` is read where it has all settings of a group, the first's if that is none.
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as
+// long, and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first
+// one, if the group does not exist.
 contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
@@ -101,30 +102,30 @@ contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
-/// A group's settings as the update uses them.
+/// A group's settings, as the update uses them.
 #[derive(Clone, Copy)]
 struct Settings {
     beta1: f32,
     beta2: f32,
     epsilon: f32,
-    /// What weight decay leaves of a weight.
+    /// The part of a weight that weight decay leaves.
     keep: f32,
-    /// The learning rate over the first moment's correction.
+    /// The learning rate, divided by the first moment's correction.
     step: f32,
-    /// The root of the second moment's correction.
+    /// The square root of the second moment's correction.
     correction: f32,
     clip: f32,
 }
 
 impl Settings {
-    /// Those that start at `start`.
+    /// The settings that start at `start`.
     ///
     /// # Safety
     /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
     #[inline(always)]
     #[track_caller]
     unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
-        // SAFETY: each place is one of the group's, as is asked.
+        // SAFETY: each place is one of the group's, as the caller promises.
         unsafe {
             let learning_rate = load(hyper, start + slot::LEARNING_RATE);
             Self {
@@ -156,7 +157,7 @@ unsafe fn update(
     part: Part,
 ) {
     let Settings { beta1, beta2, epsilon, keep, step, correction, clip } = settings;
-    // SAFETY: the vector lies inside each of them, as is asked.
+    // SAFETY: the vector lies inside each of them, as the caller promises.
     unsafe {
         let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
         let m_old = F4::load_part_raw(m, index, part, 0.0);

@@ -1,12 +1,28 @@
-//! Self-attention over a few tokens, queries and keys normalised by RMSNorm first (QK-norm; Henry et al., "Query-Key
-//! Normalization for Transformers", 2020; Vaswani et al., 2017), forward and backward, without a mask.
+//! Self-attention over a few tokens, forward and backward, without a mask (Vaswani et al., 2017). RMSNorm normalises queries and
+//! keys first (QK-norm; Henry et al., "Query-Key Normalization for Transformers", 2020).
 //!
-//! A head of a sample belongs to half a warp: its 16 lanes are its 16 vectors of columns, its up to [`MAX_TOKENS`] tokens, and
-//! the 4 x 4 places of a tile over pairs of tokens, by turns. Invariant: every sum over tokens is one ascending chain, every
-//! sum over a head's columns four chains, by column mod 4, and then ((0 + 1) + (2 + 3)), whatever the lane that computes it.
+//! Half a warp computes one head of one sample. Its 16 lanes take three parts by turns:
 //!
-//! A lane holds its column vector of every token in registers, so tokens are numbered by constants; `GROUPS` is their count in
-//! fours, rounded up.
+//! ```text
+//! block b = one warp:  lanes 0..15 have head 2 b, lanes 16..31 head 2 b + 1
+//!
+//! lane l of a head has    in                                        in these phases
+//!   columns 4 l .. 4 l+3  every token, in registers and in shared   copies, out, dv, dq, dk, dgains
+//!   row l                 q, k and the pairs of token l (if any)    RMSNorm, softmax, ds
+//!   GROUPS x GROUPS       places of the pairs (see `head.rs`)       scores, dp
+//!
+//! shared memory of a head, in floats (a row of 64 starts every 68, a row of 16 every 20):
+//!   forward    | q: 16 rows of 64 | k: 16 rows of 64 | scores, then p: 16 x 16 | factors of k: 16 |
+//!   backward   | x: 16 rows of 64 | y: 16 rows of 64 | p across | ds | ds across | 2 x 16 factors | 2 x 16 means | 16 unused |
+//! ```
+//! Behind both heads the forward kernel keeps the gains of q and k, once. "Across" is transposed: the row of token j holds its pairs
+//! with every i.
+//!
+//! A lane keeps its columns of every token in registers. So tokens are numbered by constants, and `GROUPS` says how many groups of
+//! four tokens there are, rounded up.
+//!
+//! Invariant: a sum over tokens is one ascending chain. A sum over a head's columns is four chains, by column mod 4, then
+//! ((0 + 1) + (2 + 3)). Both hold whatever lane computes the sum.
 
 mod head;
 
@@ -29,19 +45,22 @@ pub const ATTENTION_BLOCK: u32 = LANES;
 /// Heads of a block.
 const HEADS: u32 = ATTENTION_BLOCK / OWN_LANES;
 const FORWARD_LEN: u32 = 2 * ROWS_LEN + PAIRS_LEN + NUMBERS_LEN;
-/// 16 more than it holds, so that a block's heads lie in other banks, as those of the forward kernel do.
+/// 16 floats are unused: so the second head of a block starts 16 banks after the first, as in the forward kernel.
 const BACKWARD_LEN: u32 = 2 * ROWS_LEN + 3 * PAIRS_LEN + 4 * NUMBERS_LEN + 16;
 const _: () = assert!(FORWARD_LEN % 32 == 16 && BACKWARD_LEN % 32 == 16);
-/// Shared bytes of the forward kernel: for each head q, k, the scores and the factors, and the gains once.
+/// Shared bytes of the forward kernel: q, k, the scores and the factors of each head, and the gains once.
 pub const FORWARD_BYTES: u32 = (HEADS * FORWARD_LEN + GAINS_LEN) * 4;
-/// Shared bytes of the backward kernel: for each head two arrays of rows, three of pairs, the factors and the means.
+/// Shared bytes of the backward kernel: for each head two arrays of rows, three of pairs, the factors, the means and 16 unused floats.
 pub const BACKWARD_BYTES: u32 = HEADS * BACKWARD_LEN * 4;
 
-/// `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`, p = softmax over j of `scale Q[b, i, h] . K[b, j, h]`, where
-/// `Q[b, i, h] = s q gains[0]`, `s = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns, and K the same of k with
-/// `gains[1]`; `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q, `probabilities` (p):
-/// `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens, heads]`; tokens <= 16. Half a warp a
-/// (sample, head). Overwrites `out`, `probabilities` and `inverse_rms`.
+/// Attention: `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`.
+///
+/// p is the softmax over j of `scale Q[b, i, h] . K[b, j, h]`. `Q[b, i, h] = s q gains[0]` with `s = 1 / sqrt(mean q^2 + epsilon)` over
+/// the head's 64 columns. K is the same of k, with `gains[1]`.
+///
+/// Shapes: `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q, `probabilities` (p):
+/// `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens, heads]`; tokens <= 16. Overwrites `out`, `probabilities` and
+/// `inverse_rms`.
 #[kernel]
 pub unsafe fn attention_forward(
     qkv: &[f32],
@@ -54,15 +73,16 @@ pub unsafe fn attention_forward(
     probabilities: *mut f32,
     inverse_rms: *mut f32,
 ) {
-    // SAFETY: the contract checks both, and that the head lies inside every argument.
+    // SAFETY: the contract checks that neither `tokens` nor `heads` is 0, and that the head lies inside every argument.
     unsafe {
         let head = Head::new(qkv.len(), tokens, heads);
         with_groups!(tokens, forward(head, qkv, gains, epsilon, scale, out, probabilities, inverse_rms));
     }
 }
 
-// SAFETY: `heads` is what a whole number of samples has, and a half warp beyond it computes the first head again and writes nothing.
-// A head's tokens, at most 16, lie inside `qkv` and `out`, its pairs and its factors inside the arguments that hold one for each.
+// SAFETY: `heads` counts the heads of a whole number of samples. A half warp beyond it computes the first head again and writes
+// nothing. A head has at most 16 tokens, which lie inside `qkv` and `out`. Its pairs and factors lie inside `probabilities` and
+// `inverse_rms`, which hold one for each.
 contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
@@ -86,8 +106,8 @@ unsafe fn forward<const GROUPS: usize>(
     inverse_rms: *mut f32,
 ) {
     let Head { tokens, lane, exists, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
-    // first instead.
+    // SAFETY: the tiles fill the declared shared memory. The head lies inside every argument, as the caller promises; one beyond the
+    // end is the first instead.
     unsafe {
         let tile = |offset, len| head.tile(FORWARD_LEN, offset, len);
         let (q, k, p) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN), tile(2 * ROWS_LEN, PAIRS_LEN));
@@ -115,12 +135,12 @@ unsafe fn forward<const GROUPS: usize>(
         head.set_dots::<GROUPS>(q, k, p);
         sync();
 
-        // Under way while the softmax is computed.
+        // These reads run while the softmax is computed.
         let mut v = [F4::splat(0.0); MAX_TOKENS];
         for_each_token!(GROUPS, tokens, |row| { v[row] = F4::load(qkv, head.index(row) + 2 * head.length) });
         if head.has_row() {
             let (mut row, k_factors) = (pair_row::<GROUPS>(p, lane), pair_row::<GROUPS>(k_factors, 0));
-            // A NaN among the scores is one in their sum, whatever is the largest.
+            // `larger` may lose a NaN. The sum finds it.
             let mut largest = f32::NEG_INFINITY;
             for_each_token!(GROUPS, tokens, |j| {
                 let score = &mut row[j / 4].0[j % 4];
@@ -156,15 +176,15 @@ unsafe fn forward<const GROUPS: usize>(
     }
 }
 
-/// The gradients of [`attention_forward`](fn@attention_forward), from `dout`: with `dp[i, j] = dout[i] . v[j]` and
-/// `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`,
+/// The gradients of [`attention_forward`](fn@attention_forward), from `dout`. With `dp[i, j] = dout[i] . v[j]` and
+/// `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`:
 ///
 /// ```text
 /// dQ[i] = sum_j ds[i, j] K[j]      dK[j] = sum_i ds[i, j] Q[i]      dv[j] = sum_i p[i, j] dout[i]
 /// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))     dgain = sum_i dQ[i] n     with n = q[i] s, g = gains[0]; the same for k
 /// ```
-/// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`; `dgains`: `[batch heads, 2, 64]`, to be finished by
-/// [`sum_rows`](fn@crate::reduce::sum_rows). Overwrites `dqkv` and `dgains`.
+/// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`, `dgains`: `[batch heads, 2, 64]`, one row for each head of each
+/// sample. [`sum_rows`](fn@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
 #[kernel]
 pub unsafe fn attention_backward(
     qkv: &[f32],
@@ -178,15 +198,15 @@ pub unsafe fn attention_backward(
     dqkv: *mut f32,
     dgains: *mut f32,
 ) {
-    // SAFETY: the contract checks both, and that the head lies inside every argument.
+    // SAFETY: the contract checks that neither `tokens` nor `heads` is 0, and that the head lies inside every argument.
     unsafe {
         let head = Head::new(qkv.len(), tokens, heads);
         with_groups!(tokens, backward(head, qkv, gains, inverse_rms, probabilities, dout, scale, dqkv, dgains));
     }
 }
 
-// SAFETY: as for `attention_forward`: a head's tokens lie inside `qkv`, `dout` and `dqkv`, its pairs and factors inside the arguments
-// that hold one for each, and its gains' gradient is a row of `dgains`.
+// SAFETY: as for `attention_forward`. A head's tokens lie inside `qkv`, `dout` and `dqkv`. Its pairs and factors lie inside
+// `probabilities` and `inverse_rms`, which hold one for each. Its gains' gradient is a row of `dgains`.
 contract! { unsafe attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
@@ -213,8 +233,8 @@ unsafe fn backward<const GROUPS: usize>(
     dgains: *mut f32,
 ) {
     let Head { tokens, lane, exists, length, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory; the head lies inside every argument, as is asked, or is the
-    // first instead.
+    // SAFETY: the tiles fill the declared shared memory. The head lies inside every argument, as the caller promises; one beyond the
+    // end is the first instead.
     unsafe {
         let tile = |offset, len| head.tile(BACKWARD_LEN, offset, len);
         let (x, y) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN));
@@ -240,7 +260,7 @@ unsafe fn backward<const GROUPS: usize>(
         let dout = head.columns::<GROUPS>(x);
         sync();
 
-        // Nobody reads dout and v there any more; q and k come while dv is computed.
+        // No lane reads dout and v there any more. q and k arrive while dv is computed.
         head.copy::<GROUPS>(x, qkv, 0);
         head.copy::<GROUPS>(y, qkv, length);
         commit_copies();
@@ -255,7 +275,7 @@ unsafe fn backward<const GROUPS: usize>(
             });
             row += 2;
         }
-        // Also beyond the tokens, as far as whole rows of `ds_across` are read.
+        // Lanes beyond the tokens write too: `mix` reads whole vectors of four of `ds_across`.
         if lane < 4 * GROUPS as u32 {
             let (mut row, mut p) = (pair_row::<GROUPS>(ds, lane), [0.0; MAX_TOKENS]);
             let mut sum = 0.0;
@@ -272,7 +292,7 @@ unsafe fn backward<const GROUPS: usize>(
         }
         wait_copies::<0>();
         sync();
-        // Each lane copied what it reads here.
+        // A lane reads only what it copied itself.
         let (mut q, mut k) = (head.columns::<GROUPS>(x), head.columns::<GROUPS>(y));
         for_each_token!(GROUPS, tokens, |row| {
             q[row] = q[row] * F4::splat(factors[0].get(row as u32));
@@ -285,10 +305,11 @@ unsafe fn backward<const GROUPS: usize>(
     }
 }
 
-/// dq (`part` 0) or dk (1) and its share of the gains' gradient: `pairs` and `others` make the gradient of what is `normal`.
+/// Writes dq (`part` 0) or dk (1), and its row of the gains' gradient. `normal` is the normalised q or k. Its gradient is the sum of
+/// `others` weighted by `pairs`.
 ///
 /// # Safety
-/// As for `backward`; only this lane has touched its column of the two tiles of rows since the last barrier.
+/// As for `backward`. Since the last barrier only this lane has touched its columns of `n` and `d`.
 #[inline(always)]
 unsafe fn gradient<const GROUPS: usize>(
     head: Head,
@@ -344,7 +365,7 @@ unsafe fn gradient<const GROUPS: usize>(
     }
 }
 
-/// How many (sample, head) pairs there are in q, k and v of `length` floats in all, or what is wrong with the shape.
+/// The number of (sample, head) pairs in q, k and v, which have `length` floats in all; or what is wrong with the shape.
 #[cfg(not(target_arch = "nvptx64"))]
 fn heads_in(length: usize, tokens: u32, heads: u32) -> Result<Size, Violation> {
     Violation::unless((1..=MAX_TOKENS as u32).contains(&tokens), "tokens", "1 to 16", tokens)?;

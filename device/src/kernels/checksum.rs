@@ -1,14 +1,19 @@
-//! Checksums of words, by which checked mode proves that an upload arrived.
+//! Checksums of words: by them checked mode proves that an upload arrived.
 //!
-//! Invariant: integers alone, added in any order, so host and device agree whatever the grid. A chunk's sum changes with any
-//! one of its words, and when two different ones are swapped: all weights differ, and the sum cannot wrap.
+//! ```text
+//! a warp, a chunk of 4096 words   lane 0          lane 1          ..   lane 31
+//!   words                         0, 32, 64, ..   1, 33, 65, ..        31, 63, 95, ..
+//!   weights                       1, 65, 129, ..  3, 67, 131, ..       63, 127, 191, ..       then the tree of a warp
+//! ```
+//! Invariant: the sums are sums of integers, the same in any order. So host and device agree whatever the grid. A chunk's sum
+//! changes with any one of its words, and where two different words are swapped: all weights differ, and the sum cannot wrap.
 
 use crate::contract;
 use crate::vector::{load, store};
 use crate::warp::{LANES, combine_lanes};
 use cuda_std::{prelude::*, warp};
 
-/// Words that share a sum.
+/// Words of a chunk, which share a sum.
 pub const CHUNK: usize = 4096;
 /// Threads in a block: each warp takes a chunk.
 const BLOCK: u32 = 256;
@@ -33,7 +38,7 @@ pub unsafe fn checksum(x: &[u32], out: *mut u32) {
     let end = if x.len() - start < CHUNK { x.len() } else { start + CHUNK };
     let mut index = start + warp::lane_id() as usize;
     let mut sum = 0;
-    // SAFETY: inside `x`, and the chunk has its place in `out`; all lanes of the warp have the same chunk and come here.
+    // SAFETY: the words lie inside `x`, and the chunk has its place in `out`. All lanes of the warp have the same chunk and come here.
     unsafe {
         while index < end {
             sum += weighted(index, load(x, index));
@@ -47,7 +52,8 @@ pub unsafe fn checksum(x: &[u32], out: *mut u32) {
     }
 }
 
-// SAFETY: a warp reads its own chunk as far as `x` has it, and writes the two words that `out` has for each chunk, where there is one.
+// SAFETY: a warp reads its own chunk as far as `x` has it, and writes the two words that `out` has for that chunk. A warp without a chunk
+// returns.
 contract! { unsafe checksum { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("out", Size::of(k.x.len()).div_ceil(CHUNK).times(2), k.out.len())?;
     Grid::cover(k.x.len(), WARPS * CHUNK)

@@ -62,7 +62,7 @@ contract! { unsafe scale { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.x.len())
 }}
 
-/// out = factor x, the factor from the device; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`.
+/// out = factor x, with a factor from device memory; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`.
 #[kernel]
 pub unsafe fn scale_by(x: &[f32], factor: &[f32], out: *mut f32) {
     for_own_vector!(x.len(), |index, part| {
@@ -73,7 +73,8 @@ pub unsafe fn scale_by(x: &[f32], factor: &[f32], out: *mut f32) {
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long, and `factor` has its one element.
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long, and `factor` has its one
+// element.
 contract! { unsafe scale_by { block: crate::block::BLOCK } |k| {
     Violation::unless_length("factor", 1, k.factor.len())?;
     Violation::unless_length("out", k.x.len(), k.out.len())?;
@@ -97,8 +98,8 @@ pub unsafe fn add_bias(x: &[f32], bias: &[f32], cols: usize, out: *mut f32) {
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long. A column is a remainder by `cols`,
-// which is not 0, so `bias` has it.
+// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long. A column is a remainder by
+// `cols`, which is not 0, so `bias` has it.
 contract! { unsafe add_bias { block: crate::block::BLOCK } |k| {
     crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("bias", k.cols, k.bias.len())?;

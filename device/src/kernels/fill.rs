@@ -1,6 +1,6 @@
 //! Constant fill and copy.
 //!
-//! Invariant: bits are moved, never computed with.
+//! Invariant: bits are moved as they are. Nothing is computed with them.
 
 use crate::vector::F4;
 use crate::{contract, for_own_vector};

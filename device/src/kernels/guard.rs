@@ -1,4 +1,4 @@
-//! Guards behind tensors in checked mode: words of a pattern, written when a tensor is made and looked at when its step ends.
+//! Guards behind tensors in checked mode: words of a pattern. They are written when a tensor is made, and compared when its step ends.
 //!
 //! Invariant: a guard is written and read word by word, so it may start behind a tensor of any length.
 
@@ -14,13 +14,13 @@ pub const PATTERN: u32 = 0xa5a5_a5a5;
 pub unsafe fn guard_write(block: *mut u32, length: usize, start: usize) {
     let index = start + thread::index_1d() as usize;
     if index < length {
-        // SAFETY: inside the block, which the contract checks.
+        // SAFETY: the word lies inside the block, as just compared: `length` is the block's, which the contract checks.
         unsafe { store(block, index, PATTERN) };
     }
 }
 
-// SAFETY: a thread writes one word from `start` on, and none beyond `length`, which is that of `block`; with fewer than 2^32 threads no
-// index comes twice.
+// SAFETY: a thread writes one word from `start` on, and none beyond `length`, which is the length of `block`. There are fewer than 2^32
+// words, so no index comes twice.
 contract! { unsafe guard_write { block: 64, align: 4 } |k| {
     Violation::unless_length("block", k.length, k.block.len())?;
     Violation::unless(k.start <= k.length, "start", "a place inside the block", k.start)?;
@@ -37,7 +37,7 @@ pub unsafe fn guard_check(block: &[u32], start: usize, place: usize, found: *mut
         return;
     }
     let mut index = start;
-    // SAFETY: inside the block and the places, which the contract checks.
+    // SAFETY: the words lie inside the block, and `place` inside `found`, which the contract checks.
     unsafe {
         while index < block.len() && load(block, index) == PATTERN {
             index += 1;
@@ -46,7 +46,7 @@ pub unsafe fn guard_check(block: &[u32], start: usize, place: usize, found: *mut
     }
 }
 
-// SAFETY: one thread reads words of `block` from `start` on, none beyond its end, and writes one place, which `found` has.
+// SAFETY: one thread reads words of `block` from `start` on, none beyond its end. It writes one place, which `found` has.
 contract! { unsafe guard_check { block: 32, align: 4 } |k| {
     Violation::unless(k.start <= k.block.len(), "start", "a place inside the block", k.start)?;
     Violation::unless(k.block.len() <= u32::MAX as usize, "block", "fewer than 2^32 words", k.block.len())?;

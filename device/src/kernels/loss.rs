@@ -1,7 +1,13 @@
 //! Cross-entropy of logits and class labels: the loss and its gradient, in one launch.
 //!
-//! Invariant: a label that is no class reads nothing out of bounds; the loss and the gradients of its row are NaN, so that
-//! it cannot be trained on unseen.
+//! ```text
+//! 100 classes: 8 lanes a row, 32 rows a block of 256 threads
+//! thread            0     1 .. 7   8     9 .. 15   ..   248    249 .. 255
+//! row of the block  0     0        1     1              31     31              dlogits: each lane its columns
+//! brings            loss  0        loss  0              loss   0         ->    block_combine -> losses[block]
+//! ```
+//! Invariant: a label that is no class reads nothing out of bounds. The loss and the gradients of its row are NaN, so that no
+//! training goes on unnoticed.
 
 use crate::block::{BLOCK, REDUCTION_BYTES, block_combine};
 use crate::exps::Exps;
@@ -18,8 +24,8 @@ use cuda_std::prelude::*;
 /// losses[i] = scale sum_r log(t) - (logits[r, labels[r]] - m)     over the rows r of block i
 /// dlogits[r, c] = weight (p[r, c] - [c = labels[r]])
 /// ```
-/// `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: as many as blocks, see [`loss_rows`]. NaN in rows
-/// with `labels[r] >= classes`. Overwrites `losses` and `dlogits`.
+/// `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: one for each block, of [`loss_rows`] rows. Rows with
+/// `labels[r] >= classes` give NaN. Overwrites `losses` and `dlogits`.
 #[kernel]
 pub unsafe fn cross_entropy(
     logits: &[f32],
@@ -31,7 +37,7 @@ pub unsafe fn cross_entropy(
     dlogits: *mut f32,
 ) {
     let block = thread::block_idx_x() as usize;
-    // SAFETY: the row lies inside each argument; its lanes stay together. All threads come to the block's reduction.
+    // SAFETY: the row lies inside each argument, and its lanes stay together. All threads come to the block's reduction.
     unsafe {
         let loss = match Row::after(block * loss_rows(classes), logits.len(), classes) {
             Some(row) => with_held!(row, classes, loss_of_row(logits, labels, classes, weight, dlogits)),
@@ -44,10 +50,10 @@ pub unsafe fn cross_entropy(
     }
 }
 
-/// Writes a row's gradients; its loss in its first lane, 0 in the others.
+/// Writes a row's gradients. Returns its loss in its first lane, and 0 in the others.
 ///
 /// # Safety
-/// The row lies inside `logits`, `labels` and `dlogits`; its lanes call it together.
+/// The row lies inside `logits`, `labels` and `dlogits`. Its lanes call it together.
 #[inline(always)]
 unsafe fn loss_of_row<const HELD: usize>(
     row: Row,
@@ -57,12 +63,12 @@ unsafe fn loss_of_row<const HELD: usize>(
     weight: f32,
     dlogits: *mut f32,
 ) -> f32 {
-    // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked; the label is compared
-    // before it is an index.
+    // SAFETY: the row lies inside the arguments, and its lanes are together here, as the caller promises. The label is compared
+    // before it becomes an index.
     unsafe {
         let label = load(labels, row.number);
         let place = label as usize;
-        // A NaN makes the row's loss one, and each of its gradients.
+        // A NaN here makes the row's loss and each of its gradients NaN.
         let (logit, weight) =
             if place < classes { (load(logits, row.start + place), weight) } else { (f32::NAN, f32::NAN) };
         let exps = Exps::<HELD>::new(row, logits, classes);
@@ -78,8 +84,9 @@ unsafe fn loss_of_row<const HELD: usize>(
     }
 }
 
-// SAFETY: `logits` is whole rows of `classes`, `dlogits` as long, `labels` has one for each row, and `losses` one for each block of rows. A
-// row is looked at only where it begins inside `logits`, a label only where it is a class.
+// SAFETY: `logits` has whole rows of `classes`, `dlogits` is as long, `labels` has one for each row, and `losses` one for each
+// block of rows. A thread touches a row only where it begins inside `logits`, and uses a label as an index only where it is a
+// class.
 contract! { unsafe cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
     Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
     let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
@@ -89,7 +96,7 @@ contract! { unsafe cross_entropy { block: BLOCK, shared: REDUCTION_BYTES } |k| {
     Grid::cover(rows, loss_rows(k.classes))
 }}
 
-/// Rows of a block of [`cross_entropy`](fn@cross_entropy).
+/// Rows that a block of [`cross_entropy`](fn@cross_entropy) has.
 #[inline(always)]
 pub fn loss_rows(classes: usize) -> usize {
     rows_at_once(BLOCK, classes)

@@ -1,18 +1,31 @@
 //! Matrix multiply: `out = epilogue(op(A) op(B) + bias + beta C)`, in strided batches.
 //!
-//! Each output element is one chain of fused multiply-adds over ascending k, so the result does not depend on the
-//! tile: the entry points differ in [`Tile`] alone and give the same bits. A block copies stages of A and B to shared
-//! memory, several ahead of the one in use, while each thread keeps its outputs in registers (Volkov and Demmel,
-//! "Benchmarking GPUs to tune dense linear algebra", 2008; the copies run asynchronously, as in NVIDIA's CUTLASS).
+//! Each output element is one chain of fused multiply-adds over ascending k. So the result does not depend on the tile: the entry points
+//! differ in [`Tile`] alone and give the same bits.
 //!
-//! Parameters of all, row-major, for each `z` of `batches`:
+//! A block computes one tile. It copies stages of A and B to shared memory, several ahead of the one in use. Each thread keeps its
+//! outputs in registers (Volkov and Demmel, "Benchmarking GPUs to tune dense linear algebra", 2008). The copies run asynchronously,
+//! as in NVIDIA's CUTLASS.
+//!
+//! ```text
+//!                       op(B): k x n                   file          what
+//!                      +---+-----+--+                  tile.rs       a block's tile, its warps and threads
+//!                      |   |stage|  |                  operand.rs    global memory -> a stage of shared memory
+//!  op(A): m x k        +---+-----+--+                  block.rs      stages -> registers -> sums
+//!  +-------+           |   |     |  |                  epilogue.rs   sums -> bias, beta C, gelu -> out
+//!  | stage |  ->       |   |tile |  |  out: m x n      split.rs      k in chunks, a block for each
+//!  +-------+           |   |     |  |                  cpu.rs        all of it for the emulator
+//!  |       |           +---+-----+--+
+//! ```
+//! Parameters of all entry points, row-major, for each `z` of `batches`:
 //! - `a`: op(A) is `[m, k]`; element (i, p) at `z stride_a + i lda + p`, or `+ p lda + i` with [`TRANSPOSE_A`].
 //! - `b`: op(B) is `[k, n]`; element (p, j) at `z stride_b + p ldb + j`, or `+ j ldb + p` with [`TRANSPOSE_B`].
 //! - `bias`: `[n]` at `z stride_bias`, added to every row; empty: none.
-//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0 and
-//!   may be `out`. With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
-//! - `chunk`: where it is less than k, each `z` is `ceil(k / chunk)` products of as many of its k, and `out` has a matrix for
-//!   each, `z` before chunk: what [`sum_splits`](fn@sum_splits) ends. Nothing else may follow such a sum.
+//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0, and may be `out`.
+//!   With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
+//! - `chunk`: the k of one product. Where it is less than k, each `z` is `ceil(k / chunk)` products. `out` then has a matrix for
+//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](fn@sum_splits) adds them up. No bias, `beta`, gelu or
+//!   `pre` may follow such a partial sum.
 
 mod block;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -62,7 +75,7 @@ pub const T128X256: Tile =
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ON_CPU: Tile = cpu::TILE;
 
-/// Multiplies with the constants of a tile.
+/// Calls `compute` with the constants of a tile.
 macro_rules! multiply {
     ($problem:expr, $tile:ident) => {{
         const {
@@ -78,10 +91,11 @@ macro_rules! multiply {
     }};
 }
 
-/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: every batch of `a` and `b` lies
-/// inside its argument, every matrix of a batch and chunk inside `out` (and `c`, `pre`, `bias` where they are used), none over
-/// another, and rows, columns and k are few enough that those of a tile beyond the end have numbers too. What lies beyond
-/// is read from the last row, or not at all, and never written.
+/// The grid that covers `[m, n]` with tiles: along y a layer for each chunk, along z one for each batch.
+///
+/// Why it suffices: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and chunk lies inside `out` (and `c`,
+/// `pre`, `bias` where they are used), and none overlaps another. Rows, columns and k are few enough that 32 bits also number those of a
+/// tile that lie beyond the end. For what lies beyond, a thread reads the last row or nothing, and writes nothing.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $tile:ident) => {{
@@ -147,23 +161,23 @@ family! {
         let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
         let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, own) };
-        // SAFETY: each batch lies inside its arguments by the contract.
+        // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             #[cfg(not(target_arch = "nvptx64"))]
             if self::TILE.is_on_cpu() {
                 return cpu::compute(problem);
             }
-            // The emulator's own tile does not come here, and must not be compiled for it.
+            // The emulator's own tile has returned above. `multiply!` cannot be compiled for it, so another stands here.
             #[cfg(not(target_arch = "nvptx64"))]
             const TILE: Tile = if self::TILE.is_on_cpu() { T16X16 } else { self::TILE };
             multiply!(problem, TILE)
         }
     }
-    // SAFETY: `grid!` says why, for the tile whose constants `multiply!` gives the kernel too.
+    // SAFETY: the comment on `grid!` says why. `multiply!` gives the kernel the constants of the same tile.
     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 }
 
-/// The tiles that a GPU has.
+/// The tiles that run on a GPU.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: [Tile; matmul::VARIANTS.len() - 1] = {
     let mut tiles = [ON_CPU; matmul::VARIANTS.len() - 1];

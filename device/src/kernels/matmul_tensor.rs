@@ -1,15 +1,19 @@
 //! Matrix multiply by matrix instructions: as [`matmul`](super::matmul), with factors rounded to TF32 or BF16.
 //!
-//! `out = epilogue(op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and sums f32, but a GPU's matrix instruction
-//! adds several products at once: a result is within a stated bound of the exact one, and its bits may differ from the
-//! emulator's (see [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
+//! `out = epilogue(op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and sums are f32, but a GPU's matrix instruction adds
+//! several products at once. So a result lies within a stated bound of the exact one, and its bits may differ from the emulator's (see
+//! [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! Both operands are rounded beforehand, by the kernels of [`precision`](super::precision), to fragments: A's rows are m, B's n.
-//! A block copies stages of both to shared memory, several ahead of the one in use; warps read them as factors and multiply
-//! (NVIDIA's CUTLASS is built so).
+//! The kernels of [`precision`](super::precision) round both operands beforehand, to fragments. A block copies stages of both to shared
+//! memory, several ahead of the one in use. Warps read them as factors and multiply, as in NVIDIA's CUTLASS.
 //!
-//! Parameters are those of [`matmul`](super::matmul), without transposes and leading dimensions of the operands; `stride_a` and
-//! `stride_b` count words. `chunk` is a multiple of a step's elements, where k has several.
+//! ```text
+//! global memory: fragments     -- operand.rs -->  stage: 2 steps of k   -- operand.rs -->  factors in registers
+//!   of 32 rows x 8 words            16 bytes        of A's rows, then        16 bytes        of a warp's 32 x 32 blocks
+//!                                   a thread        of B's columns           a lane       -- mma.rs -->  sums  -- epilogue -->  out
+//! ```
+//! Parameters are those of [`matmul`](super::matmul), without transposes and leading dimensions of the operands: A's rows are m, B's rows
+//! are n. `stride_a` and `stride_b` count words. Where k has several chunks, `chunk` is a multiple of a step's elements.
 
 mod block;
 mod operand;
@@ -40,9 +44,10 @@ pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(61, 52, 30000) };
 
-/// The grid that covers `[m, n]` with tiles, a layer for each chunk and each batch. Why it suffices: of each batch of `a` and `b` all
-/// fragments lie inside the argument, on boundaries of 16 bytes, and a chunk begins with one; outputs are as in
-/// [`matmul`](super::matmul).
+/// The grid that covers `[m, n]` with tiles: along y a layer for each chunk, along z one for each batch.
+///
+/// Why it suffices: all fragments of each batch of `a` and `b` lie inside the argument, on boundaries of 16 bytes. A chunk begins with a
+/// fragment. Outputs are as in [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:expr) => {{
@@ -122,7 +127,7 @@ family! {
         let a = Operand::new(a, z * stride_a, m, [all, end]);
         let b = Operand::new(b, z * stride_b, n, [all, end]);
         let problem = Problem { a, b, epilogue, steps: [first, end] };
-        // SAFETY: each batch lies inside its arguments by the contract.
+        // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const TILE: Tile = VARIANT.1;
             const ROWS: usize = TILE.blocks[0];
@@ -131,11 +136,11 @@ family! {
             finish(problem, TILE, sums);
         }
     }
-    // SAFETY: `grid!` says why.
+    // SAFETY: the comment on `grid!` says why.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
 }
 
-/// The tiles, which each format has.
+/// The tiles. Each format has all of them.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: [Tile; matmul_tensor::VARIANTS.len() / 2] = {
     let mut tiles = [T64X64; matmul_tensor::VARIANTS.len() / 2];

@@ -1,6 +1,22 @@
 //! RMSNorm over the columns of each row, forward and backward (Zhang and Sennrich, 2019).
 //!
-//! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows.
+//! Forward gives each row its lanes, see [`warp`](crate::warp). Backward also sums over rows, for the gain. A block has a chunk of
+//! rows; its threads form groups, a group has one row at a time:
+//!
+//! ```text
+//! cols = 128: 8 lanes a row, 16 groups of 8 threads    shared memory, a row of sums a group      finish
+//!   group 0     threads   0..7     rows  0, 16, 32, ..   | columns 0..127 |    thread t adds columns 4 t .. 4 t + 3
+//!   group 1     threads   8..15    rows  1, 17, 33, ..   | columns 0..127 |    of all groups, ascending  ->  dgain[chunk]
+//!   ..                                                    ..
+//!   group 15    threads 120..127   rows 15, 31, 47, ..   | columns 0..127 |
+//!
+//! of a row: dx in the row's own lanes; in the group's row of sums, each lane adds x s dy to its own columns
+//! ```
+//! Rows that registers cannot hold (more than 1024 columns, or no multiple of four) are read twice: once by their lanes for the
+//! factors of dx, then by columns, up to 1024 at a time.
+//!
+//! Invariant: the order of a row's sums follows from its length alone; that of a column's sums from the number of rows and the
+//! row's length.
 
 use crate::block::{divide, stay_rolled};
 use crate::math;
@@ -35,7 +51,7 @@ unsafe fn forward<const HELD: usize>(
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
-    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as is asked.
+    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as the caller promises.
     unsafe {
         let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
         let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
@@ -54,8 +70,8 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, `y` as long, `gain` one row, `inverse_rms` one for each; a row is touched only where it begins
-// inside `x`.
+// SAFETY: `x` has whole rows of `cols`, `y` is as long, `gain` has one row, and `inverse_rms` one element for each row. A thread
+// touches a row only where it begins inside `x`.
 contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;
@@ -69,7 +85,7 @@ contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
 const BACKWARD_BYTES: u32 = (SUMS + MAX_ROWS) as u32 * 4;
 /// `add`: the gradient of x is added to what `dx` holds.
 pub const ADD_DX: u32 = 1;
-/// `add`: the gradient of the gain is added to what `dgain` holds.
+/// `add`: add the gradient of the gain to what `dgain` holds.
 pub const ADD_DGAIN: u32 = 2;
 
 /// What a block of the backward pass works on.
@@ -91,22 +107,23 @@ struct Backward<'k> {
 }
 
 impl Backward<'_> {
-    /// The factor of x in dx, from `sum_c dy gain x` and `inverse_rms`.
+    /// The factor of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
     #[inline(always)]
     fn pull(self, dot: f32, scale: f32) -> f32 {
-        // s^3 alone could overflow where the product does not.
+        // s^3 alone could overflow where this product does not.
         dot * scale / self.cols as f32 * scale * scale
     }
 
-    /// The rows of a group from `row` on, each read once and held by its lanes: dx, and the sums of every lane's columns.
+    /// The rows of this thread's group, from `row` on. Its lanes read each row once and hold it: they write dx, and sum their
+    /// columns for the gain.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, not 0; the lanes of a row call it together.
+    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call it together.
     #[inline(always)]
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as is asked.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as the caller promises.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
@@ -128,7 +145,7 @@ impl Backward<'_> {
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
                     let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
-                    // In registers the sums would leave room for fewer threads.
+                    // Sums in registers would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
                     dot = dot.fma(own, x);
@@ -151,15 +168,15 @@ impl Backward<'_> {
         }
     }
 
-    /// The same for rows of any length, which are read twice: by their lanes for the factors, then by columns.
+    /// The same for rows of any length. The block reads them twice: by their lanes for the factors, then by columns.
     ///
     /// # Safety
-    /// The rows lie inside the arguments; all threads of the block call it together.
+    /// The rows lie inside the arguments. All threads of the block call it together.
     #[inline(always)]
     unsafe fn read_twice(self, pulls: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = groups_of(cols);
-        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
+        // SAFETY: the rows lie inside the arguments, and all threads are here, as the caller promises.
         unsafe {
             let mut next = Row::after(self.rows.first, x.len(), cols);
             while let Some(row) = next
@@ -221,11 +238,11 @@ impl Backward<'_> {
         }
     }
 
-    /// Writes four columns of dx in the rows of a group; the sums for their gain.
+    /// Writes four columns of dx in the rows of a group. Returns their sums for the gain.
     #[inline(always)]
     unsafe fn columns(self, pulls: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
         let (mut number, mut sum) = (self.rows.first + group, F4::splat(0.0));
-        // SAFETY: the rows lie inside the arguments, the column is one.
+        // SAFETY: the rows lie inside the arguments, and the column is below `cols`.
         unsafe {
             let gain = F4::load_part(self.gain, column, part, 0.0);
             while number < self.rows.end {
@@ -244,12 +261,14 @@ impl Backward<'_> {
     }
 }
 
-/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]` and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows
-/// r of chunk i, where `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays; `x`, `dx`:
-/// `[rows, cols]`, `dy`: `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`:
-/// `[ceil(rows / chunk), cols]`, to be finished by [`sum_rows`](fn@crate::reduce::sum_rows). A block a chunk of
-/// [`chunk_of`] rows; those with the same number mod [`groups_of`] are summed first, ascending, then these sums,
-/// ascending. Overwrites `dx` and `dgain`, or adds, as `add` says.
+/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
+///
+/// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
+/// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
+/// [`sum_rows`](fn@crate::reduce::sum_rows) adds the rows of `dgain` up.
+///
+/// A block has one chunk of [`chunk_of`] rows. It first sums the rows of one number mod [`groups_of`], ascending,
+/// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.
 #[kernel]
 pub unsafe fn rms_norm_backward(
     x: &[f32],
@@ -264,8 +283,8 @@ pub unsafe fn rms_norm_backward(
     dgain: *mut f32,
 ) {
     let rows = RowChunk::own(chunk, inverse_rms.len());
-    // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `x`, whose lengths the others
-    // have; every thread comes to every barrier.
+    // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
+    // Every thread comes to every barrier.
     unsafe {
         let sums = SharedTile::new(0, SUMS as u32);
         let pulls = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
@@ -286,8 +305,8 @@ pub unsafe fn rms_norm_backward(
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, `dx` as long, `dy` so many `parts` times, `gain` one row, `inverse_rms` one for each. `chunk` is the
-// number of rows for which the shared memory has room, and `dgain` has a row for each chunk.
+// SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain` has one row, and `inverse_rms` one
+// element for each row. `chunk` is a number of rows for which shared memory has room, and `dgain` has a row for each chunk.
 contract! { unsafe rms_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("gain", k.cols, k.gain.len())?;

@@ -1,13 +1,22 @@
 //! Rounding of the operands of multiplies to TF32 or BF16, as they lie or transposed, into fragments.
 //!
-//! A [`fragment`](crate::mma) has 32 rows of eight words of k. Lane `4 g + t` of a warp rounds, of four rows from [`Side::first`] on, the
-//! words `2 t` and `2 t + 1`, and writes them where lane `4 g + t` of a multiply reads them, 16 bytes at a time. Fragments follow each
-//! other along k, then along the rows, then by batches.
+//! A [`fragment`](crate::mma) has 32 rows of eight words of k. A warp makes the fragments of a square of 32 x 32 elements. Lane `4
+//! g + t` rounds words `2 t` and `2 t + 1` of four rows from [`Side::first`] on. It writes them where lane `4 g + t` of a multiply
+//! reads them, 16 bytes at a time.
 //!
-//! A warp makes the fragments of 32 x 32 elements. Where they are wanted both as they lie and transposed, two neighbours do, so that
-//! memory is read once.
+//! ```text
+//! k of a square    0 .. 7    8 .. 15   16 .. 23   24 .. 31       k of a step that lane 4 g + t rounds
+//!   TF32           step 0     step 1     step 2     step 3         t = 0     1      2       3
+//!   BF16           step 0 ..             step 1 ..           TF32   0..1   2..3   4..5    6..7
+//! in rows r .. r + 3, where r = Side::first(g)               BF16   0..3   4..7   8..11  12..15
 //!
-//! Invariant: an element is rounded as [`Format`] says, whatever stands beside it; beyond the rows and k there is zero.
+//! out, 256 words each   | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. |   then the next batch
+//! a fragment            | quad 0 of lane 0 | .. | of lane 31 | quad 1 of lane 0 | .. | of lane 31 |
+//!                         rows r, r + 1                        rows r + 2, r + 3
+//! ```
+//! Where both forms of a square are wanted, as it lies and transposed, two neighbouring warps make them. So memory is read once.
+//!
+//! Invariant: an element is rounded as [`Format`] says, whatever stands beside it. Beyond the rows and k there are zeros.
 
 use crate::block::divide;
 use crate::family;
@@ -30,14 +39,20 @@ const SQUARE: usize = ROWS as usize;
 
 /// A form of fragments: k runs along the operand's rows.
 const ALONG: usize = 0;
-/// The other: k runs across them.
+/// The other form: k runs across the operand's rows.
 const ACROSS: usize = 1;
-/// What `sides` says of an operand's fragments of a form, in two bits: for A, for B, or (0) that they are not wanted.
+/// What `sides` says of an operand's fragments of one form, in two bits: for A, for B, or 0 for not wanted.
+///
+/// ```text
+/// bits of sides    11 10    9 8     7 6    5 4     3 2    1 0
+/// form            across  along  across  along  across  along
+/// operand             c      c       b      b       a      a
+/// ```
 const LEFT: u32 = 1;
 #[cfg(not(target_arch = "nvptx64"))]
 const RIGHT: u32 = 2;
 
-/// The bits of one operand, and those of one of its forms.
+/// The bits of one operand.
 #[inline(always)]
 const fn bits(sides: u32, operand: u32) -> u32 {
     sides >> (4 * operand) & 15
@@ -47,7 +62,7 @@ const fn side(bits: u32, form: usize) -> u32 {
     bits >> (2 * form) & 3
 }
 
-/// What [`check`] finds of all three.
+/// The grid: what [`check`] finds of all three operands.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident) => {{
@@ -77,10 +92,12 @@ macro_rules! grid {
 }
 
 family! {
-    /// Rounds up to three operands of multiplies; for each `rows` x `cols` elements, `ld` from row to row, in batches that are
-    /// `stride` apart. `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a batch; `across`: those of
-    /// the transposed, `ceil(cols / 32) ceil(rows / 8)`. A fragment of BF16, in pairs of which the first is in the lower half, has 16
-    /// elements along k. `sides`: which of them are wanted, and for which side of a product.
+    /// Rounds up to three operands of multiplies. Each has `rows` x `cols` elements, `ld` from row to row, in batches that are `stride`
+    /// apart.
+    ///
+    /// `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a batch. `across`: those of the
+    /// transposed, `ceil(cols / 32) ceil(rows / 8)`. A fragment of BF16 has 16 elements along k, in pairs; the first of a pair is
+    /// in the lower half. `sides`: which fragments are wanted, and for which side of a product.
     round(format: Reduced as FORMAT) {
         /// To TF32.
         round_to_tf32 = Reduced::Tf32, type F = Tf32;
@@ -130,17 +147,17 @@ family! {
         } else {
             return;
         };
-        // SAFETY: by the contract.
+        // SAFETY: the contract has accepted the operand, and the turn is one of its own.
         unsafe { operand.round::<F>(turn) };
     }
-    // SAFETY: `check` has found every batch of an operand inside its argument, and the fragments of each form that `sides` names as many as
-    // its output holds. A warp beyond these turns returns.
+    // SAFETY: `check` has found every batch of an operand inside its argument. For each form that `sides` names, the output holds
+    // exactly the fragments. A warp beyond the last turn returns.
     contract unsafe { block: BLOCK, shared: 0 } |p| grid!(p, F)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl<'a> round<'a> {
-    /// The launch that rounds these to a format.
+    /// The launch that rounds these operands to a format.
     pub fn of(format: Reduced, [mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
         let ([a_along, a_across], of_a) = a.wanted();
         let ([b_along, b_across], of_b) = b.wanted();
@@ -176,8 +193,8 @@ impl<'a> round<'a> {
     }
 }
 
-/// What is to be rounded, for a launch: `batches` of `rows` x `cols` elements, `ld` from row to row, `stride` from batch to batch;
-/// and where the fragments go that are wanted, with the side of the product in which they stand.
+/// One operand of a launch: `batches` of `rows` x `cols` elements, `ld` from row to row, `stride` from batch to batch. For each
+/// form that is wanted: where its fragments go, and on which side of the product they stand.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Default)]
 #[allow(missing_docs, reason = "named as the kernels' parameters")]
@@ -194,7 +211,7 @@ pub struct Rounding<'a> {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl<'a> Rounding<'a> {
-    /// Where the fragments go, and the bits of `sides`.
+    /// Where the fragments go, and this operand's bits of `sides`.
     fn wanted(&mut self) -> ([PointerMut<'a, u32>; 2], u32) {
         let mut sides = 0;
         let outs = [(ALONG, self.along.take()), (ACROSS, self.across.take())].map(|(form, wanted)| match wanted {
@@ -208,7 +225,7 @@ impl<'a> Rounding<'a> {
     }
 }
 
-/// One operand: batches of rows and columns.
+/// One operand, as a thread sees it: batches of rows and columns.
 #[derive(Clone, Copy)]
 struct Operand<'p> {
     x: &'p [f32],
@@ -221,13 +238,13 @@ struct Operand<'p> {
     sides: u32,
 }
 
-/// Steps of k of a square.
+/// Steps of k in a square.
 #[inline(always)]
 const fn steps_of_square<F: Format>() -> usize {
     SQUARE / F::PER_STEP as usize
 }
 
-/// What a lane reads of a square: in each step, of four rows, the elements of two words.
+/// What a lane reads of a square: the elements of two words, of four rows, in each step.
 type Found = [[[f32; 4]; 4]; 4];
 
 impl Operand<'_> {
@@ -237,7 +254,7 @@ impl Operand<'_> {
         side(self.sides, form) != 0
     }
 
-    /// Warps that the operand needs.
+    /// The warps that the operand needs: one for each square and form.
     #[inline(always)]
     fn turns(&self) -> usize {
         let forms = usize::from(self.wants(ALONG)) + usize::from(self.wants(ACROSS));
@@ -245,7 +262,7 @@ impl Operand<'_> {
         self.batches * down * along * forms
     }
 
-    /// Makes what the `turn`th warp makes, of fewer than 2^32: a square's fragments of one form.
+    /// Does the work of the `turn`th warp: one form of one square's fragments. There are fewer than 2^32 turns.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -254,7 +271,7 @@ impl Operand<'_> {
         let squares = self.extents.map(|extent| extent.div_ceil(SQUARE));
         let both = self.wants(ALONG) && self.wants(ACROSS);
         let is_along = if both { turn.is_multiple_of(2) } else { self.wants(ALONG) };
-        // SAFETY: what has turns has squares.
+        // SAFETY: an operand that has turns has squares, so neither divisor is 0.
         let (down, along, batch) = unsafe {
             let (above, along) = divide(if both { turn / 2 } else { turn }, squares[1]);
             let (batch, down) = divide(above, squares[0]);
@@ -275,8 +292,8 @@ impl Operand<'_> {
             && (along + 1) * SQUARE <= width
             && self.ld.is_multiple_of(F4::LEN)
             && self.stride.is_multiple_of(F4::LEN);
-        // All reads first: the compiler moves none before a write.
-        // SAFETY: the contract has accepted the operand, and this square is one of it.
+        // All reads first: the compiler moves no read before a write.
+        // SAFETY: the contract has accepted the operand, and this square is one of its squares.
         let found = unsafe {
             match (is_along, is_whole) {
                 (true, true) => self.along::<F, true>(batch, row, p),
@@ -289,11 +306,11 @@ impl Operand<'_> {
         let fragment = (batch * rows.div_ceil(SQUARE) + block) * steps + first;
         let at = fragment * FRAGMENT as usize + (warp::lane_id() * QUAD) as usize;
         unroll_on_gpu!(step < 4 => {
-            // At the edge a square has fewer.
+            // At the edge of k a square has fewer steps.
             if step < steps_of_square::<F>() && first + step < steps {
                 let [upper, lower] = side.quads(found[step].map(F::words));
                 let at = at + step * FRAGMENT as usize;
-                // SAFETY: `out` has room for the fragment, as the contract has checked; words are moved as they are.
+                // SAFETY: `out` has room for the fragment, as the contract has checked. Words are moved as they are.
                 unsafe {
                     F4(upper.map(f32::from_bits)).store(out.cast(), at);
                     F4(lower.map(f32::from_bits)).store(out.cast(), at + FRAGMENT as usize / 2);
@@ -302,8 +319,8 @@ impl Operand<'_> {
         });
     }
 
-    /// The elements of two words from `p` on in each step of a square, of four rows from `row` on, where a row's lie side by
-    /// side. `WHOLE`: the square lies inside, and its vectors on their boundaries.
+    /// The elements of two words, from `p` on in each step of a square, of four rows from `row` on. Here the elements of a row lie side
+    /// by side. `WHOLE`: the square lies inside the operand, and its vectors on their boundaries.
     ///
     /// # Safety
     /// As above.
@@ -335,7 +352,7 @@ impl Operand<'_> {
         found
     }
 
-    /// The same where rows lie side by side.
+    /// The same, where the rows lie side by side.
     ///
     /// # Safety
     /// As above.
@@ -361,7 +378,7 @@ impl Operand<'_> {
     }
 }
 
-/// What the contracts check of one operand; the warps that it needs.
+/// What the contract checks of one operand. Returns the warps that it needs.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check<F: Format>(
     [argument, along, across]: [&'static str; 3],

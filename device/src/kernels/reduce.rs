@@ -1,10 +1,21 @@
 //! Reductions: sums over columns, rows or everything, the squared norm, maxima and the place of a row's maximum.
 //!
-//! Invariant: every tree follows from the lengths alone. Reductions over rows or over everything shrink their input by
-//! a chunk, [`row_chunk`](crate::block::row_chunk) or 4096 elements ([`CHUNK`](crate::block::CHUNK)), and are repeated
-//! until one row or one value is left.
+//! Over columns a row's lanes reduce it, see [`warp`](crate::warp). Over rows or everything, one launch leaves one row or one value
+//! of each chunk, [`row_chunk`](crate::block::row_chunk) rows or 4096 elements ([`CHUNK`](crate::block::CHUNK)). Launches are
+//! repeated until one is left.
 //!
-//! A sum that `accumulate`s (1) is added to what `out` holds; otherwise (0) it overwrites.
+//! ```text
+//! sum_rows, 3000 x 80: chunks of 128 rows              sum_all, 10 000 000 elements
+//!                   columns 0..31  32..63  64..79        block 0      0 .. 4095
+//!   rows    0..127      block 0       1       2          block 1   4096 .. 8191
+//!   rows  128..255            3       4       5          ..
+//!   ..                                                   2442 blocks  ->  2442 values  ->  1 block  ->  1 value
+//!   rows 2944..2999          69      70      71
+//! -> 24 x 80: one chunk -> blocks 0, 1, 2 -> 1 x 80      a block's tile and its tree: see `block.rs`
+//! ```
+//! With `accumulate` 1 a sum is added to what `out` holds. With 0 it overwrites.
+//!
+//! Invariant: every tree follows from the lengths alone.
 
 use crate::block::{ColumnTile, REDUCTION_BYTES, block_combine, chunk_fold};
 use crate::tile::SharedTile;
@@ -30,7 +41,7 @@ pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, o
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe sum_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
@@ -42,7 +53,7 @@ contract! { unsafe sum_columns { block: crate::warp::ROW_BLOCK } |k| {
 #[kernel]
 pub unsafe fn sum_rows(x: &[f32], cols: usize, chunk: usize, scale: f32, accumulate: u32, out: *mut f32) {
     let mut sum = F4::splat(0.0);
-    // SAFETY: the contract checks `cols`; the tile's columns lie inside `x`, its places inside `out`; no thread returns early.
+    // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and its places inside `out`. No thread returns early.
     unsafe {
         let tile = ColumnTile::new(x.len(), cols, chunk);
         for_each_row!(tile, |index, part| {
@@ -54,8 +65,8 @@ pub unsafe fn sum_rows(x: &[f32], cols: usize, chunk: usize, scale: f32, accumul
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, of which a `ColumnTile` has no column beyond its grid, and whose chunks end where an index can;
-// `out` has a row for each. The shared bytes are what the tile's sums fill.
+// SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns, and chunks end where an index can.
+// `out` has a row for each chunk. The shared bytes are what the tile's sums fill.
 contract! { unsafe sum_rows { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     let grid = ColumnTile::grid(rows, k.cols, k.chunk)?;
@@ -82,8 +93,8 @@ contract! { unsafe sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES
     Grid::cover(k.x.len(), crate::block::CHUNK)
 }}
 
-/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. Finished by
-/// [`sum_all`](fn@sum_all). Overwrites `out`.
+/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](fn@sum_all)
+/// adds these up. Overwrites `out`.
 #[kernel]
 pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
     // SAFETY: a block has a place in `out`; all of its threads come here.
@@ -140,7 +151,7 @@ pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe max_columns { block: crate::warp::ROW_BLOCK } |k| {
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
     Violation::unless_length("out", rows, k.out.len())?;
@@ -171,7 +182,7 @@ pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `out` has one for each; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
 contract! { unsafe argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
     let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;

@@ -1,4 +1,4 @@
-//! The scalar functions of `math.rs` over a range of bit patterns: what `examples/scalars` proves them with.
+//! The scalar functions of `math.rs` over a range of bit patterns: `examples/scalars` proves them with this kernel.
 //!
 //! Invariant: a thread makes its inputs from its index, so a run over all 2^32 of them uploads nothing.
 
@@ -20,7 +20,7 @@ pub const GELU_DERIVATIVE: u32 = 4;
 /// [`math::rsqrt`].
 pub const RSQRT: u32 = 5;
 
-/// `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32, and `f` is one of the numbers above;
+/// `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is one of the numbers above and names f.
 /// `y`: `[length]`. Overwrites `y`.
 #[kernel]
 pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, stride: u32) {

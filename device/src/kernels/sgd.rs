@@ -1,7 +1,7 @@
 //! SGD with momentum (Sutskever et al., 2013, as PyTorch computes it), with clipping by the global norm.
 //!
-//! Invariant: all that changes from step to step stands in the `hyper` slot on the device, so that a launch can be
-//! recorded once and replayed.
+//! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
+//! replayed.
 
 use crate::update::{clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
@@ -12,11 +12,11 @@ use cuda_std::prelude::*;
 pub mod slot {
     /// The learning rate of this step.
     pub const LEARNING_RATE: usize = 0;
-    /// What is left of the velocity of the step before.
+    /// The part of the last step's velocity that stays.
     pub const MOMENTUM: usize = 1;
-    /// The weight decay: so much of the weight is added to its gradient.
+    /// The weight decay: the gradient grows by this part of the weight.
     pub const WEIGHT_DECAY: usize = 2;
-    /// The global norm to which gradients are clipped; 0 for no clipping.
+    /// The global norm to which gradients are clipped. 0: no clipping.
     pub const MAX_NORM: usize = 3;
     /// Not 0: the step looks ahead (Nesterov).
     pub const NESTEROV: usize = 4;
@@ -36,13 +36,13 @@ pub mod slot {
 #[kernel]
 pub unsafe fn sgd(weights: *mut f32, gradients: &[f32], velocity: *mut f32, hyper: &[f32], squared_norm: &[f32]) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long; `hyper` has the settings of one group.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
         unsafe { update(weights, gradients, velocity, Settings::load(hyper, 0, squared_norm), index, part) }
     });
 }
 
 // SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long.
-// What else it reads are places of `hyper` and the one element of `squared_norm`.
+// Besides these it reads places of `hyper` and the one element of `squared_norm`.
 contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
@@ -51,8 +51,8 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
-/// [`sgd`](fn@sgd) with settings by group: `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
-/// NaN where there is no such group.
+/// [`sgd`](fn@sgd) with settings by group. `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// Elements whose group does not exist become NaN.
 #[kernel]
 pub unsafe fn sgd_groups(
     weights: *mut f32,
@@ -63,8 +63,8 @@ pub unsafe fn sgd_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long; `groups` has its run's group, and what
-        // `group_settings` gives starts whole settings of `hyper`.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the group of its run. Where
+        // `group_settings` says that settings start, `hyper` has whole ones.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -73,8 +73,9 @@ pub unsafe fn sgd_groups(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long, and
-// `groups` has a group for each 64 of them. `hyper` is read where it has all settings of a group, the first's if that is none.
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long,
+// and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first one, if the
+// group does not exist.
 contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
@@ -83,7 +84,7 @@ contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
-/// A group's settings as the update uses them.
+/// A group's settings, as the update uses them.
 #[derive(Clone, Copy)]
 struct Settings {
     learning_rate: f32,
@@ -94,14 +95,14 @@ struct Settings {
 }
 
 impl Settings {
-    /// Those that start at `start`.
+    /// The settings that start at `start`.
     ///
     /// # Safety
     /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
     #[inline(always)]
     #[track_caller]
     unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
-        // SAFETY: each place is one of the group's, as is asked.
+        // SAFETY: each place is one of the group's, as the caller promises.
         unsafe {
             Self {
                 learning_rate: load(hyper, start + slot::LEARNING_RATE),
@@ -129,7 +130,7 @@ unsafe fn update(
     part: Part,
 ) {
     let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
-    // SAFETY: the vector lies inside each of them, as is asked.
+    // SAFETY: the vector lies inside each of them, as the caller promises.
     unsafe {
         let w_old = F4::load_part_raw(weights, index, part, 0.0);
         let velocity_old = F4::load_part_raw(velocity, index, part, 0.0);

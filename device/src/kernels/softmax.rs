@@ -1,6 +1,15 @@
 //! Softmax over the columns of each row, forward and backward.
 //!
-//! Invariant: the sums of a row follow from its length alone.
+//! ```text
+//! cols = 512: a warp a row        lane 0             lane 1       ..     lane 31          all lanes together
+//!   columns, in registers    0..3, 128..131, ..   4..7, 132..135, ..   124..127, ..
+//!   forward: x               largest, then exp(x - m) and its sum                         m, then the sum (see `exps.rs`)
+//!   backward: y and dy       the sum of dy y                                              the row's sum of dy y
+//!   out                      a lane writes the columns that it holds
+//! ```
+//! Shorter rows have fewer lanes, several to a warp: see [`warp`](crate::warp).
+//!
+//! Invariant: the order of a row's sums follows from its length alone.
 
 use crate::exps::Exps;
 use crate::vector::F4;
@@ -21,7 +30,7 @@ pub unsafe fn softmax_forward(x: &[f32], cols: usize, y: *mut f32) {
 /// The row lies inside `x` and `y`; its lanes call it together.
 #[inline(always)]
 unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f32) {
-    // SAFETY: the row lies inside `x` and `y`, and its lanes are together here, as is asked.
+    // SAFETY: the row lies inside `x` and `y`, and its lanes are together here, as the caller promises.
     unsafe {
         let exps = Exps::<HELD>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
@@ -31,7 +40,7 @@ unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, and `y` as long; a row is touched only where it begins inside `x`.
+// SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread touches a row only where it begins inside `x`.
 contract! { unsafe softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless_length("y", k.x.len(), k.y.len())?;
     crate::warp::Row::grid("x", k.x.len(), k.cols)
@@ -51,7 +60,7 @@ pub unsafe fn softmax_backward(y: &[f32], dy: &[f32], cols: usize, dx: *mut f32)
 #[inline(always)]
 unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
     let mut dot = F4::splat(0.0);
-    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are together here, as is asked.
+    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are together here, as the caller promises.
     unsafe {
         let y = Share::<HELD>::new(row, y, row.start, cols, 0.0);
         let dy = Share::<HELD>::new(row, dy, row.start, cols, 0.0);
@@ -66,7 +75,7 @@ unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usi
     }
 }
 
-// SAFETY: `y` is whole rows of `cols`, and `dy` and `dx` are as long; a row is touched only where it begins inside `y`.
+// SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread touches a row only where it begins inside `y`.
 contract! { unsafe softmax_backward { block: crate::warp::ROW_BLOCK } |k| {
     Violation::unless_length("dy", k.y.len(), k.dy.len())?;
     Violation::unless_length("dx", k.y.len(), k.dx.len())?;

@@ -1,5 +1,15 @@
 //! The mean over a sample's tokens, forward and backward.
 //!
+//! ```text
+//! cols = 8, thread t has four elements of y (or dy), from 4 t on:
+//!              sample 0                 sample 1
+//!   columns    0..3      4..7           0..3      4..7
+//!   token 0    t 0       t 1            t 2       t 3         a thread goes down the tokens of its columns
+//!   token 1    t 0       t 1            t 2       t 3
+//!   ..
+//! ```
+//! Where `cols` is no multiple of four, a thread takes its elements one by one: they may belong to several samples.
+//!
 //! Invariant: tokens are summed in ascending order, whatever the shape.
 
 use crate::block::divide;
@@ -13,7 +23,7 @@ use cuda_std::prelude::*;
 pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length: usize, y: *mut f32) {
     let divisor = tokens as f32;
     for_own_vector!(length, |index, part| {
-        // SAFETY: the vector lies inside `y`; element `[b, c]` reads x[b, .., c].
+        // SAFETY: the vector lies inside `y`. Its element `[b, c]` reads x[b, .., c], which the contract has checked.
         unsafe {
             if cols.is_multiple_of(F4::LEN) {
                 let mut at = first_token(index, tokens, cols);
@@ -52,8 +62,8 @@ pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length:
     });
 }
 
-// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is that of `y`; each is one of whole
-// rows of `cols`, so its `tokens` elements lie inside `x`, which has so many times as many.
+// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is the length of `y`. `y` has
+// whole rows of `cols`, and `x` is `tokens` times as long, so the `tokens` elements of each lie inside `x`.
 contract! { unsafe mean_tokens_forward { block: crate::block::BLOCK } |k| {
     Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
     crate::warp::rows_in("y", k.length, k.cols)?;
@@ -67,7 +77,7 @@ contract! { unsafe mean_tokens_forward { block: crate::block::BLOCK } |k| {
 pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *mut f32) {
     let divisor = tokens as f32;
     for_own_vector!(dy.len(), |index, part| {
-        // SAFETY: the vector lies inside `dy`; element `[b, c]` writes dx[b, .., c].
+        // SAFETY: the vector lies inside `dy`. Its element `[b, c]` writes dx[b, .., c], which the contract has checked.
         unsafe {
             if cols.is_multiple_of(F4::LEN) {
                 let share = F4::load(dy, index) / F4::splat(divisor);
@@ -96,8 +106,8 @@ pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *
     });
 }
 
-// SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them; each is one of whole rows of `cols`, so its
-// `tokens` elements lie inside `dx`, which has so many times as many.
+// SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them. `dy` has whole rows of `cols`, and `dx`
+// is `tokens` times as long, so the `tokens` elements of each lie inside `dx`.
 contract! { unsafe mean_tokens_backward { block: crate::block::BLOCK } |k| {
     Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
     crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
@@ -111,7 +121,7 @@ contract! { unsafe mean_tokens_backward { block: crate::block::BLOCK } |k| {
 /// `cols` is not 0.
 #[inline(always)]
 unsafe fn first_token(place: usize, tokens: usize, cols: usize) -> usize {
-    // SAFETY: `cols` is not 0, as is asked.
+    // SAFETY: `cols` is not 0, as the caller promises.
     let (sample, column) = unsafe { divide(place, cols) };
     sample * tokens * cols + column
 }

@@ -1,16 +1,17 @@
 //! Matrices transposed, one after another.
 //!
-//! A block turns a square of 32 x 32 elements through shared memory, so that both its reads and its writes run along rows:
+//! A block turns a square of 32 x 32 elements in shared memory, so that both its reads and its writes run along rows:
 //!
 //! ```text
-//!            x: lane = column                     y: lane = row
-//!            c0  c1  ..  c31                      r0  r1  ..  r31
-//! warp 0 r0  a   b   ..           warp 0 c0       a   d   ..
-//! warp 1 r1  d   e   ..           warp 1 c1       b   e   ..
+//! x: lane = column            shared memory, pitch 33: banks      y: lane = row of x
+//!            c0 c1 .. c31            c0  c1  c2  ..  c31                     r0 r1 .. r31
+//! warp 0  r0  a  b ..           r0    0   1   2  ..   31          warp 0  c0  a  d ..
+//! warp 1  r1  d  e ..      ->   r1    1   2   3  ..    0     ->   warp 1  c1  b  e ..
+//! ..                            ..                                ..
+//! warp 7  r7                   r31   31   0   1  ..   30          warp 7  c7
+//! warp 0  r8                  a warp writes a row and reads       warp 0  c8
+//! ..                          a column: 32 banks, both times      ..
 //! ```
-//! Warp w has the rows w, w + 8, w + 16 and w + 24 of either. Rows of the square in shared memory are 33 elements apart: the 32 that
-//! a warp reads together, one of each row, lie in 32 banks.
-//!
 //! Invariant: an element is moved as it is, whatever it holds.
 
 use crate::block::{BLOCK, divide};
@@ -22,9 +23,9 @@ use cuda_std::prelude::*;
 
 /// Rows and columns of a block's square.
 const SIDE: usize = LANES as usize;
-/// Elements between rows of the square in shared memory.
+/// Elements from one row of the square to the next in shared memory: one more than it holds, so that a column lies in 32 banks.
 const PITCH: u32 = LANES + 1;
-/// Elements of the square there.
+/// Elements of the square there, with the one unused in each row.
 const SQUARE: u32 = LANES * PITCH;
 /// Rows that a block moves at once.
 const WARPS: u32 = BLOCK / LANES;
@@ -33,8 +34,8 @@ const WARPS: u32 = BLOCK / LANES;
 #[kernel]
 pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
     let (lane, warp) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
-    // SAFETY: by the contract neither extent is 0, and `x` and `y` hold the elements of every matrix; beyond its rows and columns nothing is
-    // touched. The indices of the square are below 32 each.
+    // SAFETY: the contract checks that neither extent is 0, and that `x` and `y` hold the elements of every matrix. No thread
+    // touches anything beyond its rows and columns. Both indices into the square are below 32.
     unsafe {
         let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
         let (matrix, down) = divide(before, rows.div_ceil(SIDE));
@@ -62,8 +63,8 @@ pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
     }
 }
 
-// SAFETY: `x` is whole matrices of `rows` x `cols`, neither of which is 0, and `y` as long; a block has its square of one of them, of
-// which there are as many as blocks. The shared bytes are the square's.
+// SAFETY: `x` has whole matrices of `rows` x `cols`, neither of which is 0, and `y` is as long. Each block has one square of one
+// matrix, and there are as many squares as blocks. The shared bytes are the square's.
 contract! { unsafe transpose { block: BLOCK, shared: SQUARE * 4, align: 4 } |k| {
     Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
     let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;

@@ -1,9 +1,10 @@
-//! What device code tells the emulator about memory, before it touches it.
+//! What device code tells the emulator about memory before it touches it.
 //!
-//! Whoever moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: the vector and the tile of `device/src`. What
-//! is not told is not judged here; `guards.rs` looks at what lies around. Invariant: a kernel's entry points are
-//! compiled with what [`assume_watched`] says; in the one that is not watched nothing is left but the bounds of pointers. An
-//! access that is wrong does not return.
+//! Code that moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: `vector.rs` and `tile.rs` of `device/src` do.
+//! An access that is not told is not judged here; `guards.rs` compares the bytes around outputs.
+//!
+//! Invariant: [`assume_watched`] tells the compiler of each entry point whether it is watched for races. In an entry point that is not
+//! watched, only the bounds of pointers are checked. A wrong access does not return.
 
 use super::arguments::Span;
 use super::bounds::{Bounds, Reach, SHIFT, Slot};
@@ -15,11 +16,11 @@ use std::mem::offset_of;
 use std::ops::Range;
 use std::panic::{Location, resume_unwind};
 
-/// How the kernel threads that an OS thread runs next are judged.
+/// How the emulator judges the kernel threads that an OS thread runs next.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Watch {
-    /// 1: for races too.
+    /// 1: for races too. 0: for bounds alone.
     pub(super) watched: u64,
     pub(super) bounds: *const Bounds,
 }
@@ -31,14 +32,13 @@ thread_local! {
     static WATCH: Cell<Watch> = const { Cell::new(NOBODY) };
 }
 
-/// Sets how the kernel threads that this OS thread runs next are judged. The bounds must live until it is set again.
+/// Sets how the emulator judges the kernel threads that this OS thread runs next. The bounds must live until the next call.
 #[inline(never)]
 pub(super) fn watch(watch: Watch) {
     WATCH.set(watch);
 }
 
-/// Whether the running kernel thread is watched for races. Within one call of a kernel the compiler takes every look for the
-/// same.
+/// Whether the running kernel thread is watched for races. Within one call of a kernel the compiler merges all looks into one.
 #[inline(always)]
 fn is_watched() -> bool {
     let word = WATCH.with(Cell::as_ptr).cast::<u64>();
@@ -47,9 +47,8 @@ fn is_watched() -> bool {
         clippy::pointers_in_nomem_asm_block,
         reason = "the word is constant for as long as two looks can be merged"
     )]
-    // SAFETY: reads one word that is there as long as the OS thread. `nomem` says more than is so: that no write to memory
-    // changes the outcome. No write of a kernel does: the word is set by `watch` alone, between kernel calls, in a function that
-    // is inlined nowhere.
+    // SAFETY: reads one word that lives as long as the OS thread. `nomem` claims more than is true: that no write to memory changes the
+    // outcome. No write of a kernel does. Only `watch` sets the word, between kernel calls, in a function that is never inlined.
     unsafe {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         asm!("mov {0}, qword ptr [{1}]", lateout(reg) watched, in(reg) word, options(pure, nomem, nostack, preserves_flags));
@@ -63,8 +62,8 @@ fn is_watched() -> bool {
     watched != 0
 }
 
-/// How far the argument of the launch that begins at `base` reaches; not at all where none begins there. Within one call of a
-/// kernel the compiler takes every look for the same, as it does with assembly of one result.
+/// How far the launch's argument that begins at `base` reaches. Nothing where none begins there. Within one call of a kernel the compiler
+/// merges all looks into one, as it does with assembly that has one result.
 #[inline(always)]
 fn reach(base: u64) -> Reach {
     const { assert!(offset_of!(Bounds, factor) == 0 && offset_of!(Bounds, slots) == 8) };
@@ -75,8 +74,8 @@ fn reach(base: u64) -> Reach {
         clippy::pointers_in_nomem_asm_block,
         reason = "the words are constant for as long as two looks can be merged"
     )]
-    // SAFETY: reads a word of the OS thread's own, as in `is_watched`, and `Bounds` where it points, which live unchanged as
-    // long as kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
+    // SAFETY: reads a word of this OS thread, as in `is_watched`, and the `Bounds` to which it points. They live, unchanged, as long as
+    // kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
     unsafe {
         let reach: u64;
         #[cfg(target_arch = "x86_64")]
@@ -112,13 +111,13 @@ fn reach(base: u64) -> Reach {
         Reach(reach)
     }
     #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
-    // SAFETY: as above.
+    // SAFETY: as for the assembly above.
     unsafe {
         (*(*watch).bounds).reach(base)
     }
 }
 
-/// Elements from `base` on that may be touched, as far as they are known without a search.
+/// Elements from `base` on that a kernel may touch, as far as they are known without a search.
 #[inline(always)]
 fn length<T>(kind: Kind, base: *const T) -> usize {
     let reach = reach(base as u64);
@@ -129,29 +128,29 @@ fn length<T>(kind: Kind, base: *const T) -> usize {
     bytes / size_of::<T>().max(1)
 }
 
-/// Looks up how far an output reaches, at the start of an entry point: the compiler then takes the outcome for every access.
+/// Looks up how far an output reaches, at the start of an entry point. The compiler then uses the outcome for every access.
 #[inline(always)]
 pub fn look_up<T>(base: *mut T) {
     let _reach = reach(base as u64).0;
-    // SAFETY: a comment. It uses the outcome, which would else be dropped before it is taken for another.
+    // SAFETY: an assembly comment. It uses the outcome: else the compiler would drop it before it merges it with others.
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     unsafe {
         asm!("/* {0} */", in(reg) _reach, options(nomem, nostack, preserves_flags));
     }
 }
 
-/// Tells the compiler, at the start of a kernel's entry point, whether it is the one for launches that are watched for races.
+/// Tells the compiler, at the start of a kernel's entry point, whether this is the one for launches that are watched for races.
 ///
 /// # Safety
-/// It is so.
+/// `watched` says truly whether the running kernel thread is watched for races.
 #[inline(always)]
 pub unsafe fn assume_watched(watched: bool) {
-    // SAFETY: the entry point's own claim: `Runner::run` chooses `Versions::watched` where it sets the word to 1, else another.
+    // SAFETY: as the caller promises: `Runner::run` chooses `Versions::watched` where it sets the word to 1, and else another version.
     unsafe { core::hint::assert_unchecked(is_watched() == watched) }
 }
 
-/// The running thread is about to touch `base[index..index + count]` in global memory. `base` is a pointer that the
-/// launch passed: the access must stay inside that argument.
+/// The running thread is about to touch `base[index..index + count]` in global memory. `base` is a pointer that the launch passed.
+/// The access must stay inside that argument.
 #[inline(always)]
 #[track_caller]
 pub fn global<T>(kind: Kind, base: *const T, index: usize, count: usize) {
@@ -162,8 +161,9 @@ pub fn global<T>(kind: Kind, base: *const T, index: usize, count: usize) {
 
 /// A pointer that a kernel may follow, of either kind.
 pub trait Follow: Copy {
-    /// `self` and `index` elements more, wherever that is, after the running thread's `kind` of access there was judged. A
-    /// pointer into nothing that the launch was given is not judged: it may point to shared memory, or to the thread's own.
+    /// `self` and `index` elements more, wherever that is. First the emulator judges the running thread's `kind` of access there. A
+    /// pointer that points into no argument of the launch is not judged: it may point to shared memory, or to the thread's own
+    /// memory.
     fn element(self, kind: Kind, index: usize) -> Self;
 }
 
@@ -183,7 +183,7 @@ macro_rules! follow {
 }
 follow! { *const T *mut T }
 
-/// What `#[kernel]` makes of `pointer.add(index)` where it is followed.
+/// What `#[kernel]` makes of `pointer.add(index)`, where the kernel follows it.
 #[inline(always)]
 #[track_caller]
 pub fn element<P: Follow>(kind: Kind, pointer: P, index: usize) -> P {
@@ -193,13 +193,13 @@ pub fn element<P: Follow>(kind: Kind, pointer: P, index: usize) -> P {
 #[cold]
 #[inline(never)]
 fn touch_element(kind: Kind, span: Span, location: &'static Location<'static>) {
-    // SAFETY: a block that is set is alive: this is its kernel thread. It is not kept.
+    // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
     if unsafe { CURRENT.get().as_ref() }.is_some_and(|block| block.knows(span.base)) {
         touch_global(kind, span, location);
     }
 }
 
-/// The running thread is about to read `x[index..index + count]`, which it has compared with the slice's length, or will.
+/// The running thread is about to read `x[index..index + count]`. The caller compares the range with the slice's length.
 #[inline(always)]
 #[track_caller]
 pub fn slice<T>(x: &[T], index: usize, count: usize) {
@@ -212,15 +212,15 @@ pub fn slice<T>(x: &[T], index: usize, count: usize) {
 #[inline(never)]
 fn touch_global(kind: Kind, span: Span, location: &'static Location<'static>) {
     let block = CURRENT.get();
-    // Outside a launch a vector moves the host's own memory, of which nothing is known.
+    // Outside a launch a vector moves the host's own memory. The emulator knows nothing about that.
     if span.bytes > 0 && !block.is_null() {
-        // SAFETY: a block that is set is alive: this is its kernel thread. It is not kept.
+        // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
         let outcome = unsafe { &*block }.touch_global(kind, span, location);
         outcome.unwrap_or_else(|cause| resume_unwind(Box::new(cause)));
     }
 }
 
-/// The running thread is about to touch `tile[index..index + count]` in shared memory, where a tile has `len` elements.
+/// The running thread is about to touch `tile[index..index + count]` in shared memory. The tile has `len` elements.
 #[inline(always)]
 #[track_caller]
 pub fn shared<T>(kind: Kind, tile: *const T, len: u32, index: u32, count: u32) {

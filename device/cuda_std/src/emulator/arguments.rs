@@ -1,7 +1,7 @@
-//! The tensors that a launch was given: which of them an access means, where it ends, and what its elements remember.
+//! The tensors that a launch was given: which of them an access means, where that one ends, and what its elements remember.
 //!
-//! Invariant: an access belongs to the argument from whose pointer the kernel computed its address, never to a neighbour
-//! that happens to lie there. Only what a watched launch may write has cells; what is read alone cannot race.
+//! Invariant: an access belongs to the argument from whose pointer the kernel computed its address, never to a neighbour that happens to
+//! lie there. Only arguments that a watched launch may write have cells. What is only read cannot race.
 
 use super::bounds::Bounds;
 use super::clock::Now;
@@ -17,16 +17,16 @@ const STRIPE: usize = 1024;
 
 /// The arguments of one launch, shared by its blocks.
 pub(super) struct Arguments {
-    /// The same, for a quick look.
+    /// How far each argument reaches, for a quick look.
     pub(super) bounds: Bounds,
-    /// The longest first, so that an empty one never stands for another at the same address.
+    /// The longest first, so that an empty argument never stands for another one at the same address.
     arguments: Vec<Argument>,
 }
 
 struct Argument {
     name: &'static str,
     extent: Extent,
-    /// By stripe; empty stripes have not been touched. None at all where the launch is not watched, or only reads.
+    /// By stripe. An empty stripe has not been touched. There are none where the launch is not watched, or only reads the argument.
     cells: Vec<Mutex<Vec<Cell>>>,
 }
 
@@ -35,13 +35,13 @@ struct Argument {
 pub(super) struct Span {
     /// The pointer that the kernel computes with.
     pub(super) base: usize,
-    /// Bytes from there; wraps where an index is negative.
+    /// Bytes from there. It wraps where an index is negative.
     pub(super) offset: usize,
     pub(super) bytes: usize,
 }
 
 impl Span {
-    /// `count` elements from `index`, by a kernel that computes with `base`.
+    /// `count` elements from `index` on, for a kernel that computes with `base`.
     pub(super) fn new<T>(base: *const T, index: usize, count: usize) -> Self {
         let bytes = count.saturating_mul(size_of::<T>());
         Self { base: base as usize, offset: index.wrapping_mul(size_of::<T>()), bytes }
@@ -60,7 +60,7 @@ impl Arguments {
         Self { bounds: Bounds::new(words.extents()), arguments }
     }
 
-    /// Ok when an access stays inside its argument; else where it goes, and where it may.
+    /// Ok when an access stays inside its argument. Else: where it goes, and where it may go.
     pub(super) fn inside(&self, span: Span, kind: Kind) -> Result<(), (Place, Range<i64>)> {
         self.argument_of(span, kind).map(drop)
     }
@@ -83,7 +83,7 @@ impl Arguments {
         self.of(base, Kind::Read).is_some()
     }
 
-    /// The element at `address` of the argument that is nearest, if there is any.
+    /// `address` as an element of the nearest argument, if there is any.
     pub(super) fn nearest(&self, address: usize) -> Option<Place> {
         let distance = |argument: &&Argument| {
             let start = argument.extent.address as usize;
@@ -97,7 +97,7 @@ impl Arguments {
     pub(super) fn touch(&self, span: Span, kind: Kind, now: &Now<'_>) -> Result<(), Wrong> {
         let argument = self.argument_of(span, kind).map_err(|(place, bounds)| Wrong::Outside { place, bounds })?;
         let address = span.base.wrapping_add(span.offset);
-        // Several arguments may name the same memory; its cells are those of the one that may be written.
+        // Several arguments may name the same memory. Its cells belong to the one that may be written.
         let Some(written) = self.arguments.iter().find(|argument| argument.is_written_at(address)) else {
             return Ok(());
         };
@@ -109,7 +109,7 @@ impl Arguments {
         })
     }
 
-    /// The argument whose pointer `base` is, or into which it points.
+    /// The argument whose pointer is `base`, or else the one into which `base` points.
     fn of(&self, base: usize, kind: Kind) -> Option<&Argument> {
         let mut able = self.arguments.iter().filter(|argument| kind == Kind::Read || argument.extent.written);
         let inside = able.clone().find(|argument| argument.contains(base));

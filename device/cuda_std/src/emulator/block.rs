@@ -1,7 +1,12 @@
 //! One block: its place, its shared memory, and the scheduler that carries its threads from wait to wait.
 //!
-//! Invariant: at most one thread of a block runs at a time, and a thread goes on only when every thread that it
-//! waits for has come to the same operation at the same source line.
+//! ```text
+//! a thread:  Fresh --begins--> runs --waits--> Waiting --all have come--> Ready --its turn--> runs --ends--> Done
+//!
+//! shared memory, 16-byte aligned:   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
+//! ```
+//! Invariant: at most one thread of a block runs at a time. A thread goes on only when every thread that it waits for has come to
+//! the same operation at the same source line.
 
 use super::access::{self, Watch};
 use super::arguments::{Arguments, Span};
@@ -22,19 +27,19 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Bytes before and after the shared memory that must stay as they were.
+/// Bytes before and after the shared memory that no thread may change.
 const RED_ZONE_BYTES: usize = 256;
 const RED_ZONE: u8 = 0xa5;
-/// Fresh shared memory reads as NaN.
+/// Fills fresh shared memory, which then reads as NaN.
 const POISON: u8 = 0xff;
 
-/// What the blocks of a launch share.
+/// What all blocks of a launch share.
 pub(super) struct Launch<'l> {
     pub(super) entry: &'l Entry,
     pub(super) grid: Grid,
     pub(super) words: &'l Words,
     pub(super) arguments: Arc<Arguments>,
-    /// Whether it is watched for races.
+    /// Whether the launch is watched for races.
     pub(super) watched: bool,
     /// The seed of the threads' order.
     pub(super) shuffle: Option<u64>,
@@ -53,27 +58,27 @@ pub struct Block {
     pub(super) threads: u32,
     shared: *mut u8,
     shared_bytes: usize,
-    /// What runs threads that have not started.
+    /// The kernel's code: it runs threads that have not started.
     pub(super) code: Threads,
     is_wide: bool,
     pub(super) words: *const u64,
     /// The thread that runs now.
     running: Cell<u32>,
-    /// Threads that have started, and before which number they may.
+    /// Threads that have started; further ones may start below `start_before`.
     started: Cell<u32>,
     start_before: Cell<u32>,
-    /// The threads' order, where it is not the ascending one.
+    /// The threads' order, where it is not ascending.
     order: Option<RefCell<Order>>,
     pub(super) yielder: Cell<*const Yielder<(), ()>>,
     pub(super) states: RefCell<Vec<State>>,
-    /// The plain barrier at which all that have come to one since the last look stand, and how many they are.
+    /// The plain barrier to which the first thread has come since the scheduler last looked; below, how many stand at that one.
     gathering: Cell<Option<&'static Location<'static>>>,
     pub(super) gathered: Cell<u32>,
-    /// What each thread brought to the collective that was resolved last, or its result.
+    /// What each thread brought to the collective that was resolved last, or what it got from it.
     pub(super) exchange: RefCell<Vec<u64>>,
     /// Barriers that all threads have passed.
     epoch: Cell<u32>,
-    /// The launch's; no count is kept, which the blocks' OS threads would fight for.
+    /// The launch's arguments. A plain pointer: the blocks' OS threads would compete for a reference count.
     arguments: *const Arguments,
     detector: Option<RefCell<Detector>>,
     /// Whether a thread has panicked.
@@ -158,7 +163,7 @@ impl Block {
     }
 
     fn arguments(&self) -> &Arguments {
-        // SAFETY: `Runner::run` takes it from the launch, which outlives the block.
+        // SAFETY: `Runner::run` takes the pointer from the launch, which outlives the block.
         unsafe { &*self.arguments }
     }
 
@@ -184,7 +189,7 @@ impl Block {
         detector.borrow_mut().shared(self.running.get(), kind, tile, bytes, location)
     }
 
-    /// The threads that take part in a collective, `thread` among them, go on.
+    /// The threads that take part in a collective go on; `thread` is one of them.
     pub(super) fn met(&self, collective: Collective, thread: u32) {
         if collective.mask().is_none() {
             self.epoch.set(self.epoch.get().wrapping_add(1));
@@ -194,8 +199,8 @@ impl Block {
         }
     }
 
-    /// Suspends the running thread until its collective is resolved. Always inlined: a return after a switch of stacks is one
-    /// that the processor predicts wrongly.
+    /// Suspends the running thread until its collective is resolved. Always inlined: the processor predicts a return wrongly after a
+    /// switch of stacks.
     #[inline(always)]
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
         let thread = self.running.get();
@@ -216,7 +221,7 @@ impl Block {
         #[cfg(miri)]
         panic!("Miri cannot change stacks: a kernel that waits does not run under it");
         let yielder = self.yielder.get();
-        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
+        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread. That coroutine runs, so it is alive.
         unsafe { (*yielder).suspend(()) };
         match collective {
             Collective::Shuffle { source, .. } => self.brought(source),
@@ -230,7 +235,7 @@ impl Block {
         self.exchange.borrow()[(self.running.get() / WARP * WARP + lane) as usize]
     }
 
-    /// Counts the running thread among those that stand at one barrier.
+    /// Counts the running thread among those that stand at one plain barrier.
     fn gather(&self, location: &'static Location<'static>) {
         let gathered = self.gathered.get();
         if gathered == 0 {
@@ -241,7 +246,7 @@ impl Block {
         }
     }
 
-    /// Draws another order for the next round, where the order is drawn.
+    /// Draws another order for the next round, where the threads' order is a drawn one.
     fn shuffle(&self) {
         if let Some(order) = &self.order {
             order.borrow_mut().draw();
@@ -254,7 +259,7 @@ impl Block {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
     }
 
-    /// Makes a thread that has not started the running one; false: none is left.
+    /// Makes a thread that has not started the running one. False: none is left.
     #[inline(always)]
     pub fn begin(&self) -> bool {
         let place = self.started.get();
@@ -269,12 +274,12 @@ impl Block {
     /// The running thread has come to its end.
     #[inline(always)]
     pub fn end(&self) {
-        // It may have waited since it began, and others may have run.
+        // The thread may have waited since it began, so `running` may not be the one that started last.
         self.states.borrow_mut()[self.running.get() as usize] = State::Done;
     }
 }
 
-/// The time in which `current` answers.
+/// While this lives, `current` answers with the block.
 struct Entered;
 
 impl Entered {
@@ -292,12 +297,12 @@ impl Drop for Entered {
     }
 }
 
-/// Runs blocks on one OS thread; keeps coroutines and shared memory from block to block.
+/// Runs blocks on one OS thread. Keeps coroutines and shared memory from block to block.
 pub(super) struct Runner {
     carriers: Vec<Carrier>,
-    /// The carriers that carry no thread, by their place in `carriers`.
+    /// The carriers that carry no thread: their places in `carriers`.
     idle: Vec<usize>,
-    /// The carrier of each thread that waits.
+    /// By thread: the carrier of a thread that waits.
     carrier_of: Vec<usize>,
     shared: Vec<u128>,
     states: Vec<State>,
@@ -360,10 +365,10 @@ impl Runner {
         };
         let entered = Entered::new(&block);
         let outcome = self.schedule(&block).and_then(|()| self.check_red_zones(&block));
-        // From here on no thread of the block can ask for it, or wait, also where it is unwound.
+        // From here on no thread of the block can ask for the block or wait, also not while it is unwound.
         drop(entered);
         if outcome.is_err() {
-            // They may hold suspended threads; dropping them unwinds their frames.
+            // Carriers may hold suspended threads. Dropping them unwinds those threads' frames.
             self.carriers.clear();
             self.idle.clear();
             self.traps.clear();
@@ -379,14 +384,14 @@ impl Runner {
     }
 
     fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
-        // A warp's lanes exchange their values before the next warp goes on: the fewer stacks are in use at a time, the more
-        // of them stay in the cache. A shuffled block goes on thread by thread.
+        // A warp's lanes exchange their values before the next warp goes on. The fewer stacks are in use at a time, the more of them
+        // stay in the cache. A shuffled block goes on in its own order instead, over all its threads.
         let group = if block.order.is_some() { block.threads } else { WARP };
         let mut waits = false;
         loop {
             for first in (0..block.threads).step_by(group as usize) {
                 let threads = first..(first + group).min(block.threads);
-                // Where the first warp did not wait, the others follow it without a stop.
+                // Where the first warp did not wait, the other threads follow it without a stop.
                 block.start_before.set(if waits || first == 0 { threads.end } else { block.threads });
                 waits |= self.turn(block, threads.clone());
                 while waits && resolve_lanes(block, threads.clone()) {
@@ -401,7 +406,7 @@ impl Runner {
         }
     }
 
-    /// Lets those of `places` go on that can; whether one waits then.
+    /// Lets the threads at `places` go on, as far as they can. Returns whether one waits then.
     fn turn(&mut self, block: &Block, places: Range<u32>) -> bool {
         let mut waits = false;
         for place in places {
@@ -420,7 +425,7 @@ impl Runner {
         waits
     }
 
-    /// Lets a carrier run, and keeps it for the thread that waits on it then, if one does, or for another use.
+    /// Lets a carrier run. Keeps it for the thread that waits on it then, or else for another use. Returns whether a thread waits on it.
     #[inline(always)]
     fn carry(&mut self, block: &Block, carrier: usize) -> bool {
         self.carriers[carrier].resume(block);
@@ -439,7 +444,7 @@ impl Runner {
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
         self.shared.resize(self.shared.len().max(total / 16), 0);
         let start = self.shared.as_mut_ptr().cast::<u8>();
-        // SAFETY: the vector holds `total` bytes.
+        // SAFETY: the vector holds at least `total` bytes, and the three parts follow each other within them.
         unsafe {
             start.write_bytes(RED_ZONE, RED_ZONE_BYTES);
             start.add(RED_ZONE_BYTES).write_bytes(POISON, bytes);
@@ -451,10 +456,10 @@ impl Runner {
     fn check_red_zones(&self, block: &Block) -> Result<(), (u32, Cause)> {
         let bytes = block.shared_bytes;
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
-        // SAFETY: the vector holds `total` initialised bytes, and no thread of the block is left.
+        // SAFETY: the vector holds at least `total` initialised bytes, and no thread of the block is left.
         let memory = unsafe { std::slice::from_raw_parts(self.shared.as_ptr().cast::<u8>(), total) };
         for zone in [0..RED_ZONE_BYTES, RED_ZONE_BYTES + bytes..total] {
-            // A whole zone at once; where it was hit is looked for afterwards.
+            // Compares a whole zone at once, and looks for the place only where it was hit.
             let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
             if memory[zone.clone()] != intact[..zone.len()] {
                 let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");

@@ -1,19 +1,19 @@
-//! How far each pointer of a launch reaches, found by the pointer in a few instructions.
+//! How far each pointer of a launch reaches: a hash table that a few instructions look the pointer up in.
 //!
-//! Invariant: a slot that names a base holds the bytes that the launch may read and write from there on. A base without a
-//! slot, a pointer that the kernel has moved or that is not the launch's, is left to [`Arguments`](super::arguments).
+//! Invariant: a slot that names a base holds the bytes that the launch may read and write from there on.
+//! [`Arguments`](super::arguments) judges a base without a slot: a pointer that the kernel has moved, or that is not the launch's.
 
 use crate::launch::Extent;
 
-/// As a power of two, the slots: some times as many as a launch has pointers.
+/// The number of slots, as a power of two: several times as many as a launch has pointers.
 const SLOT_BITS: u32 = 6;
-/// By so many bits a base's product is shifted to the number of its slot.
+/// A base's product, shifted right by so many bits, is the number of its slot.
 pub(super) const SHIFT: u32 = u64::BITS - SLOT_BITS;
 
-/// The reach of each pointer. [`access`](super::access) reads it by the offsets of its fields.
+/// The reach of each pointer. Assembly in [`access`](super::access) reads it by the offsets of its fields.
 #[repr(C)]
 pub(super) struct Bounds {
-    /// What a base is multiplied with, so that the highest bits are its slot.
+    /// The factor of every base: the highest bits of the product are its slot.
     pub(super) factor: u64,
     pub(super) slots: [Slot; 1 << SLOT_BITS],
 }
@@ -26,7 +26,7 @@ pub(super) struct Slot {
     pub(super) reach: Reach,
 }
 
-/// Bytes from a base on, and whether they may only be read.
+/// Bytes from a base on, and whether a kernel may only read them.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(super) struct Reach(pub(super) u64);
@@ -49,11 +49,11 @@ impl Reach {
 }
 
 impl Bounds {
-    /// What holds outside a launch: nothing is known.
+    /// The bounds outside a launch: nothing is known.
     pub(super) const NONE: Self = Self { factor: 0, slots: [Slot { base: 0, reach: Reach::NONE }; _] };
 
     pub(super) fn new(extents: &[Extent]) -> Self {
-        // The golden ratio, and other odd numbers if that gives two bases one slot.
+        // The golden ratio; other odd numbers, where that gives two bases one slot.
         let factors = (0..64).map(|at| 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(2 * at + 1));
         let mut bounds = Self::NONE;
         for factor in factors {
@@ -62,18 +62,19 @@ impl Bounds {
                 return bounds;
             }
         }
-        // Some base has no slot, and costs more.
+        // No factor does: some base has no slot, and each of its accesses costs more.
         bounds
     }
 
-    /// What [`access`](super::access) finds by assembly.
+    /// What the assembly in [`access`](super::access) finds.
     #[cfg_attr(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)), cfg(test))]
     pub(super) fn reach(&self, base: u64) -> Reach {
         let slot = &self.slots[slot_of(base, self.factor)];
         if slot.base == base { slot.reach } else { Reach::NONE }
     }
 
-    /// Whether there was a slot for it. What may be written is told where both may be had: a read beyond it takes longer.
+    /// Adds a pointer. Returns whether there was a slot for it. Where one base may be both written and read, the slot keeps the
+    /// part that may be written. A read beyond that part takes longer.
     fn add(&mut self, extent: &Extent) -> bool {
         let bytes = extent.bytes() as u64;
         let slot = &mut self.slots[slot_of(extent.address, self.factor)];
@@ -89,7 +90,7 @@ impl Bounds {
     }
 }
 
-/// The place of a base's slot.
+/// The number of a base's slot.
 fn slot_of(base: u64, factor: u64) -> usize {
     (base.wrapping_mul(factor) >> SHIFT) as usize
 }

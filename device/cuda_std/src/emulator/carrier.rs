@@ -1,6 +1,6 @@
 //! The coroutines on which a block's threads run, and what a panic on one means.
 //!
-//! Invariant: a carrier that was not dropped either carries one suspended thread or waits to be given the next.
+//! Invariant: a carrier that was not dropped either carries one suspended thread, or waits for the next thread.
 
 use super::block::Block;
 use super::fault::Cause;
@@ -23,7 +23,7 @@ mod coroutine {
     use corosensei::{Coroutine, CoroutineResult, Yielder};
     use std::panic::resume_unwind;
 
-    /// A coroutine that runs threads of whatever block is current, block after block.
+    /// A coroutine that runs threads of the current block, block after block.
     pub(in super::super) struct Carrier {
         coroutine: Coroutine<(), (), (), ColouredStack>,
         yielder: *const Yielder<(), ()>,
@@ -39,7 +39,7 @@ mod coroutine {
                     loop {
                         current(|block| block.yielder.set(yielder));
                         yielder.suspend(());
-                        // SAFETY: `Machine::launch`'s caller promised that the words are this kernel's arguments, and `Runner::run`
+                        // SAFETY: the caller of `Machine::launch` promised that the words are this kernel's arguments. `Runner::run`
                         // chose a version that this processor can run.
                         current(|block| unsafe { (block.code)(block.words, block) });
                     }
@@ -52,20 +52,20 @@ mod coroutine {
             carrier
         }
 
-        /// Runs until the thread that it carries waits, or no fresh thread is left.
+        /// Runs until a thread that it carries waits, or no fresh thread is left.
         #[inline(always)]
         pub(in super::super) fn resume(&mut self, block: &Block) {
             block.yielder.set(self.yielder);
             match self.coroutine.resume(()) {
                 CoroutineResult::Yield(()) => {}
-                // It loops for ever, unless it is ended from outside.
+                // The coroutine loops for ever, unless a fault's handler ends it.
                 CoroutineResult::Return(()) => resume_unwind(Box::new(block.traps.cause(block))),
             }
         }
     }
 }
 
-/// Miri runs no assembly, so no stack is changed: a thread that waits is an error.
+/// Miri runs no assembly, so stacks cannot be switched: a thread that waits is an error.
 #[cfg(miri)]
 mod plain {
     use super::{Block, Traps};
@@ -78,7 +78,7 @@ mod plain {
         }
 
         pub(in super::super) fn resume(&mut self, block: &Block) {
-            // SAFETY: as on a coroutine.
+            // SAFETY: as on a coroutine: the words are this kernel's arguments, and every processor can run this version.
             unsafe { (block.code)(block.words, block) };
         }
     }
@@ -92,7 +92,7 @@ pub(super) fn cause(panic: Box<dyn Any + Send>) -> Cause {
     };
     let text = panic.downcast_ref::<String>().cloned();
     let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-    // What a kernel panics with may panic when it is dropped.
+    // The value of a kernel's panic may panic when it is dropped.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(another);
     }

@@ -1,25 +1,33 @@
-//! What happened before what within a block: barriers order all of its threads, warp barriers the lanes that meet there.
+//! What happened before what within a block. A barrier orders all threads of the block, a warp barrier the lanes that meet there.
 //!
-//! Barriers count up an epoch; within an epoch a warp counts up its own time at each of its warp barriers, and each lane
-//! knows until which time it follows each other lane (a vector clock; Fidge and Mattern, 1988). Shuffles and votes are
-//! not told: they exchange values and order no memory. Invariant: an access follows another exactly if CUDA promises that
-//! it sees it.
+//! Each barrier counts up the epoch. Each warp barrier counts up the time of its warp. Each lane knows up to which time it follows
+//! each other lane of its warp (a vector clock; Fidge and Mattern, 1988).
+//!
+//! ```text
+//! one warp                              time    lane 0 follows lane 1 before     lane 2 follows lane 0 before
+//! start                                  0                 0                                0
+//! sync_warp(lanes 0, 1)                  1                 1                                0
+//! sync_warp(lanes 1, 2)                  2                 1                                1       through lane 1
+//! ```
+//! Shuffles and votes are not told here: they exchange values and order no memory.
+//!
+//! Invariant: an access follows another exactly if CUDA promises that it sees it.
 
 use super::WARP;
 use super::site::Site;
 use core::num::NonZeroU32;
 
-/// By lane of a warp: accesses that it made before this time are followed.
+/// By lane of a warp: whoever has this follows the accesses that the lane made before this time.
 type Seen = [u32; WARP as usize];
 
 const NOTHING_SEEN: &Seen = &[0; WARP as usize];
 
-/// When an access happened, and who made it where.
+/// When an access happened, who made it, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     /// The block's place in the grid, x first.
     pub(super) block: u32,
-    /// Barriers of the block so far, and one.
+    /// Barriers of the block so far, plus one.
     pub(super) epoch: NonZeroU32,
     /// Warp barriers of the warp so far.
     time: u32,
@@ -36,7 +44,7 @@ impl Stamp {
         u32::from(self.thread) % WARP
     }
 
-    /// Whether both are of one warp, with no barrier of any kind between them.
+    /// Whether one warp made both, with no barrier of any kind between them.
     #[inline]
     pub(super) fn same_moment(self, other: Self) -> bool {
         self.epoch == other.epoch && self.time == other.time && self.same_warp(other)
@@ -61,7 +69,7 @@ pub(super) struct Now<'c> {
 }
 
 impl Now<'_> {
-    /// Whether it sees what the `earlier` access did.
+    /// Whether this access sees what the `earlier` one did.
     #[inline]
     pub(super) fn follows(&self, earlier: Stamp) -> bool {
         let now = self.stamp;
@@ -78,7 +86,7 @@ pub(super) struct Clock {
     epoch: NonZeroU32,
     /// By warp.
     times: Vec<u32>,
-    /// By thread; empty while no warp barrier has come.
+    /// By thread. Empty until the first warp barrier.
     seen: Vec<Seen>,
 }
 

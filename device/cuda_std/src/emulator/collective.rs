@@ -1,4 +1,4 @@
-//! The operations at which threads wait for each other, and what each of them gets.
+//! The operations at which threads wait for each other, and what each thread gets from them.
 //!
 //! Invariant: a result depends on the values that the threads brought, never on the order in which they came.
 
@@ -15,7 +15,7 @@ pub enum Collective {
     BarrierCount,
     /// All threads of the block; each gets 1 when all brought non-zero.
     BarrierAnd,
-    /// All threads of the block; each gets 1 when one brought non-zero.
+    /// All threads of the block; each gets 1 when at least one brought non-zero.
     BarrierOr,
     /// The lanes of a mask.
     Warp(u32),
@@ -37,7 +37,7 @@ impl Collective {
     #[inline(always)]
     #[track_caller]
     pub fn wait(self, value: u64) -> u64 {
-        // SAFETY: it is not kept.
+        // SAFETY: the reference is not kept.
         unsafe { current_block() }.wait(self, value, Location::caller())
     }
 
@@ -58,8 +58,9 @@ impl Collective {
     }
 }
 
-/// What the lanes of the caller's segment of `lanes`, a power of two, bring, by their place in it; all of `mask`, the segment
-/// among them, call it together. One wait shows a lane what it would see by waiting for a shuffle again and again.
+/// What the lanes of the caller's segment bring, by their place in it. A segment has `lanes` lanes, a power of two. All lanes of
+/// `mask`, the segment among them, call it together. One wait shows a lane what it would otherwise see by many shuffles, with a
+/// wait for each.
 ///
 /// # Safety
 /// `T` has no padding, all lanes of the mask bring the same `T`, and `lanes` is a power of two up to 32.
@@ -71,20 +72,20 @@ impl Collective {
 pub unsafe fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as usize] {
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "lanes exchange 4 or 8 bytes") };
     debug_assert!(lanes.is_power_of_two() && lanes <= WARP, "a segment of {lanes} lanes");
-    // SAFETY: reads as many bytes as `T` has, all of them set, since it has no padding.
+    // SAFETY: reads as many bytes as `T` has. All are initialised, since `T` has no padding.
     let word = unsafe {
         if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
     };
     Collective::Gather(mask).wait(word);
     let mut values = [value; WARP as usize];
-    // SAFETY: it is not kept.
+    // SAFETY: the reference is not kept beyond this call.
     let block = unsafe { current_block() };
     let first = block.lane() & !(lanes - 1);
     let segment = (u32::MAX >> (WARP - lanes)) << first;
     assert!(mask & segment == segment, "lanes {segment:#010x} are not all in the mask {mask:#010x}");
     for (lane, value) in (first..first + lanes).zip(&mut values) {
         let word = block.brought(lane);
-        // SAFETY: the lane is in the mask, so it has brought the word to this very gather, made from the same `T`.
+        // SAFETY: the lane is in the mask, so it brought the word to this gather, and made it from the same `T`.
         *value = unsafe { if size_of::<T>() == 4 { transmute_copy(&(word as u32)) } else { transmute_copy(&word) } };
     }
     values

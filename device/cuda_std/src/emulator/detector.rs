@@ -1,7 +1,7 @@
 //! One block's view of a watched launch: its clocks, the cells of its shared memory, and the launch's arguments.
 //!
-//! Invariant: an access that returns `Ok` lies inside what the kernel was given, reads no shared memory that the block
-//! has not written, and follows every conflicting access that came before it.
+//! Invariant: an access that returns `Ok` lies inside what the kernel was given. It reads no shared memory that the block has not
+//! written. It follows every conflicting access before it.
 
 use super::WARP;
 use super::arguments::{Arguments, Span};
@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-/// Bytes of shared memory that a cell stands for.
+/// Bytes of shared memory that share a cell.
 const WORD: usize = 4;
 
 /// Watches the threads of one block.
@@ -31,7 +31,7 @@ pub(super) struct Detector {
 
 /// What is wrong with an access.
 pub(super) enum Wrong {
-    /// It lies outside of what it belongs to.
+    /// It lies outside the memory that it belongs to.
     Outside { place: Place, bounds: Range<i64> },
     /// It reads shared memory that the block has not written.
     Unwritten { place: Place },
@@ -40,7 +40,7 @@ pub(super) enum Wrong {
 }
 
 impl Detector {
-    /// For block `index` of the grid.
+    /// The detector of block `index` of the grid.
     pub(super) fn new(arguments: Arc<Arguments>, entry: &Entry, grid: Grid, index: u64) -> Self {
         let block = u32::try_from(index).expect("a watched launch has fewer than 2^32 blocks");
         let shared_bytes = entry.shared_bytes as usize;
@@ -54,14 +54,14 @@ impl Detector {
         }
     }
 
-    /// The threads that take part in a collective, `thread` among them, have all come to it.
+    /// All threads that take part in a collective have come to it; `thread` is one of them.
     pub(super) fn met(&mut self, collective: Collective, thread: u32) {
         match collective {
             Collective::Barrier | Collective::BarrierCount | Collective::BarrierAnd | Collective::BarrierOr => {
                 self.clock.barrier();
             }
             Collective::Warp(mask) => self.clock.warp_barrier(thread / WARP, mask),
-            // They exchange values; CUDA promises no order of memory.
+            // These exchange values. CUDA promises no order of memory for them.
             Collective::Ballot(_) | Collective::Gather(_) | Collective::Shuffle { .. } => {}
         }
     }
@@ -108,7 +108,7 @@ impl Detector {
 }
 
 impl Wrong {
-    /// The fault of a thread that did `kind` at `now`.
+    /// The fault of a thread whose access of this `kind` at `now` is wrong.
     #[cold]
     fn cause(self, grid: Grid, kind: Kind, now: Stamp) -> Cause {
         let access = |kind, stamp: Stamp| Access {

@@ -1,4 +1,4 @@
-//! What a kernel did that a GPU would leave undefined.
+//! Faults: what a kernel did that a GPU would leave undefined.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,9 +9,9 @@ use std::panic::Location;
 pub struct Fault {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// The line that launched it; of a captured launch, the line that recorded it.
+    /// The line that launched it. For a captured launch: the line that recorded it.
     pub launched_at: &'static Location<'static>,
-    /// The block's place in the grid; zeros where the launch as a whole is at fault ([`Cause::Overrun`]).
+    /// The block's place in the grid. Zeros where the launch as a whole is at fault ([`Cause::Overrun`]).
     pub block: [u32; 3],
     /// The thread's place in the block.
     pub thread: u32,
@@ -32,51 +32,51 @@ pub enum Cause {
     Divergence {
         /// Where the thread waits, as `file:line`.
         waits_at: String,
-        /// The thread that is missing.
+        /// The thread that did not come.
         missing: u32,
-        /// Where that one is.
+        /// Where that thread is.
         found: String,
     },
     /// The block wrote outside its dynamic shared memory.
     SharedOverrun {
-        /// The first byte that was hit, from the start of the shared memory; negative: before it.
+        /// The first byte that was hit, counted from the start of the shared memory. Negative: before it.
         offset: i64,
         /// The bytes that the launch gave the block.
         size: usize,
     },
-    /// Bytes next to an argument were changed, by a write of which the emulator was not told. They have been put back.
+    /// A write of which the emulator was not told changed bytes next to an argument. They have been put back.
     Overrun {
         /// The argument's name.
         name: &'static str,
-        /// The element that was hit, from the argument's start; negative: before it.
+        /// The element that was hit, counted from the argument's start. Negative: before it.
         element: i64,
         /// Elements of the argument.
         length: usize,
     },
     /// The thread's frames need more stack than the emulator gives a thread.
     StackOverflow {
-        /// What it gives.
+        /// The bytes that the emulator gives.
         bytes: usize,
     },
     /// The thread followed a pointer to where there is no memory.
     NoMemory {
-        /// Where, told from the argument that is nearest; none where the processor does not tell.
+        /// Where, as an element of the nearest argument. None where the processor does not tell the address.
         place: Option<Place>,
     },
-    /// Two threads used the same memory, one of them wrote, and nothing orders the two.
+    /// Two threads used the same memory, at least one of them wrote, and nothing orders the two.
     Race {
-        /// What both used.
+        /// The memory that both used.
         place: Place,
         /// What happened first, this time.
         earlier: Box<Access>,
         /// What the faulting thread did.
         later: Access,
     },
-    /// The thread left the tensor, or the part of the shared memory, that it computes with.
+    /// The thread left the tensor, or the part of the shared memory, with which it computes.
     OutOfBounds {
         /// Where it went.
         place: Place,
-        /// Where it may go: elements of an argument, bytes of shared memory.
+        /// Where it may go: elements of an argument, or bytes of shared memory.
         bounds: Range<i64>,
         /// What it did there.
         access: Access,
@@ -90,7 +90,7 @@ pub enum Cause {
     },
 }
 
-/// Memory as a kernel knows it.
+/// A place in memory, as a kernel knows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// An element of a parameter.
@@ -109,7 +109,7 @@ pub enum Place {
     Address(u64),
 }
 
-/// What is done with memory.
+/// What an access does with memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// It is read.
@@ -118,7 +118,7 @@ pub enum Kind {
     Write,
 }
 
-/// A thread's use of memory.
+/// One use of memory by a thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
     /// Read or written.
@@ -129,7 +129,7 @@ pub struct Access {
     pub thread: u32,
     /// Barriers that the block had passed.
     pub epoch: u32,
-    /// The source line. Of several lanes of a warp that read the same, the line where one of them did.
+    /// The source line. Where several lanes of a warp read the same memory: the line where one of them did.
     pub location: &'static Location<'static>,
 }
 

@@ -1,13 +1,13 @@
-//! What the lanes of a warp show each other: how matrix instructions, which are warp-wide, are emulated.
+//! What the lanes of a warp show each other: matrix instructions, which belong to a whole warp, are emulated with it.
 //!
 //! Invariant: a lane has all addresses only when every lane of the warp has come to the same place.
 
 use super::{Collective, WARP, current};
 
-/// Waits for all lanes of the warp, each with a `value`, and returns where the value of each is.
+/// Waits for all lanes of the warp, each with a `value`. Returns the addresses of all these values, by lane.
 ///
-/// The values are there until the lanes meet again, which the caller sees to, by
-/// [`sync_warp`](crate::warp::sync_warp), before its own may go.
+/// The values must live until the lanes meet again. The caller makes sure of that: it calls [`sync_warp`](crate::warp::sync_warp)
+/// before its own value ends.
 #[track_caller]
 pub fn lanes<T>(value: &T) -> [*const T; WARP as usize] {
     Collective::Gather(u32::MAX).wait(core::ptr::from_ref(value) as u64);

@@ -1,7 +1,7 @@
-//! The threads that run one device's launches.
+//! The OS threads that run one device's launches.
 //!
-//! Invariant: a launch that never ends holds the threads of its own machine and the one that called, and nothing that others
-//! wait for.
+//! Invariant: a launch that never ends holds the threads of its own machine and the thread that called. It holds nothing that others wait
+//! for.
 
 use super::arguments::Arguments;
 use super::block::{Launch, Runner};
@@ -19,30 +19,30 @@ thread_local! {
     static RUNNER: RefCell<Runner> = RefCell::new(Runner::new());
 }
 
-/// Runs launches. Its threads are started by the first launch of several blocks. Dropping it waits for none of them: they end
-/// when they have nothing to do.
+/// Runs launches. The first launch of several blocks starts its threads. Dropping the machine waits for none of them: they end when they
+/// have nothing to do.
 #[derive(Debug, Default)]
 pub struct Machine {
-    /// None where the system gives no threads, and under Miri: blocks run on the caller's.
+    /// None where the system gives no threads, and under Miri. Blocks then run on the caller's thread.
     pool: OnceLock<Option<ThreadPool>>,
 }
 
 impl Machine {
-    /// Runs every thread of `grid` and returns when all have ended. A launch that is made while a rayon pool's thread waits for
-    /// another may run on that thread, too.
+    /// Runs every thread of `grid`, and returns when all have ended. While a thread of a rayon pool waits for one launch, another
+    /// launch may run on that thread too.
     ///
-    /// `memory` tells which range of addresses, with the one that it is given inside, the device has as one allocation; none:
-    /// what lies around the arguments is not looked at.
+    /// `memory` tells which range around an address the device has as one allocation. Where it answers none, nothing around the
+    /// argument is compared.
     ///
     /// # Safety
-    /// `words` are the arguments of `entry` ([`Words::of`]), its contract accepted them for this grid, and the memory that they
-    /// name is alive. What `memory` answers can be read and written, and nobody else writes it until the launch has ended.
+    /// `words` are the arguments of `entry` ([`Words::of`]). Its contract accepted them for this grid, and the memory that they name is
+    /// alive. The ranges that `memory` names can be read and written, and nobody else writes there until the launch has ended.
     ///
     /// # Errors
-    /// The first [`Fault`] by block order. Blocks that come later may not have run.
+    /// The first [`Fault`] by block order. Later blocks may not have run.
     ///
     /// # Panics
-    /// When the environment asks for a [`Mode`] that there is not, and in a kernel, which cannot launch.
+    /// When the environment asks for a [`Mode`] that does not exist; and in a kernel, which cannot launch.
     pub unsafe fn launch(
         &self,
         entry: &Entry,
@@ -55,9 +55,9 @@ impl Machine {
         let Mode { races, shuffle } = Mode::current();
         let arguments = Arguments::new(entry, words, races).into();
         let launch = Launch { entry, grid, words, arguments, watched: races, shuffle };
-        // SAFETY: `memory` answers with what can be read and written, and nobody else writes until the check below.
+        // SAFETY: the ranges that `memory` names can be read and written, and nobody else writes there until the check below.
         let guards = unsafe { Guards::new(entry, words, memory) };
-        // SAFETY: the words are the entry's arguments, accepted for this grid, and name memory that is alive.
+        // SAFETY: the words are the entry's arguments, its contract accepted them for this grid, and they name memory that is alive.
         let outcome = unsafe { self.run(&launch) };
         let around = guards.check();
         outcome?;

@@ -1,12 +1,18 @@
-//! Runs kernels on the CPU, thread by thread, with the GPU's rules made errors.
+//! Runs kernels on the CPU, thread by thread. A kernel that breaks a rule of the GPU is an error here.
 //!
-//! A block's threads run one after another on one coroutine, as plain calls, until one of them waits at a barrier
-//! or a lane exchange; only then does the next thread get a coroutine of its own. Blocks run in parallel on the threads of a
-//! [`Machine`]. In a [`Mode`] launches are watched for races, or run in a shuffled order; `docs/races.md` tells how.
+//! A block's threads run one after another on one coroutine, as plain calls, until one of them waits at a barrier or a lane
+//! exchange. Only then does the next thread get a coroutine of its own. Blocks run in parallel on the threads of a [`Machine`]. A
+//! [`Mode`] makes the emulator watch launches for races, or run them in a shuffled order; `docs/races.md` tells how.
 //!
-//! Invariant: a launch either runs every thread of every block to its end or returns one [`Fault`] that names kernel,
-//! block and thread; which fault does not depend on timing (the lowest block wins), but for a race between blocks, which
-//! the later of the two reports.
+//! ```text
+//! block of 96 threads             warp 0: threads 0..31    warp 1: 32..63         warp 2: 64..95
+//!   runs until it waits or ends   0, 1, .. 31              (after warp 0)         (after warp 1)
+//!   at a lane exchange            the warp's lanes go on as soon as all have come
+//!   at a barrier                  waits                    waits                  .. then all go on
+//! coroutines in use               one for each thread that waits, and one more
+//! ```
+//! Invariant: a launch either runs every thread of every block to its end, or returns one [`Fault`] that names kernel, block and thread.
+//! Which fault does not depend on timing: the lowest block's. The exception is a race between blocks, which the later of the two reports.
 
 pub mod access;
 mod arguments;
@@ -50,11 +56,11 @@ thread_local! {
 /// Outside a launch: a device function was called by host code.
 #[inline(always)]
 pub fn current<R>(ask: impl FnOnce(&Block) -> R) -> R {
-    // SAFETY: `ask` cannot keep it: it takes a reference of any lifetime.
+    // SAFETY: `ask` takes a reference of any lifetime, so it cannot keep the block.
     ask(unsafe { current_block() })
 }
 
-/// The block of the running kernel thread; for where a closure, which may stay a call, costs too much.
+/// The block of the running kernel thread: for places where a closure, which may stay a call, costs too much.
 ///
 /// # Safety
 /// The kernel thread does not keep it beyond its end.
@@ -65,12 +71,12 @@ pub fn current<R>(ask: impl FnOnce(&Block) -> R) -> R {
 unsafe fn current_block<'b>() -> &'b Block {
     let block = CURRENT.get();
     assert!(!block.is_null(), "a device function was called outside a launch");
-    // SAFETY: `Runner::run` sets the pointer for the time that its block is alive and on this OS thread, where the kernel runs
-    // too; it resets it before the block goes, and before threads that still wait are unwound.
+    // SAFETY: `Runner::run` sets the pointer on this OS thread, where the kernel runs too, while its block is alive. It resets the
+    // pointer before the block goes, and before threads that still wait are unwound.
     unsafe { &*block }
 }
 
-/// Whether the version of the kernel that runs was compiled for registers of 16 floats.
+/// Whether the running version of the kernel was compiled for registers of 16 floats.
 #[inline(always)]
 pub fn is_wide() -> bool {
     current(Block::is_wide)

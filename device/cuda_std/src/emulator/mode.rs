@@ -1,7 +1,7 @@
 //! How launches run: watched for races or not, in the usual order or in a shuffled one.
 //!
-//! Invariant: a kernel without races gives the same bits in every mode. A shuffled launch runs one block at a time, so
-//! that a seed names one order of everything, and whatever it shows can be shown again.
+//! Invariant: a kernel without races gives the same bits in every mode. A shuffled launch runs one block at a time. So a seed names
+//! one order of everything, and a fault that it shows can be shown again.
 
 use std::cell::Cell;
 use std::env;
@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 /// `1`: watch every launch for races.
 const RACES_VARIABLE: &str = "STEPSCOPE_RACES";
-/// A seed: run blocks and threads in an order drawn from it.
+/// A seed: run blocks and threads in an order drawn from this seed.
 const SHUFFLE_VARIABLE: &str = "STEPSCOPE_SHUFFLE";
 
 static ENVIRONMENT: LazyLock<Result<Mode, String>> =
@@ -19,12 +19,12 @@ thread_local! {
     static SCOPE: Cell<Option<Mode>> = const { Cell::new(None) };
 }
 
-/// What the emulator does besides running a kernel.
+/// How the emulator runs a kernel, and what it watches meanwhile.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mode {
     /// Whether races, reads of unwritten shared memory and accesses outside an argument are faults.
     pub races: bool,
-    /// The seed of a shuffled order of blocks and threads; none: the blocks in parallel, the threads ascending.
+    /// The seed of a shuffled order of blocks and threads. None: blocks run in parallel, threads ascend.
     pub shuffle: Option<u64>,
 }
 
@@ -32,15 +32,15 @@ impl Mode {
     /// Watched for races, in the usual order.
     pub const RACES: Self = Self { races: true, shuffle: None };
 
-    /// What `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) ask for, as they were at the first look.
+    /// What `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) ask for. Both are read once, at the first call.
     ///
     /// # Errors
-    /// What stands there instead, and where.
+    /// The value that has no meaning, and its variable.
     pub fn from_environment() -> Result<Self, String> {
         ENVIRONMENT.clone()
     }
 
-    /// Runs `code`; launches that this OS thread makes meanwhile run in this mode, whatever the environment says.
+    /// Runs `code`. Launches that this OS thread makes meanwhile run in this mode, whatever the environment says.
     pub fn scope<R>(self, code: impl FnOnce() -> R) -> R {
         struct Outer(Option<Mode>);
         impl Drop for Outer {
@@ -52,7 +52,7 @@ impl Mode {
         code()
     }
 
-    /// The mode of the [`Mode::scope`] in which this OS thread is, for whoever launches on another in its place.
+    /// The mode of the [`Mode::scope`] in which this OS thread is: for code that launches on another OS thread in its place.
     pub fn of_thread() -> Option<Self> {
         SCOPE.get()
     }
@@ -60,7 +60,7 @@ impl Mode {
     /// The mode of a launch that this OS thread makes now.
     ///
     /// # Panics
-    /// When the environment's variables have no meaning; who opens a device looks at them first.
+    /// When the environment's variables have no meaning. Code that opens a device looks at them first.
     pub(super) fn current() -> Self {
         SCOPE.get().unwrap_or_else(|| Self::from_environment().unwrap_or_else(|found| panic!("no mode: {found}")))
     }
@@ -76,7 +76,7 @@ impl Mode {
     }
 }
 
-/// A drawn order of things that may come in any order.
+/// A random order of things that may come in any order.
 #[derive(Debug)]
 pub(super) struct Order {
     things: Vec<u32>,
@@ -85,7 +85,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// An order of `0..count` that `seed` names, another one for each `stream`.
+    /// An order of `0..count` that follows from `seed`, another one for each `stream`.
     pub(super) fn new(count: u32, seed: u64, stream: u64) -> Self {
         let random = seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95);
         let mut order = Self { things: (0..count).collect(), random };

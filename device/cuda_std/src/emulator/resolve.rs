@@ -1,7 +1,6 @@
-//! Who may go on: the operations at which all threads have come that take part.
+//! Which threads may go on: those at an operation to which all threads that take part have come.
 //!
-//! Invariant: a thread becomes ready only when every thread that it waits for stands at the same operation at the same
-//! source line.
+//! Invariant: a thread becomes ready only when every thread that it waits for stands at the same operation at the same source line.
 
 use super::WARP;
 use super::block::Block;
@@ -10,7 +9,7 @@ use super::fault::Cause;
 use std::ops::Range;
 use std::panic::Location;
 
-/// What a thread waits at, and what it brought.
+/// Where a thread waits, and what it brought.
 #[derive(Clone, Copy)]
 pub(super) struct Wait {
     pub(super) collective: Collective,
@@ -18,17 +17,17 @@ pub(super) struct Wait {
     pub(super) value: u64,
 }
 
-/// How far a thread is.
+/// How far a thread has come.
 #[derive(Clone, Copy)]
 pub(super) enum State {
     Fresh,
-    /// Goes on when the scheduler comes by, on its carrier.
+    /// Goes on at its next turn, on its carrier.
     Ready,
     Waiting(Wait),
     Done,
 }
 
-/// Makes those of `threads` ready whose lanes have all come to one operation; whether there are any.
+/// Makes threads of `threads` ready where all lanes of their operation have come. Returns whether there are any.
 pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     let mut states = block.states.borrow_mut();
     let mut exchange = block.exchange.borrow_mut();
@@ -46,7 +45,8 @@ pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     progress
 }
 
-/// Makes the block ready, which must stand at one barrier, or it never goes on. False: every thread has ended.
+/// Called when no lanes can go on by themselves. Makes the block ready: all its threads must stand at one barrier. A thread that is
+/// missing now never comes, which is an error. False: every thread has ended.
 pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
     let mut states = block.states.borrow_mut();
     let mut exchange = block.exchange.borrow_mut();
@@ -78,7 +78,7 @@ pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
     Ok(true)
 }
 
-/// The first of `threads` that does not stand at `wait`.
+/// The first of `threads` that does not stand at the operation of `wait`.
 fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>) -> Option<u32> {
     threads.find(|&thread| match states.get(thread as usize) {
         Some(State::Waiting(other)) => {
@@ -89,7 +89,7 @@ fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>)
     })
 }
 
-/// Hands out the results and lets `threads` go on.
+/// Hands out the results, and lets `threads` go on.
 fn complete(
     states: &mut [State],
     exchange: &mut [u64],

@@ -1,17 +1,25 @@
 //! What each element of memory remembers: who wrote it last, and who has read it since.
 //!
-//! The rules are FastTrack's (Flanagan and Freund, 2009): every write must follow the write before it and all reads since,
-//! every read the last write. An access that follows another replaces it, for whatever follows the later one follows both.
-//! Invariant: a cell that reports nothing holds all that is needed to judge the next access. It keeps two readers where
-//! there are many: they are chosen so that no thread can come to follow both while it does not follow all.
+//! The rules are FastTrack's (Flanagan and Freund, 2009). A write must follow the write before it and all reads since. A read must
+//! follow the last write. An access that follows another replaces it: whatever follows the later one follows both.
 //!
-//! One simplification: lanes of a warp that read an element at different times, with partial warp barriers between them,
-//! are taken to have read it at the last of these times.
+//! ```text
+//! readers of a cell     a read that follows all of them   a read that does not
+//! None                  Warp: it alone
+//! Warp: of one warp     Warp: it alone                    same warp: Warp, it too;  another warp: Many, one of the old and it
+//! Many: two of them     Warp: it alone                    Many, the same two; but the first of another block replaces one
+//! a write must follow all readers, and leaves None
+//! ```
+//! Invariant: a cell that reports nothing holds all that it needs to judge the next access. Where there are many readers it keeps
+//! two. They are chosen so that no thread can follow both without following all.
+//!
+//! One simplification: lanes of a warp may read an element at different times, with partial warp barriers between them. They count
+//! as having read it at the last of these times.
 
 use super::clock::{Now, Stamp};
 use super::fault::Kind;
 
-/// An earlier access that the one that happens now does not follow.
+/// An earlier access that the present one does not follow.
 pub(super) type Conflict = (Kind, Stamp);
 
 /// The memory of one element.
@@ -26,9 +34,9 @@ pub(super) struct Cell {
 enum Readers {
     #[default]
     None,
-    /// Lanes of one warp, at one time.
+    /// Lanes of one warp, which count as reading at one time.
     Warp { first: Stamp, lanes: u32 },
-    /// Threads of several warps, or of several blocks if there are several; two of them.
+    /// Threads of several warps: two of them, of two blocks where the readers are of several blocks.
     Many { first: Stamp, other: Stamp },
 }
 
@@ -68,7 +76,7 @@ impl Readers {
         }
     }
 
-    /// These readers and one of another warp or time.
+    /// These readers, and one of another warp or another time.
     fn and(self, now: &Now<'_>) -> Self {
         let stamp = now.stamp;
         let alone = Self::Warp { first: stamp, lanes: 1 << stamp.lane() };
@@ -86,7 +94,7 @@ impl Readers {
                 }
             }
             Self::Many { first, other } if now.follows(first) && now.follows(other) => alone,
-            // A barrier orders threads of one block; a reader of another block is the one that nothing orders.
+            // A barrier orders threads of one block. Nothing orders a reader of another block, so that one is kept.
             Self::Many { first, other } if first.block == other.block && stamp.block != first.block => {
                 Self::Many { first, other: stamp }
             }

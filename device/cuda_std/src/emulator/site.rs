@@ -5,7 +5,7 @@
 use std::panic::Location;
 use std::sync::{Mutex, PoisonError};
 
-/// A line that touches memory.
+/// A source line that touches memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Site(u16);
 
@@ -28,7 +28,7 @@ impl Site {
     }
 }
 
-/// The sites that a block met last, found without a lock.
+/// The sites that a block met last. It finds them without a lock.
 pub(super) struct Sites {
     recent: [Option<(&'static Location<'static>, Site)>; Self::RECENT],
 }

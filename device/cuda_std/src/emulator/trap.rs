@@ -1,27 +1,30 @@
-//! What a kernel thread does to memory that is not there: a frame beyond the end of its stack, a pointer to nowhere.
+//! Faults of kernel threads that touch memory that does not exist: a frame beyond the end of its stack, a pointer to nowhere.
 //!
-//! The processor's fault comes as SIGSEGV or SIGBUS. Its handler ends the coroutine that ran, which returns to the scheduler as if it
-//! had come to its end, and leaves a note of why. Invariant: a fault of anything but a kernel thread's goes to the handler
-//! that was there before. What the thread held is forgotten, not dropped, so it must not have been in the middle of what
-//! others wait for: kernels' own code, where frames are made and pointers followed, is not.
+//! The processor's fault arrives as SIGSEGV or SIGBUS. The handler ends the coroutine that ran, and leaves a note that says why.
+//! The coroutine returns to the scheduler as if it had come to its end.
+//!
+//! Values that the thread held are forgotten, not dropped. So it must not hold anything that others wait for. A kernel's own code, which
+//! makes frames and follows pointers, holds nothing like that.
+//!
+//! Invariant: any other fault goes to the handler that was there before.
 
 use super::block::Block;
 use super::{CURRENT, fault::Cause, stack::STACK_BYTES};
 use corosensei::trap::CoroutineTrapHandler;
 use std::cell::{Cell, RefCell};
 
-/// The coroutines of an OS thread, and what became of the one that ran last.
+/// The coroutines of an OS thread, and why the one that ran last was ended.
 #[derive(Default)]
 pub(super) struct Traps {
     coroutines: RefCell<Vec<Trap>>,
     note: Cell<Option<Note>>,
 }
 
-/// A coroutine that can be ended from outside.
+/// A coroutine that the handler can end.
 #[derive(Clone, Copy)]
 pub(super) struct Trap {
     pub(super) handler: CoroutineTrapHandler<()>,
-    /// The lowest address of the stack; a page from there cannot be touched.
+    /// The lowest address of the stack. One page from there on is the guard page.
     pub(super) limit: usize,
 }
 
@@ -29,22 +32,22 @@ pub(super) struct Trap {
 #[derive(Clone, Copy)]
 enum Note {
     StackOverflow,
-    /// Nothing is at the address, if the processor tells it.
+    /// There is no memory at the address. None where the processor does not tell the address.
     NoMemory(Option<usize>),
 }
 
 impl Traps {
-    /// A coroutine was made.
+    /// Notes a new coroutine.
     pub(super) fn add(&self, trap: Trap) {
         self.coroutines.borrow_mut().push(trap);
     }
 
-    /// All coroutines are gone.
+    /// Forgets all coroutines, which are gone.
     pub(super) fn clear(&self) {
         self.coroutines.borrow_mut().clear();
     }
 
-    /// What the thread did for which its coroutine was ended.
+    /// Why the thread's coroutine was ended.
     pub(super) fn cause(&self, block: &Block) -> Cause {
         match self.note.take() {
             Some(Note::StackOverflow) => Cause::StackOverflow { bytes: STACK_BYTES },
@@ -67,16 +70,16 @@ mod signal {
 
     const SIGNALS: [c_int; 2] = [SIGSEGV, SIGBUS];
 
-    /// What was done about each signal before.
+    /// What the process did about each signal before.
     static BEFORE: [OnceLock<sigaction>; 2] = [OnceLock::new(), OnceLock::new()];
 
-    /// A stack on which this OS thread hears of faults, where it had none.
+    /// The stack on which this OS thread handles signals, where it had none.
     pub(in super::super) struct SignalStack {
         own: Option<*mut c_void>,
     }
 
     impl SignalStack {
-        /// Sees to it that faults of this thread are heard.
+        /// Makes sure that this thread's faults reach the handler, on a stack of their own.
         pub(in super::super) fn new() -> Self {
             listen();
             // SAFETY: asks for this thread's signal stack.
@@ -89,7 +92,7 @@ mod signal {
                 return Self { own: None };
             }
             let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            // SAFETY: a new mapping, which this thread's signals alone use until `drop` has taken it from them.
+            // SAFETY: a new mapping. Only this thread's signals use it, until `drop` takes it from them.
             let own = unsafe {
                 let memory = libc::mmap(null_mut(), SIGNAL_STACK_BYTES, access, kind, -1, 0);
                 let stack = stack_t { ss_sp: memory, ss_flags: 0, ss_size: SIGNAL_STACK_BYTES };
@@ -103,7 +106,7 @@ mod signal {
         fn drop(&mut self) {
             if let Some(memory) = self.own {
                 let none = stack_t { ss_sp: null_mut(), ss_flags: libc::SS_DISABLE, ss_size: SIGNAL_STACK_BYTES };
-                // SAFETY: `new` mapped it for this thread, whose signals do not use it any more; no handler runs here.
+                // SAFETY: `new` mapped it for this thread, whose signals no longer use it. No handler runs here.
                 unsafe {
                     libc::sigaltstack(&none, null_mut());
                     libc::munmap(memory, SIGNAL_STACK_BYTES);
@@ -112,19 +115,19 @@ mod signal {
         }
     }
 
-    /// Sets the handler, once.
+    /// Sets the handler of each signal, once.
     fn listen() {
         for (signal, before) in SIGNALS.into_iter().zip(&BEFORE) {
             before.get_or_init(|| take(signal));
         }
     }
 
-    /// Sets the handler; what was done before.
+    /// Sets the handler. Returns what was set before.
     fn take(signal: c_int) -> sigaction {
         let mut before = MaybeUninit::<sigaction>::zeroed();
         let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
-        // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO asks for, and touches nothing but what
-        // the faulting thread has, and `BEFORE`, which a fault before the end of this call finds empty.
+        // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO asks for. It touches only what the faulting
+        // thread has, and `BEFORE`, which is empty for a fault before this call ends.
         unsafe {
             let mut own = MaybeUninit::<sigaction>::zeroed().assume_init();
             own.sa_sigaction = handler as usize;
@@ -135,7 +138,7 @@ mod signal {
     }
 
     extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-        // SAFETY: the kernel passes both, for the time of the call.
+        // SAFETY: the system's kernel passes both, and both live for the time of the call.
         let is_ours = unsafe { end_coroutine(&*info, &mut *context.cast::<ucontext_t>()) };
         if !is_ours {
             // SAFETY: as above.
@@ -143,14 +146,14 @@ mod signal {
         }
     }
 
-    /// Whether the fault is a kernel thread's, which then goes on where its coroutine ends.
+    /// Whether the fault is a kernel thread's. If so, the thread goes on where its coroutine ends.
     ///
     /// # Safety
-    /// Called by the handler of the signal that `info` and `context` are of.
+    /// The signal's handler calls it, with its own `info` and `context`.
     unsafe fn end_coroutine(info: &siginfo_t, context: &mut ucontext_t) -> bool {
-        // SAFETY: a block that is set is alive: this is its OS thread, in the middle of the block's work.
+        // SAFETY: a block that is set is alive: this is its OS thread, in the middle of the block's work. (The block is not kept.)
         let Some(block) = (unsafe { CURRENT.get().as_ref() }) else { return false };
-        // Sent by a process: no fault.
+        // A process sent the signal: no fault.
         if info.si_code <= 0 {
             return false;
         }
@@ -160,15 +163,15 @@ mod signal {
         let Some(trap) = coroutines.iter().find(|trap| trap.handler.stack_ptr_in_bounds(stack_pointer)) else {
             return false;
         };
-        // SAFETY: both signals have an address; where no memory can be at all (SI_KERNEL) it is not told.
+        // SAFETY: both signals come with an address, except where no memory can be at all (SI_KERNEL).
         let address = (info.si_code != libc::SI_KERNEL).then(|| unsafe { info.si_addr() } as usize);
         // SAFETY: asks for a constant of the system.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let overflow = address.is_some_and(|address| address.wrapping_sub(trap.limit) < page);
         traps.note.set(Some(if overflow { Note::StackOverflow } else { Note::NoMemory(address) }));
-        // SAFETY: the stack pointer is in the coroutine, which is alive: it runs. What a kernel thread writes outside its
-        // stack is the launch's outputs and shared memory, of no use after a fault, and the block's own cells, which are
-        // written by whole words and read by the scheduler for nothing but who ran.
+        // SAFETY: the stack pointer is in the coroutine, which is alive, since it runs. Outside its stack a kernel thread writes the
+        // launch's outputs and shared memory, which are of no use after a fault. It also writes the block's own cells: by whole
+        // words, and the scheduler reads them only to learn which thread ran.
         let registers = unsafe { trap.handler.setup_trap_handler(|| ()) };
         go_on(context, registers);
         true
@@ -209,15 +212,15 @@ mod signal {
         }
     }
 
-    /// Does what was done about the signal before.
+    /// Does what the process did about the signal before.
     ///
     /// # Safety
-    /// Called by the signal's handler, with its arguments.
+    /// The signal's handler calls it, with its own arguments.
     unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
         let before = SIGNALS.iter().zip(&BEFORE).find(|&(&of, _)| of == signal).and_then(|(_, before)| before.get());
         let before = before.filter(|before| ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction));
-        // SAFETY: a handler that was set has the signature that its flags tell; else the default ends the process when the
-        // fault comes again, or now, if the signal was sent.
+        // SAFETY: a handler that was set has the signature that its flags name. Without one, the default ends the process: when the fault
+        // comes again, or now, where a process sent the signal.
         unsafe {
             match before {
                 Some(before) if before.sa_flags & libc::SA_SIGINFO != 0 => {

@@ -1,4 +1,17 @@
-//! What the half warp of a head does together: where its rows lie, their products, and sums of its columns over tokens.
+//! What the half warp of a head does together: where its rows lie, their dot products, and sums of its columns over tokens.
+//!
+//! Dot products: a lane has the pairs (i, j) of tokens that its place in a 4 x 4 tile names, and those 4, 8 and 12 further either way.
+//!
+//! ```text
+//!            j = 0   1   2   3    4   5 ..      a step reads 16 bytes of a row of a and of b; rows start 4 banks apart
+//! i = 0   lane   0   1   4   5    0   1         a: lanes 0 1 4 5 read one row, lanes 2 3 6 7 the next, ..
+//!     1          2   3   6   7    2   3         b: lanes 0 2 8 10 read one row, lanes 1 3 9 11 the next, ..
+//!     2          8   9  12  13    8   9         so half a warp reads 4 rows: 16 banks of its own
+//!     3         10  11  14  15   10  11
+//!     4          0   1   4   5    0   1         head 2 b: rows start in banks 0, 4, 8, 12, ..
+//!     ..                                        head 2 b + 1: in banks 16, 20, 24, 28, ..
+//! ```
+//! Sums over tokens: lane l has columns 4 l to 4 l + 3, so all lanes read the same pairs and each its own columns.
 
 use super::{HEAD, HEADS, MAX_TOKENS};
 use crate::block::{divide, stay_rolled};
@@ -12,9 +25,9 @@ use cuda_std::{prelude::*, warp};
 /// Lanes of a head.
 pub(super) const OWN_LANES: u32 = (HEAD / F4::LEN) as u32;
 const _: () = assert!(OWN_LANES as usize == MAX_TOKENS);
-/// Floats from one token's row to the next in shared memory: 4 more than the head, so that rows start in other banks.
+/// Floats from one token's row to the next in shared memory: the head's width and 4 more, so that each row starts 4 banks after the last.
 pub(super) const ROW: u32 = HEAD as u32 + 4;
-/// Floats from one row of the tokens x tokens matrices to the next.
+/// Floats from one row of a tokens x tokens matrix to the next.
 pub(super) const PAIR_ROW: u32 = MAX_TOKENS as u32 + 4;
 pub(super) const ROWS_LEN: u32 = MAX_TOKENS as u32 * ROW;
 pub(super) const PAIRS_LEN: u32 = MAX_TOKENS as u32 * PAIR_ROW;
@@ -22,7 +35,8 @@ pub(super) const PAIRS_LEN: u32 = MAX_TOKENS as u32 * PAIR_ROW;
 pub(super) const NUMBERS_LEN: u32 = MAX_TOKENS as u32;
 pub(super) const GAINS_LEN: u32 = 2 * HEAD as u32;
 
-/// Runs the block for each token, ascending, its number a constant: of 4 `groups` only the last three may be missing.
+/// Runs the block for each token, ascending; the token's number is a constant. Of the 4 x `groups` tokens only the last three may not
+/// exist, so only these are compared with the count.
 macro_rules! for_each_token {
     ($groups:expr, $tokens:expr, |$token:ident| $body:block) => {
         $crate::unroll_on_gpu!($token < 4 * $groups, at most 16 => {
@@ -32,7 +46,7 @@ macro_rules! for_each_token {
 }
 pub(super) use for_each_token;
 
-/// Calls `function::<GROUPS>(arguments)` for so many tokens.
+/// Calls `function::<GROUPS>(arguments)` with the groups of four that this many tokens fill.
 macro_rules! with_groups {
     ($tokens:expr, $function:ident($($argument:expr),* $(,)?)) => {
         match $tokens.div_ceil(4) {
@@ -54,18 +68,19 @@ pub(super) struct Head {
     stride: usize,
     /// Floats of q, of k and of v.
     pub(super) length: usize,
-    /// Its number among all.
+    /// The head's number among those of all samples.
     pub(super) number: usize,
     pub(super) tokens: u32,
-    /// This lane among the head's, and the first of its columns.
+    /// This lane's number among the head's lanes, and its first column.
     pub(super) lane: u32,
     pub(super) column: u32,
-    /// Whether it exists. The last warp may have one too few, and then computes the first again, to keep its lanes together.
+    /// Whether the head exists. The last warp may have only one: its other half then computes head 0 again, so that all lanes stay
+    /// together.
     pub(super) exists: bool,
 }
 
 impl Head {
-    /// This half warp's, of q, k and v of `length` floats in all.
+    /// The head of this half warp; q, k and v have `length` floats in all.
     ///
     /// # Safety
     /// `tokens` and `heads` are not 0.
@@ -73,7 +88,7 @@ impl Head {
     pub(super) unsafe fn new(length: usize, tokens: u32, heads: u32) -> Self {
         let (thread, length, stride) = (thread::thread_idx_x(), length / 3, heads as usize * HEAD);
         let number = (thread::block_idx_x() * HEADS + thread / OWN_LANES) as usize;
-        // SAFETY: `heads` is not 0, as is asked.
+        // SAFETY: `heads` is not 0, as the caller promises.
         let (sample, head) = unsafe { divide(number, heads as usize) };
         let first = sample * tokens as usize * stride + head * HEAD;
         let exists = first < length;
@@ -82,61 +97,62 @@ impl Head {
         Self { first, stride, length, number, tokens, lane, column: lane * F4::LEN as u32, exists }
     }
 
-    /// The index in q of this lane's vector of a row.
+    /// The index in q of this lane's four columns of a row.
     #[inline(always)]
     pub(super) fn index(self, row: usize) -> usize {
         self.first + row * self.stride + self.column as usize
     }
 
-    /// The index of the inverse root mean square of this lane's row of q (`part` 0) or k (1).
+    /// The index of the inverse root mean square of row `lane` of q (`part` 0) or k (1).
     #[inline(always)]
     pub(super) fn scale_index(self, part: usize) -> usize {
         (part * self.length + self.first + self.lane as usize * self.stride) / HEAD
     }
 
-    /// The index of the probability of `i` and this lane.
+    /// The index of the probability of the pair (`i`, `lane`).
     #[inline(always)]
     pub(super) fn probability_index(self, i: usize) -> usize {
         (self.number * self.tokens as usize + i) * self.tokens as usize + self.lane as usize
     }
 
-    /// Whether this lane has a row.
+    /// Whether there is a token of this lane's number.
     #[inline(always)]
     pub(super) fn has_row(self) -> bool {
         self.lane < self.tokens
     }
 
-    /// The tile `offset` floats into the head's `whole` of shared memory.
+    /// The tile that starts `offset` floats into the head's shared memory, of which it has `whole` floats.
     ///
     /// # Safety
     /// As for [`SharedTile::new`].
     #[inline(always)]
     pub(super) unsafe fn tile(self, whole: u32, offset: u32, len: u32) -> SharedTile<f32> {
         let own = thread::thread_idx_x() / OWN_LANES * whole;
-        // SAFETY: the tile is part of the head's, which lies inside shared memory, as is asked.
+        // SAFETY: the tile is part of the head's memory, which lies inside the block's, as the caller promises.
         unsafe { SharedTile::new((own + offset) * 4, len) }
     }
 
-    /// Starts to copy this lane's column of the rows at `from` floats into `x`.
+    /// Starts to copy this lane's columns of every token; the rows start `from` floats into `x`.
     ///
     /// # Safety
     /// The head lies inside `x` from there.
     #[inline(always)]
     pub(super) unsafe fn copy<const GROUPS: usize>(self, to: SharedTile<f32>, x: &[f32], from: usize) {
         for_each_token!(GROUPS, self.tokens, |row| {
-            // SAFETY: the head's rows lie inside `x` from `from` on, as is asked, and in each this lane's four columns.
+            // SAFETY: the head's rows lie inside `x` from `from` on, as the caller promises, and this lane's four columns lie in
+            // each row.
             unsafe { to.copy4(row as u32 * ROW + self.column, x, from + self.index(row)) };
         });
     }
 
-    /// A token's number, the last one's for those beyond, so that nothing is read that nobody wrote.
+    /// The token's number; for a token beyond the last, the last one's. So no lane reads a row that was never written.
     #[inline(always)]
     fn at_most_last(self, token: u32) -> u32 {
         if token < self.tokens { token } else { self.tokens - 1 }
     }
 
-    /// Sets `pairs[i, j] = sum_d a[i, d] b[j, d]`. A lane's pairs are 4 apart either way, so that what it reads serves several;
-    /// neighbours share a row of `a`, next but one of `b`, so that a 16-byte read of half a warp is one access to the banks.
+    /// Sets `pairs[i, j] = sum_d a[i, d] b[j, d]`, for the lane's pairs in the module's picture. A lane's pairs are 4 apart either
+    /// way, so each row that it reads serves `GROUPS` of them. A 16-byte read of half a warp is one access to the banks.
     #[inline(always)]
     pub(super) fn set_dots<const GROUPS: usize>(self, a: SharedTile<f32>, b: SharedTile<f32>, pairs: SharedTile<f32>) {
         let (mut i, mut j) = ([0; GROUPS], [0; GROUPS]);
@@ -167,7 +183,7 @@ impl Head {
         });
     }
 
-    /// This lane's column of every token.
+    /// This lane's columns of every token.
     #[inline(always)]
     pub(super) fn columns<const GROUPS: usize>(self, rows: SharedTile<f32>) -> [F4; MAX_TOKENS] {
         let mut columns = [F4::splat(0.0); MAX_TOKENS];
@@ -175,8 +191,8 @@ impl Head {
         columns
     }
 
-    /// `sum_j pairs[i, j] columns[j]`, j ascending, for i = `row` and the next: two, so that one does not wait for the
-    /// other's reads.
+    /// `sum_j pairs[i, j] columns[j]`, j ascending, for i = `row` and the next. Two at once, so that neither chain waits for the other's
+    /// reads.
     #[inline(always)]
     pub(super) fn mix<const GROUPS: usize>(
         self,
@@ -195,7 +211,7 @@ impl Head {
     }
 }
 
-/// A row of pairs; nothing of meaning beyond the tokens.
+/// A row of pairs. What it holds beyond the tokens has no meaning.
 #[inline(always)]
 pub(super) fn pair_row<const GROUPS: usize>(pairs: SharedTile<f32>, row: u32) -> [F4; GROUPS] {
     let mut values = [F4::splat(0.0); GROUPS];
@@ -209,13 +225,13 @@ pub(super) fn set_pair_row<const GROUPS: usize>(pairs: SharedTile<f32>, row: u32
     unroll_on_gpu!(at < GROUPS => { pairs.set4(row * PAIR_ROW + 4 * at as u32, values[at]) });
 }
 
-/// Multiplies a row by `gains`; returns `1 / sqrt(mean x^2 + epsilon)` of what it was.
+/// Multiplies a row by `gains`. Returns `1 / sqrt(mean x^2 + epsilon)` of the row as it was before.
 #[inline(always)]
 pub(super) fn apply_gains(rows: SharedTile<f32>, row: u32, gains: SharedTile<f32>, part: u32, epsilon: f32) -> f32 {
     let mut squares = F4::splat(0.0);
     let mut column = 0;
     while column < HEAD as u32 {
-        // All reads first: behind a write they would wait for it, since it might be of what they read.
+        // All reads first. A read behind a write would wait, since the write might change what it reads.
         let (mut x, mut gain) = ([F4::splat(0.0); 8], [F4::splat(0.0); 8]);
         unroll_on_gpu!(at < 8 => {
             let column = column + (at * F4::LEN) as u32;
@@ -231,10 +247,10 @@ pub(super) fn apply_gains(rows: SharedTile<f32>, row: u32, gains: SharedTile<f32
     math::rsqrt(sum4(squares) / HEAD as f32 + epsilon)
 }
 
-/// Waits for the warp's lanes, and makes what they wrote visible to each other.
+/// Waits for the lanes of the warp, and makes their writes visible to each other.
 #[inline(always)]
 #[track_caller]
 pub(super) fn sync() {
-    // SAFETY: the block is one warp, and its lanes stay together: a head that does not exist is computed all the same.
+    // SAFETY: the block is one warp, and all its lanes come here: the half warp of a missing head computes head 0.
     unsafe { warp::sync_warp(u32::MAX) }
 }

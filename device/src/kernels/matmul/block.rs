@@ -1,7 +1,21 @@
-//! One block's tile of the output: stages come to shared memory, products are summed in registers, sums are finished.
+//! One block's tile of the output: stages arrive in shared memory, threads sum products in registers, the epilogue finishes the sums.
 //!
-//! Invariant: each sum is one chain over ascending k that begins with zero; nothing is added beyond k. Chains of a chunk are
-//! added in order.
+//! The stages are a ring. With three slots (`AHEAD` is 1):
+//!
+//! ```text
+//!                                  slot 0            slot 1            slot 2
+//! before the loop                  copy stage 0      copy stage 1
+//! stage 0, from its first k on     MULTIPLY 0        .. copy 1         copy stage 2
+//!   its last group: wait until stage 1 is there, barrier
+//! stage 1                          copy stage 3      MULTIPLY 1        .. copy 2
+//!   its last group: wait until stage 2 is there, barrier
+//! stage 2                          .. copy 3         copy stage 4      MULTIPLY 2
+//! ```
+//! A copy goes to the slot of the stage before: every thread read its factors of that stage before the last barrier. Factors, too, are
+//! read one group of k ahead of their use.
+//!
+//! Invariant: each sum is one chain over ascending k that begins with zero. Nothing beyond k is added. The chains of a chunk are added in
+//! order.
 
 use super::epilogue::Epilogue;
 use super::operand::Stage;
@@ -13,10 +27,10 @@ use crate::unroll;
 use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
-/// Rows of tiles that are walked column by column.
+/// Rows of tiles within which the blocks run down the columns.
 pub(super) const GROUP: u32 = 8;
 
-/// One matrix multiply as a thread sees it.
+/// One matrix multiply, as a thread sees it.
 pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
@@ -25,7 +39,7 @@ pub(super) struct Problem<'p> {
 }
 
 impl Problem<'_> {
-    /// Whether the chunk has another chain behind `until`: it is then the problem, to be added to what is written.
+    /// Whether the chunk has another chain behind `until`. If so, the problem becomes that chain, added to the output so far.
     #[inline(always)]
     pub(super) fn goes_on(&mut self, until: u32) -> bool {
         self.epilogue.c = self.epilogue.out;
@@ -35,8 +49,8 @@ impl Problem<'_> {
     }
 }
 
-/// Computes this block's tile: `TM x TN` outputs for each thread, `AHEAD + 1` stages on their way while one is in use; the
-/// factors of `AT_ONCE` k are read together, `GROUPS` times in the body of the loop.
+/// Computes this block's tile. A thread has `TM x TN` outputs. `AHEAD + 1` stages are being copied while one is in use. A thread
+/// reads the factors of `AT_ONCE` k together, `GROUPS` times in the body of the loop.
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.
@@ -60,7 +74,7 @@ pub(super) unsafe fn compute<
         let [from, until] = problem.k.chain();
         let mut sums = [[0.0f32; TN]; TM];
         multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, own, [from, until], &mut sums);
-        // Two rows at a time, the next take their place: what follows the sums is long, and this keeps it once.
+        // Two rows at a time; then the next two take their place. The epilogue is long code, and so it is there once.
         for from in (0..TM).step_by(2) {
             let i = first[0] + own[0] + spread(from, TM, rows);
             let j = |group: usize| first[1] + own[1] + spread(4 * group, TN, cols);
@@ -83,12 +97,12 @@ pub(super) unsafe fn compute<
         if !problem.goes_on(until) {
             return;
         }
-        // All threads have read their factors of this chain.
+        // Behind this barrier no thread reads factors of this chain any more.
         thread::sync_threads();
     }
 }
 
-/// Adds the products of k from `from` to `until` to a thread's sums.
+/// Adds the products of the k from `from` to `until` to a thread's sums.
 #[inline(always)]
 fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: usize, const GROUPS: usize>(
     problem: &Problem<'_>,
@@ -112,13 +126,13 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     }
     while until - k >= tile.step() {
         if at.is_multiple_of(tile.depth) {
-            // Into the slot that was read before the last barrier.
+            // Into the slot that all threads read before the last barrier.
             let slot = (at / tile.depth + AHEAD + 1) % tile.stages;
             fetch(problem, tile, first, [k + (AHEAD + 1) * tile.depth, until], slot);
         }
         k += tile.step();
         unroll!(group < GROUPS => {
-            // The next factors are on their way while these are multiplied, also across the end of the stage.
+            // The reads of the next factors overlap the multiplies of these, also across the end of a stage.
             let now: [_; AT_ONCE] = next;
             if group + 1 < GROUPS {
                 next = factors.read_some(tile, at + ((group + 1) * AT_ONCE) as u32);
@@ -128,7 +142,7 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
                     wait_copies::<AHEAD>();
                     thread::sync_threads();
                 }
-                // The GPU also reads what it will not use: a condition would cost it copies of registers.
+                // The GPU also reads factors that it will not use: a condition would cost copies of registers.
                 if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
                     next = factors.read_some(tile, at);
                 }
@@ -143,8 +157,8 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     }
 }
 
-/// Row and column of this thread's first output in the tile. Two neighbouring threads share a column and half a warp
-/// two rows, so that a 16-byte read of half a warp is one access to the banks.
+/// Row and column of this thread's first output in the tile; `tile.rs` has the picture. Two neighbouring lanes share a column, and half a
+/// warp has two rows. So half a warp reads 16 bytes of each of eight groups of columns: all 32 banks, in one access.
 #[inline(always)]
 fn within(tile: Tile) -> [u32; 2] {
     let (warp, lane) = (thread::thread_idx_x() / 32, thread::thread_idx_x() % 32);
@@ -154,13 +168,13 @@ fn within(tile: Tile) -> [u32; 2] {
     [row * group(tile.each[0]), col * group(tile.each[1])]
 }
 
-/// How far the `index`th of a thread's `each` outputs lies from its first, along `extent`.
+/// How far the `index`th of a thread's `each` outputs lies from its first, along `extent`: groups of four are evenly spread.
 #[inline(always)]
 fn spread(index: usize, each: usize, extent: u32) -> u32 {
     if each < 4 { index as u32 } else { index as u32 / 4 * (extent / (each as u32 / 4)) + index as u32 % 4 }
 }
 
-/// Starts the copies of a stage from k on, if k has not ended, to the `slot`th place, and makes them a group.
+/// Starts the copies of the stage that begins at `first_k` into the `slot`th slot, if k goes that far. Makes them one group.
 #[inline(always)]
 fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u32; 2], slot: u32) {
     if first_k < end {
@@ -173,10 +187,11 @@ fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u3
     commit_copies();
 }
 
-/// A thread's factors of one k: those of its rows and of its columns.
+/// A thread's factors of one k: of its rows, and of its columns.
 type Factors<const TM: usize, const TN: usize> = ([f32; TM], [f32; TN]);
 
-/// Where a thread finds its factors in the stages: of A and of B, each from its own first row or column on.
+/// Where a thread finds its factors in the stages: a tile that starts at its first row of A, and one that starts at its first
+/// column of B.
 #[derive(Clone, Copy)]
 struct Sources([SharedTile<f32>; 2]);
 
@@ -184,18 +199,18 @@ impl Sources {
     #[inline(always)]
     fn new(tile: Tile, own: [u32; 2]) -> Self {
         let len = tile.stages * tile.stage_len();
-        // SAFETY: inside the stages, which the contract declares.
+        // SAFETY: both tiles lie inside the stages, which the contract declares.
         Self([own[0], tile.rows() + own[1]].map(|from| unsafe { SharedTile::new(4 * from, len - from) }))
     }
 
-    /// The factors of the `p`th k of the stages.
+    /// The factors of the `p`th k of the ring.
     #[inline(always)]
     fn read<const TM: usize, const TN: usize>(self, tile: Tile, p: u32) -> Factors<TM, TN> {
         let [left, right] = self.0;
         (read(left, p * tile.pitch(), tile.rows()), read(right, p * tile.pitch(), tile.cols()))
     }
 
-    /// The factors of `SOME` k from the `p`th of the stages.
+    /// The factors of `SOME` k, from the `p`th of the ring on.
     #[inline(always)]
     fn read_some<const TM: usize, const TN: usize, const SOME: usize>(
         self,
@@ -208,7 +223,7 @@ impl Sources {
     }
 }
 
-/// `EACH` factors from `at`, spread over `extent`.
+/// `EACH` factors: the first at `at`, their groups spread over `extent`.
 #[inline(always)]
 fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f32; EACH] {
     let mut factors = [0.0; EACH];
@@ -224,8 +239,8 @@ fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f3
     factors
 }
 
-/// Adds the products of one k to a thread's sums, two rows at a time, back and forth: neighbours share a factor, which the GPU
-/// then reads once, and fewer reads of a bank of registers meet.
+/// Adds the products of one k to a thread's sums: two rows at a time, back and forth. Multiplies that follow each other share a
+/// factor. The GPU then reads it once, and fewer reads collide in a bank of registers.
 #[inline(always)]
 fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (left, right): Factors<TM, TN>) {
     unroll!(pair < TM.div_ceil(2) => {

@@ -1,9 +1,9 @@
-//! What the contracts of matrix multiply check: every element that a batch reads or writes lies inside its argument, and
-//! no two batches write the same one.
+//! What the contracts of matrix multiplies check: every element that a batch reads or writes lies inside its argument, and no two batches
+//! write the same element.
 
 use cuda_std::launch::{Size, Violation};
 
-/// The most rows, columns or k: a kernel numbers them in 32 bits, also those of a tile or a stage that lie beyond the end.
+/// The most rows, columns or k. A kernel numbers them in 32 bits, and also those of a tile or a stage that lie beyond the end.
 const MOST: u32 = 1 << 31;
 
 /// Ok for rows, columns or k that a kernel can number.
@@ -11,7 +11,7 @@ pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Viola
     Violation::unless(extent <= MOST, argument, "at most 2^31", extent)
 }
 
-/// `a` and `b` of a multiply.
+/// Checks `a` and `b` of a multiply.
 macro_rules! check_factors {
     ($p:ident) => {
         let [m, n, k, lda, ldb] = [$p.m, $p.n, $p.k, $p.lda, $p.ldb].map(|x| x as usize);
@@ -23,7 +23,7 @@ macro_rules! check_factors {
 }
 pub(super) use check_factors;
 
-/// The chunks of k of a multiply, after which nothing may follow where there are several.
+/// The number of chunks of k. Where there are several, nothing may follow the sum.
 macro_rules! sum_chunks {
     ($p:ident) => {{
         checks::countable("k", $p.k)?;
@@ -36,7 +36,7 @@ macro_rules! sum_chunks {
 }
 pub(crate) use sum_chunks;
 
-/// What the sums meet and where they go: `$chunks` matrices for each batch, and one bias.
+/// Checks where the sums go and what they meet there: `$chunks` matrices for each batch, and one bias.
 macro_rules! check_outputs {
     ($p:ident, $chunks:expr) => {
         checks::countable("m", $p.m)?;

@@ -1,8 +1,22 @@
-//! The block of a matrix multiply that suits a CPU: few threads with many sums each, and long ways between barriers.
+//! The block of a matrix multiply that suits a CPU: few threads, many sums each, and much work between barriers.
 //!
-//! A stage lies in panels of [`PANEL`] rows (of A) or columns (of B), so that a thread reads its factors one after
-//! another: vectors of B, single elements of A, which therefore may lie as it does in memory (Goto and van de Geijn, "Anatomy
-//! of high-performance matrix multiplication", 2008). Invariant: the same chains as in every other tile.
+//! A stage lies in panels of [`PANEL`] rows (of A) or columns (of B). So a thread reads its factors one after another: vectors of
+//! B, single elements of A (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+//!
+//! ```text
+//! tile 128 x 256    B: panel  0    1    2  ..   7    of 32 columns each
+//! A: panel 0         thread   0    1    2  ..   7    a thread has one panel of A and one of B:
+//!          1                  8    9   10  ..  15    32 x 32 neighbouring outputs
+//!          2                 16   17   18  ..  23
+//!          3                 24   25   26  ..  31
+//!
+//! stage (64 k), two of them:  | A 0 | A 1 | A 2 | A 3 | B 0 | .. | B 7 |    each 32 x 64 floats, then 16 unused
+//! panel of B, or of an A that is contiguous along its rows:  k = 0: 32 floats | k = 1: 32 floats | ..
+//! panel of an A that is contiguous along k:                  row 0: 64 floats | row 1: 64 floats | ..
+//! ```
+//! A may lie in its panels as it does in memory, because a thread reads it element by element.
+//!
+//! Invariant: the same chains as in every other tile.
 
 use super::block::{GROUP, Problem};
 use super::epilogue::Epilogue;
@@ -13,9 +27,9 @@ use crate::unroll;
 use crate::vector::{F4, load_run};
 use cuda_std::{emulator, thread};
 
-/// Rows and columns of a thread's outputs, and of a panel.
+/// Rows of a panel of A, columns of one of B: a thread has this many outputs either way.
 const PANEL: u32 = 32;
-/// Panels of rows and of columns in the tile.
+/// Panels of A and of B in the tile.
 const PANELS: [u32; 2] = [4, 8];
 /// A thread for each pair of panels.
 pub(super) const TILE: Tile = Tile {
@@ -30,20 +44,20 @@ pub(super) const TILE: Tile = Tile {
 const ROWS: u32 = PANELS[0] * PANEL;
 const COLS: u32 = PANELS[1] * PANEL;
 const THREADS: u32 = PANELS[0] * PANELS[1];
-/// Depth of a stage along k.
+/// The k of a stage.
 const DEPTH: u32 = 64;
-/// Floats from one panel of a stage to the next; a line more than it holds, so that panels do not share their cache sets.
+/// Floats from one panel of a stage to the next: one cache line more than a panel holds, so that panels do not share their cache sets.
 const PANEL_LEN: u32 = DEPTH * PANEL + 16;
-/// Floats that a thread copies at once, a cache line; it has four of these in each panel.
+/// Floats that a thread copies at once: a cache line. It copies four of them in each panel.
 const RUN: usize = (PANEL * DEPTH / THREADS / 4) as usize;
 const STAGE_LEN: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN;
-/// One stage is in use while the next is copied.
+/// Two stages: one is in use while the next is copied.
 const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
 
 const _: () = assert!(TILE.rows() == ROWS && TILE.cols() == COLS && TILE.threads() == THREADS);
 const _: () = assert!(TILE.shared_bytes() >= SHARED_BYTES);
 
-/// A thread's outputs.
+/// A thread's sums, row by row.
 type Sums = [[f32; PANEL as usize]; PANEL as usize];
 
 /// Computes this block's tile.
@@ -60,14 +74,14 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
     let is_inside = first_row < m && first_col < n;
 
     let mut sums: Sums = [[0.0; _]; _];
-    // They wait in memory while other threads run, and stores to memory are where LLVM begins to look for vectors.
+    // The sums wait in memory while other threads run. LLVM looks for vectors where a loop stores to memory, and finds these.
     let sums = core::hint::black_box(&mut sums);
     loop {
         let [from, until] = problem.k.chain();
         stage(&problem, first, [from, until], 0);
         for at in 0..(until - from).div_ceil(DEPTH) {
             thread::sync_threads();
-            // Into the slot that was read before this barrier.
+            // Into the slot that all threads read before this barrier.
             stage(&problem, first, [from, until], at + 1);
             if is_inside {
                 let a = panel(at, own[0]);
@@ -102,13 +116,13 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
         if !problem.goes_on(until) {
             return;
         }
-        // All threads have read their factors of this chain.
+        // Behind this barrier no thread reads factors of this chain any more.
         thread::sync_threads();
     }
 }
 
-/// Adds the products of `depth` k to a thread's sums, `R x C` of them at a time: what the processor's registers hold.
-/// `ALONG_K`: how `a` lies; `b` lies across.
+/// Adds the products of `depth` k to a thread's sums, `R x C` sums at a time: as many as the processor's registers hold.
+/// `ALONG_K` says how `a` lies; `b` lies across.
 #[inline(always)]
 fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
     sums: &mut Sums,
@@ -139,14 +153,14 @@ fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
     }
 }
 
-/// A panel of a stage: those of A, then those of B.
+/// The panel of this number in a stage: A's come first, then B's.
 #[inline(always)]
 fn panel(stage: u32, number: u32) -> SharedTile<f32> {
     // SAFETY: the panels follow each other in what the contract declares.
     unsafe { SharedTile::new((stage % 2 * STAGE_LEN + number * PANEL_LEN) * 4, PANEL_LEN) }
 }
 
-/// Copies this thread's share of a stage of a chain, if there is one.
+/// Copies this thread's share of a stage of a chain, if the chain goes that far.
 #[inline(always)]
 fn stage(problem: &Problem<'_>, first: [u32; 2], [from, until]: [u32; 2], stage: u32) {
     let first_k = from + stage * DEPTH;
@@ -160,7 +174,7 @@ fn stage(problem: &Problem<'_>, first: [u32; 2], [from, until]: [u32; 2], stage:
     }
 }
 
-/// Where row `i` (of A) or column `i` (of B) of the `p`th k lies in a panel.
+/// The place in a panel of row `i` (of A) or column `i` (of B), at the `p`th k.
 #[inline(always)]
 fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
     if along_k { i * DEPTH + p } else { p * PANEL + i }
@@ -168,13 +182,13 @@ fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
 
 impl Operand<'_> {
     /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from `first_k`. The panel lies as the
-    /// operand does, or `ACROSS` k. Beyond the operand's rows come zeros, beyond `end` nothing.
+    /// operand does, or `ACROSS` k. Rows beyond the operand become zero. Beyond `end` nothing is written.
     #[inline(always)]
     fn panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, [first_k, end]: [u32; 2]) {
         if first_row >= self.rows {
             return;
         }
-        // Four runs, neighbours in memory along the operand's rows: whole cache lines.
+        // Four runs, each contiguous in memory: whole cache lines.
         let length = if self.along_k { DEPTH } else { PANEL };
         let runs = length / RUN as u32;
         let (across, along) = (thread::thread_idx_x() / runs * 4, thread::thread_idx_x() % runs * RUN as u32);
@@ -192,8 +206,7 @@ impl Operand<'_> {
     #[inline(always)]
     fn runs<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
         let mut runs = [[0.0; RUN]; 4];
-        // SAFETY: four runs inside the operand, which `panel` has compared with its rows and k. No closure: it would
-        // stay a call.
+        // SAFETY: four runs inside the operand: `panel` has compared them with its rows and k. No closure, which would stay a call.
         unroll!(at < 4 => { runs[at] = unsafe { load_run(self.values, from + at * self.stride as usize) }; });
         let at = place_in_panel(self.along_k && !ACROSS, i, p);
         if self.along_k && ACROSS {
@@ -209,7 +222,7 @@ impl Operand<'_> {
         }
     }
 
-    /// Copies `rows` x `depth` elements as far as they lie inside the operand, and before `end`.
+    /// Copies `rows` x `depth` elements one by one, as far as they lie inside the operand and before `end`.
     #[inline(always)]
     fn elements<const ACROSS: bool>(
         &self,

@@ -1,6 +1,13 @@
-//! What follows the sums of a matrix multiply: bias, old content, gelu, and the write.
+//! The epilogue of a matrix multiply: bias, old content, gelu, and the write.
 //!
-//! Invariant: in this order, each rounded once, whichever kernel has summed.
+//! A thread brings `ROWS` rows of up to four neighbours in each of `GROUPS` groups of columns:
+//!
+//! ```text
+//!                 columns[0] .. + 3           columns[1] .. + 3
+//! row i           sums[0][0]  (16 bytes)      sums[0][1]           + bias -> + beta C -> pre -> gelu -> out
+//! row i + 1       sums[1][0]                  sums[1][1]
+//! ```
+//! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
 use super::{GELU, KEEP};
 use crate::block::again;
@@ -11,7 +18,7 @@ use crate::{map4, math, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
 
-/// Where sums go, and what is done with them before; the parameters are those of the [module](super).
+/// Where sums go, and what happens to them before; the parameters are those of the [module](super).
 #[derive(Clone, Copy)]
 pub(crate) struct Epilogue<'p> {
     pub(crate) bias: &'p [f32],
@@ -28,8 +35,8 @@ pub(crate) struct Epilogue<'p> {
 }
 
 impl Epilogue<'_> {
-    /// Finishes the sums of `ROWS` rows from `i` on, in groups of up to `width` neighbours, each from its own column on; those
-    /// that lie outside the output are dropped.
+    /// Finishes the sums of `ROWS` rows from `i` on. A row has groups of up to `width` neighbours, each from its own column on. Sums that
+    /// lie outside the output are dropped.
     ///
     /// # Safety
     /// The contract has accepted the arguments.
@@ -47,7 +54,8 @@ impl Epilogue<'_> {
         let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
         let whole =
             i + ROWS as u32 <= m && (first | ldc as usize).is_multiple_of(F4::LEN) && inside(GROUPS - 1) == F4::LEN;
-        // Either all vectors lie in the output, or each is looked at: so reads follow each other, and writes.
+        // Either all vectors lie inside the output, or each is looked at. Without a look between them, reads follow each other, and so do
+        // writes.
         macro_rules! for_each {
             (|$row:ident, $group:ident, $at:ident, $part:ident| $body:expr) => {
                 if whole {
@@ -70,7 +78,8 @@ impl Epilogue<'_> {
                 }
             };
         }
-        // SAFETY: what is inside lies in `out`, `c`, `pre` and `bias`, which the contract checked.
+        // SAFETY: what lies inside the output lies in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
+        // checked it.
         unsafe {
             if !bias.is_empty() {
                 unroll_on_gpu!(group < GROUPS => {
@@ -80,7 +89,7 @@ impl Epilogue<'_> {
                 });
             }
             if beta != 0.0 {
-                // All reads first: the compiler moves none before a write.
+                // All reads first: the compiler moves no read before a write.
                 let mut old = [[F4::splat(0.0); GROUPS]; ROWS];
                 for_each!(|row, group, at, own| {
                     old[row][group] = F4::load_part_raw(c, at, own, 0.0);
@@ -97,7 +106,7 @@ impl Epilogue<'_> {
                 });
             }
             if flags & GELU != 0 {
-                // One row, and the others move up: it is long, and so it stands here once.
+                // One row at a time, then the others move up: gelu is long code, and so it is there once.
                 for _ in 0..again(ROWS as u32) {
                     let mut done = sums[0];
                     unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
@@ -112,7 +121,7 @@ impl Epilogue<'_> {
         }
     }
 
-    /// The same of `N` neighbours that all lie inside the output, on the CPU.
+    /// The same for `N` neighbours that all lie inside the output, on the CPU.
     ///
     /// # Safety
     /// As above.
@@ -121,8 +130,8 @@ impl Epilogue<'_> {
     pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
         let Self { bias, bias_start, c, out, pre, start, ldc, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
-        // SAFETY: a run that lies inside the output lies inside `out`, and so do `c`, `pre` and `bias` hold it where
-        // they are used, by the contract.
+        // SAFETY: a run inside the output lies inside `out`, and inside `c`, `pre` and `bias` where they are used: the contract has
+        // checked it.
         unsafe {
             if !bias.is_empty() {
                 let bias = load_run::<N>(bias, bias_start + j as usize);
@@ -143,7 +152,7 @@ impl Epilogue<'_> {
     }
 }
 
-/// How `count` elements, up to four, at `index` are moved: at once where that is a vector.
+/// How to move `count` elements, up to four, at `index`: in one access where they are an aligned vector.
 #[inline(always)]
 pub(crate) fn part(index: usize, count: usize) -> Part {
     if count >= F4::LEN && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(count) }

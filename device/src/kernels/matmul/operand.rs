@@ -1,19 +1,31 @@
-//! Operands of a matrix multiply, and how a block brings a stage of one to shared memory.
+//! Operands of a matrix multiply, and how a block copies a stage of one to shared memory.
 //!
-//! Invariant: a stage is k-major whatever the operand's order, and every row of it is written up to the end of k. Rows
-//! beyond the operand hold its last ones again, so that no copy asks whether its row exists: what is computed from them is
-//! never stored.
+//! A "row" is a row of op(A) or a column of op(B). Which thread copies what follows from how the operand lies:
+//!
+//! ```text
+//! contiguous along k: one float a lane,          contiguous along the rows: four rows of one k a thread (16 bytes),
+//! 4 rows x 8 k a warp                            here 64 rows and 128 threads
+//!            k  0   1   2  ..  7                            k   0     1   ..    7
+//! row 0  lane   0   1   2  ..  7                 rows   0..3   t0   t16   ..  t112
+//!     1         8   9  10  .. 15                        4..7   t1   t17   ..  t113
+//!     2        16  17  18  .. 23                          ..
+//!     3        24  25  26  .. 31                      60..63  t15   t31   ..  t127    and then 8 k further
+//! (row r, k p) goes to bank 4 p + r, 32 in all   one float a thread where four rows are no aligned vector
+//! ```
+//! Invariant: a stage is k-major however the operand lies, and each row of it is written up to the end of k. Rows beyond the operand hold
+//! its last rows again, so that no copy asks whether its row exists. What a thread computes from them is never stored.
 
 use super::Tile;
 use crate::block::again;
 use crate::tile::SharedTile;
 use cuda_std::thread;
 
-/// Threads side by side along k where an operand is contiguous along k: together with four neighbouring rows a warp
-/// then writes to all 32 banks, and reads whole sectors.
+/// Threads side by side along k, where an operand is contiguous along k. With four neighbouring rows a warp then writes to all 32 banks,
+/// and reads whole sectors of 32 bytes.
 const LANES_ALONG_K: u32 = 8;
 
-/// One operand: `rows` x k from `start` on, contiguous along k or along the rows, `stride` between the others.
+/// One operand: `rows` x k, from `start` on. It is contiguous along k (`along_k`) or along the rows; `stride` elements lie between two
+/// rows, or between two k.
 pub(super) struct Operand<'p> {
     pub(super) values: &'p [f32],
     pub(super) start: usize,
@@ -22,11 +34,11 @@ pub(super) struct Operand<'p> {
     pub(super) along_k: bool,
 }
 
-/// What is copied of an operand, and where to.
+/// What part of an operand is copied, and where to.
 #[derive(Clone, Copy)]
 pub(super) struct Stage {
     pub(super) slot: SharedTile<f32>,
-    /// The operand's place in each k of the slot, and how many rows of it.
+    /// Where the operand's rows start in each k of the slot, and how many there are.
     pub(super) column: u32,
     pub(super) width: u32,
     pub(super) first_row: u32,
@@ -42,7 +54,8 @@ impl Operand<'_> {
         let whole = stage.end - stage.first_k >= tile.depth;
         let vectors = (self.start | self.stride as usize | self.rows as usize).is_multiple_of(4);
         let threads = tile.threads();
-        // SAFETY: whole where k does not end before the stage, vectors where rows, operand and stage consist of them.
+        // SAFETY: `WHOLE` stands where k does not end before the stage. `VECTOR` is 4 where start, stride and rows are multiples of
+        // four, as width and pitch of every stage are.
         unsafe {
             match (self.along_k, whole) {
                 (true, true) => self.copy::<1, true, true>(tile, stage, LANES_ALONG_K),
@@ -54,7 +67,7 @@ impl Operand<'_> {
         }
     }
 
-    /// Copies `VECTOR` rows at once, `lanes` threads side by side along the contiguous axis.
+    /// Copies `VECTOR` rows at once; `lanes` threads stand side by side along the contiguous axis.
     ///
     /// # Safety
     /// `WHOLE` only where k does not end before the stage. A vector is 16-byte aligned on both sides.
@@ -83,7 +96,7 @@ impl Operand<'_> {
                     break;
                 }
                 let (at, from) = (column + (own_k + k) * tile.pitch() + row, from + k as usize * k_stride);
-                // SAFETY: inside the operand, which the contract checked.
+                // SAFETY: inside the operand, which the contract has checked.
                 unsafe {
                     if VECTOR == 4 {
                         slot.copy4(at, self.values, from);
@@ -96,14 +109,14 @@ impl Operand<'_> {
     }
 }
 
-/// The most threads side by side, a power of two, that divide `count` evenly.
+/// The most threads side by side, a power of two, among which `count` divides evenly.
 #[inline(always)]
 const fn lanes(count: u32, threads: u32) -> u32 {
     let even = count & count.wrapping_neg();
     if even < threads { even } else { threads }
 }
 
-/// Whether the copies of a stage of `width` rows fall evenly to the threads of a block, whichever way an operand lies.
+/// Whether the copies of a stage of `width` rows divide evenly among a block's threads, whichever way an operand lies.
 pub(super) const fn is_even(tile: Tile, width: u32) -> bool {
     let threads = tile.threads();
     width.is_multiple_of(threads / LANES_ALONG_K)

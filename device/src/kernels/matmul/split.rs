@@ -1,8 +1,19 @@
-//! Products that are split along k: which ones, into what, and how the parts become one.
+//! Products that are split along k: which ones, into what parts, and how the parts become one result.
 //!
-//! Few outputs of many products each would leave most multiprocessors idle, and a chain over them all would add up too
-//! many roundings. So k is cut into chunks, each chunk into chains; a block adds its chains in order, [`sum_splits`] the
-//! chunks. Invariant: chunks and chains follow from m, n and k alone, never from the device or the number of batches.
+//! A multiply of few outputs with many products each would leave most multiprocessors idle. One chain over all products would add up too
+//! many roundings. So k is cut into chunks, and each chunk into chains:
+//!
+//! ```text
+//! m = n = 512, k = 10000:  8 chunks of 1280, of which the last has 1040 k
+//!
+//! k    0     1024  1280  2304  2560        8960  9984  10000
+//!      | chain | chain | chain | chain | .. | chain | chain |
+//!      |    chunk 0    |    chunk 1    | .. |    chunk 7    |     a chain has up to 1024 k
+//! blocks    y = 0           y = 1                 y = 7           each adds its chains in order
+//! partials   p0              p1                    p7             for each batch
+//! out = epilogue(((p0 + p1) + ..) + p7)                           sum_splits
+//! ```
+//! Invariant: chunks and chains follow from m, n and k alone, never from the device or the number of batches.
 
 use super::epilogue::Epilogue;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -13,20 +24,20 @@ use crate::unroll_on_gpu;
 use crate::vector::{F4, Part};
 use cuda_std::prelude::*;
 
-/// Products of a chain where k is split.
+/// Products of a chain, where k is split.
 pub const CHAIN: u32 = 1024;
 
-/// Outputs beyond which tiles alone keep a device busy.
+/// With more outputs than this, tiles alone keep a device busy.
 const MOST_OUTPUTS: usize = 1 << 19;
-/// Partial sums that are aimed at: 8 MiB, which a cache holds.
+/// Partial sums to aim at: 8 MiB, which a cache holds.
 const PARTIALS: usize = 1 << 21;
-/// Products of a chunk below which more chunks save nothing.
+/// With fewer products in a chunk, more chunks save nothing.
 const LEAST_CHUNK: usize = 256;
 const MOST_CHUNKS: usize = 64;
-/// Chunks are a multiple of this, so that each starts where a vector may and ends with a stage.
+/// A chunk is a multiple of this: so each starts where a vector may start, and ends with a stage.
 const STEP: usize = 64;
 
-/// How many of k a chunk has in the product `[m, k] [k, n]`; all of them, at least one, where it is not split.
+/// The k of a chunk in the product `[m, k] [k, n]`. Where the product is not split: all of k, at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     let outputs = m.saturating_mul(n).max(1);
@@ -34,13 +45,13 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     if outputs > MOST_OUTPUTS || chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(STEP) }
 }
 
-/// What a block sums of k.
+/// The part of k that a block sums.
 pub(crate) struct Chunk {
     /// Where its first chain begins.
     pub(crate) first: u32,
     /// Where its last chain ends.
     pub(crate) end: u32,
-    /// Products of a chain; the last may have fewer.
+    /// Products of a chain. The last chain may have fewer.
     pub(super) chain: u32,
 }
 
@@ -64,13 +75,15 @@ impl Chunk {
     }
 }
 
-/// Threads of a block of [`sum_splits`].
+/// Threads in a block of [`sum_splits`].
 const THREADS: u32 = 64;
-/// Columns that it covers.
+/// Columns that such a block covers.
 const COLUMNS: usize = THREADS as usize * F4::LEN;
 
-/// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order; `partials`:
-/// `[batches, splits, m, n]`, at least one split. The others are those of the products. Four columns of a row a thread.
+/// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order.
+///
+/// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of a multiply. A thread has four columns of
+/// a row.
 #[kernel]
 pub unsafe fn sum_splits(
     partials: &[f32],
@@ -89,16 +102,16 @@ pub unsafe fn sum_splits(
     flags: u32,
 ) {
     let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
-    // SAFETY: no block runs without columns.
+    // SAFETY: `cols` is not 0: without columns the grid has no block.
     let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
     let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
     if batch >= batches as usize || row >= m || column >= cols {
         return;
     }
-    // Where rows consist of vectors, so do all partials.
+    // Where rows are whole vectors, all partials are.
     let own = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
     let first = ((batch * splits as usize) * m + row) * cols + column;
-    // SAFETY: these columns of the row lie inside each partial.
+    // SAFETY: these columns of the row lie inside each partial sum's matrix.
     let sum = unsafe {
         match own {
             Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
@@ -111,10 +124,10 @@ pub unsafe fn sum_splits(
     unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
 }
 
-/// The sum of so many partials, in order; several are loaded before they are added.
+/// The sum of `splits` partial sums, in order. Eight are loaded before the first is added.
 #[inline(always)]
 fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
-    // The number to which each can be added without a change.
+    // Adding -0 changes no number, not even -0.
     let (mut sum, mut next, end) = (F4::splat(-0.0), 0, splits as usize);
     while next + 8 <= end {
         let mut some = [sum; 8];
@@ -129,8 +142,8 @@ fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
     sum
 }
 
-// SAFETY: `partials` holds `splits` packed matrices for each batch, `out` and what else is used the matrices of `check_outputs!`. A
-// thread's columns are cut off at `n`, its row and batch looked at first.
+// SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has found the matrices of `out`, `c`, `pre`
+// and `bias`, as far as they are used. A thread looks at its row and batch first, and cuts its columns off at `n`.
 contract! { unsafe sum_splits { block: THREADS } |p| {
     let [m, n] = [p.m, p.n].map(|x| x as usize);
     Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;

@@ -1,5 +1,14 @@
-//! One block's tile of the output: stages come to shared memory, warps multiply them, sums are finished.
+//! One block's tile of the output: stages arrive in shared memory, warps multiply them, the epilogue finishes the sums.
 //!
+//! Four stages, each of two steps, are a ring. The turn of stage s overlaps reads, copies and multiplies:
+//!
+//! ```text
+//! read factors                   multiply           copies, by slot
+//!                                                   s: in use   s + 1, s + 2, s + 3: on their way
+//! (s, step 1)                    (s, step 0)
+//!     wait until stage s + 1 is there, barrier: no warp reads stage s any more
+//! (s + 1, step 0)                (s, step 1)        stage s + 4 into the slot of s
+//! ```
 //! Invariant: the words of k are added in the same order in every tile.
 
 use super::operand::{Operand, read, start};
@@ -14,23 +23,23 @@ use crate::vector::F4;
 use crate::warp::stay_together;
 use cuda_std::{thread, warp};
 
-/// Rows of tiles that are walked column by column.
+/// Rows of tiles within which the blocks run down the columns.
 const GROUP: u32 = 16;
 
-/// One matrix multiply as a thread sees it.
+/// One matrix multiply, as a thread sees it.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p>,
-    /// The steps of k that this block adds.
+    /// The steps of k that this block adds: the first, and the one behind the last.
     pub(super) steps: [u32; 2],
 }
 
 /// A warp's factors of one step.
 type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; COLS]);
 
-/// This thread's sums of the block's tile, of which a warp has `ROWS x COLS` blocks of 32 x 32 outputs; `PASSES` are
+/// This thread's sums of the block's tile. A warp has `ROWS x COLS` blocks of 32 x 32 outputs. `A_PASSES` and `B_PASSES` are
 /// [`Tile::passes`].
 ///
 /// # Safety
@@ -56,7 +65,7 @@ pub(super) unsafe fn sum<
     let part = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
     };
-    // The GPU also copies beyond the last stage, zeros, and reads what it will not use: a condition would cost it more.
+    // The GPU also copies stages beyond the last, which are zeros, and reads factors that it will not use: a condition would cost more.
     let is_needed = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
     let fetch = |stage: u32| {
         if is_needed(stage) {
@@ -88,7 +97,7 @@ pub(super) unsafe fn sum<
         now = factors(0, 0);
     }
     for stage in 0..stages {
-        // The next factors are on their way while these are multiplied, also across the end of the stage.
+        // The reads of the next factors overlap the multiplies of these, also across the end of a stage.
         let next = factors(stage, 1);
         // SAFETY: all lanes are here.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
@@ -97,7 +106,7 @@ pub(super) unsafe fn sum<
         if is_needed(stage + 1) {
             now = factors(stage + 1, 0);
         }
-        // Into the slot whose last factors were read before the barrier.
+        // Into the slot whose last factors all warps read before the barrier.
         fetch(stage + STAGES);
         // SAFETY: all lanes are here.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, next) };
@@ -108,7 +117,7 @@ pub(super) unsafe fn sum<
 /// Finishes a thread's sums and writes them.
 ///
 /// # Safety
-/// The contract has accepted the problem, and the sums are those of [`sum`].
+/// The contract has accepted the problem, and [`sum`] returned the sums.
 #[inline(always)]
 pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     problem: Problem<'_>,
@@ -118,7 +127,7 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     let epilogue = problem.epilogue;
     let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-    // One block of 32 x 32 at a time, the next take its place: what follows the sums is long, and this keeps it once.
+    // One block of 32 x 32 at a time; then the next takes its place. The epilogue is long code, and so it is there once.
     for block in 0..(ROWS * COLS) as u32 {
         let (row, col) = (block / COLS as u32, block % COLS as u32);
         let i = first[0] + own[0] + 32 * row + 4 * g;
@@ -150,7 +159,7 @@ fn own<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
     [warp / tile.warps[1] * 32 * ROWS as u32, warp % tile.warps[1] * 32 * COLS as u32]
 }
 
-/// Adds the products of all of a warp's blocks.
+/// Adds the products of all blocks of a warp.
 ///
 /// # Safety
 /// All lanes of the warp make the call.
@@ -159,11 +168,11 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
-    // SAFETY: all lanes of the warp are here, as is asked.
+    // SAFETY: all lanes of the warp are here, as the caller promises.
     unsafe { stay_together() };
     unroll_on_gpu!(row < ROWS => {
         unroll_on_gpu!(col < COLS => {
-            // SAFETY: all lanes of the warp are here, as is asked, and what is unrolled has no branch.
+            // SAFETY: all lanes of the warp are here, as the caller promises, and the unrolled code has no branch.
             unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
         });
     });

@@ -1,10 +1,19 @@
-//! Operands: how a block brings a stage of one to shared memory, and how a lane reads its factors from there.
+//! Operands: how a block copies a stage of one to shared memory, and how a lane reads its factors from there.
 //!
-//! An operand is stored as fragments ([`precision`](crate::precision)), so both are plain: a stage holds, of each 32 rows, the
-//! fragments of its steps as memory does, and a lane reads 16 bytes beside those of the next.
+//! An operand is stored as fragments ([`precision`](crate::precision)), so both are plain: what lies side by side in memory lies side by
+//! side in a stage, and neighbouring lanes read neighbouring 16 bytes.
 //!
-//! Invariant: every place of a stage is written, with zero beyond k. Rows beyond the operand hold its last ones again: what is
-//! computed from them is never stored.
+//! ```text
+//! stage of 128 rows, in words; a "row" is a row of A or a column of B:
+//!   |         rows 0..31          |         rows 32..63         | 64..95 | 96..127 |
+//!   | step 0: 256  | step 1: 256  | step 0: 256  | step 1: 256  |   ..   |   ..    |
+//! copied by 128 threads, 4 words each (256 threads: 64 rows a pass):
+//!   | t 0 .. t 63  | t 64 .. t 127 | the same threads in pass 1  | pass 2 | pass 3  |
+//! read by lanes (a fragment):
+//!   | quad 0 of lane 0 | lane 1 | .. | lane 31 | quad 1 of lane 0 | lane 1 | .. | lane 31 |     4 words each
+//! ```
+//! Invariant: every place of a stage is written, with zero beyond k. Blocks of 32 rows beyond the operand hold its last block again. What
+//! a warp computes from them is never stored.
 
 use super::tile::STEPS;
 use crate::mma::{FRAGMENT, Factor, QUAD, ROWS, Side};
@@ -15,10 +24,10 @@ use cuda_std::{thread, warp};
 
 /// Words of 32 rows in a stage.
 const BLOCK: u32 = STEPS * FRAGMENT;
-/// Words of a copy, 16 bytes.
+/// Words of a copy of 16 bytes.
 const COPY: u32 = 4;
 
-/// One operand: its fragments from word `start` on, `steps` for each of `blocks` of 32 rows, of which those before `end` count.
+/// One operand: its fragments from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
 #[derive(Clone, Copy)]
 pub(super) struct Operand<'p> {
     words: &'p [f32],
@@ -35,7 +44,8 @@ impl<'p> Operand<'p> {
         Self { words: words(values), start, blocks: rows.div_ceil(ROWS), steps, end }
     }
 
-    /// Starts this thread's copies of a stage, `PASSES` times 16 bytes: of rows from `first_row` and steps from `first_step` on.
+    /// Starts this thread's copies of a stage, `PASSES` times 16 bytes. The stage has the rows from `first_row` and the steps from
+    /// `first_step` on.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -55,19 +65,19 @@ impl<'p> Operand<'p> {
             let block = if block < self.blocks { block } else { self.blocks - 1 };
             let row = self.start + block as usize * (self.steps as usize * FRAGMENT as usize);
             let from = row + (own % BLOCK) as usize + first_step as usize * FRAGMENT as usize;
-            // SAFETY: 16 bytes of a fragment, which lies inside the operand as far as its steps do.
+            // SAFETY: 16 bytes of a fragment, which lies inside the operand where its step is before `end`; else nothing is read.
             unsafe { part.copy4_or_zero(to, self.words, from, there) };
         });
     }
 }
 
-/// Where this lane's factors of the rows from `first_row` on start in a part.
+/// Where this lane's factors start in a stage's part, for the rows from `first_row` on.
 #[inline(always)]
 pub(super) fn start(first_row: u32) -> u32 {
     first_row / ROWS * BLOCK + warp::lane_id() * QUAD
 }
 
-/// This lane's factors of a step, of the `block`th 32 rows from `start`.
+/// This lane's factors of a step, in the `block`th 32 rows from `start` on.
 #[inline(always)]
 #[track_caller]
 pub(super) fn read(side: Side, part: SharedTile<f32>, start: u32, step: u32, block: u32) -> Factor {
