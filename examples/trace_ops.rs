@@ -179,8 +179,9 @@ const CASES: &[(&str, Run)] = &[
         let [x, residual, dy] = ["x", "residual", "dy"].map(|name| c.operand(name, [rows, cols]));
         let (x, residual, dy) = (x?, residual?, dy?);
         let (gain, bias) = (c.operand("gain", [cols])?, c.operand("bias", [cols])?);
-        let (h, out) = ops::layer_norm_residual(c.step, &x, &residual, &gain, &bias, c.scalar("epsilon"))?;
-        let alone = ops::layer_norm(c.step, &h, &gain, &bias, c.scalar("epsilon"))?;
+        let epsilon = c.scalar("epsilon");
+        let (h, out) = ops::layer_norm_residual(c.step, &x, &residual, &gain, &bias, epsilon)?;
+        let alone = ops::layer_norm(c.step, &h, &gain, &bias, epsilon)?;
         c.result("y", if c.seed % 2 == 0 { &out.y } else { &alone.y })?;
         let kept = [&out.mean, &out.inverse_std];
         let mut sums = [c.step.empty([cols])?, c.step.empty([cols])?];
