@@ -237,5 +237,5 @@ fn digest<'t>(
 }
 
 fn bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    values.iter().map(|value| value.to_le_bytes()).collect::<Vec<_>>().into_flattened()
 }

@@ -6,11 +6,14 @@
 #![allow(dead_code, reason = "not every part of the shared support is used here")]
 
 mod support;
+#[path = "support/witness.rs"]
+mod witness;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{Arena, Capacity, Captured, Device, DeviceKind, Error, Inputs, Output, Overflow, Record, Result, ops};
 use support::on_each_device;
+use witness::Watch;
 
 /// The calls between the begin and the end of a capture, and those around them.
 const CAPTURE: [Call; 6] =
@@ -70,12 +73,11 @@ fn nothing_leaks(plan: &FaultPlan, graphs: u64) {
     assert_eq!(plan.count(Call::DestroyGraph), graphs, "a graph that was made is ended");
 }
 
-/// Runs a capture that meets `fault`, and returns its error and how long it took.
-fn meets(arena: &mut Arena, plan: &FaultPlan, call: Call, later: u64, fault: Fault) -> (Error, Duration) {
+/// Runs a capture that meets `fault`, and returns its error and since when it ran.
+fn meets(arena: &mut Arena, plan: &FaultPlan, call: Call, later: u64, fault: Fault) -> (Error, Watch) {
     plant(plan, call, later, fault);
-    let start = Instant::now();
-    let error = arena.capture((), &inputs(), STEP).expect_err("the fault was not met");
-    (error, start.elapsed())
+    let watch = Watch::start();
+    (arena.capture((), &inputs(), STEP).expect_err("the fault was not met"), watch)
 }
 
 /// Every place of a capture where a call can fail.
@@ -126,16 +128,16 @@ on_each_device! {
             drop(arena);
             let deadline = Duration::from_millis(100);
             let (device, mut arena) = open(kind, deadline, &plan);
-            let (error, took) = meets(&mut arena, &plan, call, later, Fault::Never);
+            let (error, watch) = meets(&mut arena, &plan, call, later, Fault::Never);
+            watch.within(deadline + Duration::from_millis(500), "a capture");
             let Error::Timeout { call: named, waited, .. } = error else { panic!("{call:?} {later}: {error}") };
             assert!(named == "capture" && waited >= deadline, "{named} {waited:?}");
-            assert!(took < deadline + Duration::from_millis(500), "{took:?}");
             assert!(device.lost().is_some());
-            let start = Instant::now();
+            let watch = Watch::start();
             let error = arena.step(|step| ops::fill(step, [1], 1.0).map(drop)).unwrap_err();
             assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
             drop((arena, device));
-            assert!(start.elapsed() < Duration::from_millis(500), "drops leak rather than wait");
+            watch.within(Duration::from_millis(500), "drops that leak rather than wait");
         }
     }
 
@@ -144,10 +146,10 @@ on_each_device! {
         for later in 0..LAUNCHES {
             let plan = FaultPlan::new();
             let (device, mut arena) = open(device.description().kind, FAR, &plan);
-            let (error, took) = meets(&mut arena, &plan, Call::Record, later, Fault::Allocates);
+            let (error, watch) = meets(&mut arena, &plan, Call::Record, later, Fault::Allocates);
             let Error::Driver { call: "cuMemAlloc", reason, fatal: false } = &error else { panic!("{error}") };
             assert!(reason.contains("CUDA_ERROR_STREAM_CAPTURE"), "{reason}");
-            assert!(took < FAR / 2, "{took:?}");
+            assert!(watch.elapsed() < FAR / 2, "{:?}", watch.elapsed());
             assert_eq!(device.lost(), None);
             works(&mut arena);
         }
@@ -189,16 +191,16 @@ on_each_device! {
             let mut captured = arena.capture((), &inputs(), STEP).unwrap();
             replays(&mut captured).unwrap();
             plant(&plan, call, 0, Fault::Never);
-            let start = Instant::now();
+            let watch = Watch::start();
             let error = replays(&mut captured).unwrap_err();
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
-            assert!(start.elapsed() < deadline + Duration::from_millis(500));
+            watch.within(deadline + Duration::from_millis(500), "a replay");
             let error = replays(&mut captured).unwrap_err();
             assert!(matches!(error, Error::DeviceLost { .. } | Error::Misuse { .. }), "{error}");
             assert!(error.to_string().to_lowercase().contains("lost"), "{error}");
-            let start = Instant::now();
+            let watch = Watch::start();
             drop((captured, arena, device));
-            assert!(start.elapsed() < Duration::from_millis(500), "drops leak rather than wait");
+            watch.within(Duration::from_millis(500), "drops that leak rather than wait");
         }
     }
 
@@ -209,12 +211,12 @@ on_each_device! {
         let (device, mut arena) = open(device.description().kind, deadline, &plan);
         let captured = [(); 3].map(|()| arena.capture((), &inputs(), STEP).unwrap());
         plant(&plan, Call::Poll, 0, Fault::Stalls);
-        let start = Instant::now();
+        let watch = Watch::start();
         drop((captured, arena));
         let told = device.lost().expect("a drop has met the kernel").to_owned();
         drop(device);
         assert!(told.contains("destroy_graph") && told.contains("had not ended"), "{told}");
-        assert!(start.elapsed() < 2 * deadline, "{:?}", start.elapsed());
+        watch.within(2 * deadline, "the drops");
     }
 
     fn a_graph_that_is_not_destroyed_keeps_its_memory(device: &Device) {

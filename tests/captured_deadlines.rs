@@ -19,7 +19,7 @@ use stepscope::{
     Overflow, Result, Samples, Tape, Trainer, Var, ops,
 };
 use support::{Random, on_each_device};
-use witness::{SLACK, Watch};
+use witness::{AT_ONCE, SLACK, Watch};
 
 const DEADLINE: Duration = Duration::from_millis(100);
 const FAR: Duration = Duration::from_secs(20);
@@ -94,19 +94,23 @@ on_each_device! {
             let mut numbers = if looks { vec![1] } else { vec![1, count.div_ceil(2), count] };
             numbers.dedup();
             for number in numbers {
-                // The emulator's own threads may be kept waiting, too, which no witness sees: a machine that is busy gets another try.
                 let meets = || {
                     let plan = FaultPlan::new().on(call, number, Fault::Never);
                     let device = open(kind, DEADLINE, &plan);
                     let watch = Watch::start();
-                    (run(device), watch, watch.exceeds(usual + DEADLINE + SLACK), plan)
+                    let outcome = run(device);
+                    let late = watch.exceeds(usual + DEADLINE + SLACK);
+                    // What the last call waited is the deadline less what the work before it took, next to nothing.
+                    let told = !matches!(&outcome, Err(Error::Timeout { waited, .. }) if *waited + AT_ONCE < DEADLINE);
+                    (outcome, watch.elapsed(), !late && told, plan)
                 };
-                let (outcome, watch, late, plan) = (0..4).map(|_| meets()).find(|(_, _, late, _)| !late).unwrap_or_else(meets);
-                assert!(!late, "{call:?} {number} of {count}: {outcome:?} after {:?}", watch.elapsed());
+                // The emulator's own threads may be kept waiting, too, which no witness sees: a machine that is busy gets another try.
+                let (outcome, took, in_time, plan) = (0..4).map(|_| meets()).find(|(_, _, in_time, _)| *in_time).unwrap_or_else(meets);
+                assert!(in_time, "{call:?} {number} of {count}: {outcome:?} after {took:?}, usually {usual:?}");
                 assert!(plan.count(call) >= number, "{call:?} {number} was never made");
-                assert!(watch.elapsed() >= DEADLINE, "{call:?} {number}: {outcome:?} after {:?}", watch.elapsed());
+                assert!(took >= DEADLINE, "{call:?} {number}: {outcome:?} after {took:?}");
                 match outcome {
-                    Err(Error::Timeout { waited, .. }) => assert!(waited + Duration::from_millis(5) >= DEADLINE, "{call:?} {number}: {waited:?}"),
+                    Err(Error::Timeout { .. }) => {}
                     Err(Error::DeviceLost { cause }) => assert!(cause.contains("had not ended"), "{cause}"),
                     // What is given back at the end has nobody to tell.
                     Ok(()) => {}

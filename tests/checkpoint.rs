@@ -354,12 +354,12 @@ fn a_torn_or_damaged_file_is_refused() {
     fs::remove_file(&path).unwrap();
     file_error(Checkpoint::load(&path), &path);
     // A flipped bit never panics, is refused wherever it stands, and changes nothing.
+    let mut other = Training::new(&emulated(), 2);
+    let untouched = other.state();
     for place in (0..header).chain((header..whole.len()).step_by(7)) {
         let mut damaged = whole.clone();
         damaged[place] ^= 1 << (place % 8);
         fs::write(&path, &damaged).unwrap();
-        let mut other = Training::new(&emulated(), 2);
-        let untouched = other.state();
         file_error(other.restore(&path), &path);
         assert_eq!(other.state(), untouched);
     }

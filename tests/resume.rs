@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, EpochProgress};
 
 /// Three epochs of three updates.
-const THREE_EPOCHS: [&str; 6] = ["--limit", "160", "--batch", "32", "--epochs", "3"];
+const THREE_EPOCHS: [&str; 6] = ["--limit", "78", "--batch", "8", "--epochs", "3"];
 
 /// The built example: beside the test programs, or where `STEPSCOPE_CROSSASSET` says.
 fn crossasset(out: &Path, more: &[&str]) -> Command {

@@ -115,20 +115,27 @@ mod tests {
         }
     }
 
+    /// A busy machine may delay a single try, so the shortest of a few counts.
     #[test]
     fn a_call_that_never_returns_costs_its_deadline_and_no_more() {
-        let lane = Lane::start().unwrap();
         let deadline = Duration::from_millis(30);
-        let TimedOut { waited } = lane
-            .run(deadline, || {
-                loop {
-                    std::thread::park()
-                }
-            })
-            .unwrap_err();
-        assert!(waited >= deadline && waited < deadline + Duration::from_millis(50), "{waited:?}");
-        // The next call stands behind the stuck one, and has its own deadline.
-        assert!(lane.run(deadline, || 1).is_err());
+        let mut shortest = Duration::MAX;
+        for _ in 0..5 {
+            let lane = Lane::start().unwrap();
+            let stuck = || loop {
+                std::thread::park()
+            };
+            let TimedOut { waited } = lane.run(deadline, stuck).unwrap_err();
+            assert!(waited >= deadline, "{waited:?}");
+            // The next call stands behind the stuck one, and has its own deadline.
+            assert!(lane.run(deadline, || 1).is_err());
+            shortest = shortest.min(waited);
+            // Miri's clock counts what it interprets, so there a wait has no upper bound to speak of.
+            if cfg!(miri) || shortest < deadline + Duration::from_millis(50) {
+                return;
+            }
+        }
+        panic!("the shortest wait was {shortest:?}");
     }
 
     #[test]

@@ -213,9 +213,8 @@ impl Parameters {
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
-            for value in &values[entry.range()] {
-                hash.update(value.to_le_bytes());
-            }
+            let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
+            hash.update(words.as_flattened());
         }
         Ok(hex(&hash.finalize()))
     }

@@ -25,11 +25,13 @@ pub type Threads = unsafe fn(*const u64, &Block);
 /// A kernel on the CPU, compiled for several processors.
 #[derive(Clone, Copy)]
 pub struct Versions {
-    /// For any processor, watched for races or not.
+    /// For any x86-64, and for Miri; watched for races or not.
+    #[cfg(any(target_arch = "x86_64", miri))]
     pub portable: Threads,
     /// For x86-64 with AVX2 and FMA, and for any other processor; not watched.
     pub fused: Threads,
     /// For x86-64 with AVX-512 as well; not watched.
+    #[cfg(target_arch = "x86_64")]
     pub wide: Threads,
     /// As `fused`, but watched.
     pub watched: Threads,

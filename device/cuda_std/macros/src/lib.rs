@@ -225,8 +225,9 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled four times: a fused multiply-add is one instruction where the processor has it, a call where not;
+            // Compiled four times for x86-64, twice elsewhere: a fused multiply-add is one instruction where the processor has it, a call where not;
             // vectors are as wide as the processor's; and what watches memory is compiled in, or out.
+            #[cfg(any(target_arch = "x86_64", miri))]
             unsafe fn portable(words: *const u64, block: &::cuda_std::emulator::Block) {
                 #threads
             }
@@ -236,7 +237,8 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
-            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl"))]
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl")]
             unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
                 // SAFETY: this is `Versions::wide`, which runs only where nothing is watched.
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
@@ -251,7 +253,14 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
             // SAFETY: `threads` reads the words in the order and at the places of the parameters, as `pack` writes them.
             unsafe impl #launch::Kernel for #name #elided {
-                const VERSIONS: #launch::Versions = #launch::Versions { portable, fused, wide, watched };
+                const VERSIONS: #launch::Versions = #launch::Versions {
+                    #[cfg(any(target_arch = "x86_64", miri))]
+                    portable,
+                    fused,
+                    #[cfg(target_arch = "x86_64")]
+                    wide,
+                    watched,
+                };
             }
         };
     }

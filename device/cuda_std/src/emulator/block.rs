@@ -200,9 +200,24 @@ impl Block {
     }
 
     /// Suspends the running thread until its collective is resolved. Always inlined: the processor predicts a return wrongly after a
-    /// switch of stacks.
+    /// switch of stacks. What comes before the switch is not: kernels wait in hundreds of places.
     #[inline(always)]
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
+        self.come(collective, value, location);
+        let yielder = self.yielder.get();
+        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
+        unsafe { (*yielder).suspend(()) };
+        match collective {
+            // It brings nothing.
+            Collective::Barrier => 0,
+            Collective::Shuffle { source, .. } => self.brought(source),
+            _ => self.brought(self.running.get() % WARP),
+        }
+    }
+
+    /// Notes what the running thread brings to its collective.
+    #[inline(never)]
+    fn come(&self, collective: Collective, value: u64, location: &'static Location<'static>) {
         let thread = self.running.get();
         if let Some(mask) = collective.mask() {
             let lane = thread % WARP;
@@ -220,13 +235,6 @@ impl Block {
         }
         #[cfg(miri)]
         panic!("Miri cannot change stacks: a kernel that waits does not run under it");
-        let yielder = self.yielder.get();
-        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread. That coroutine runs, so it is alive.
-        unsafe { (*yielder).suspend(()) };
-        match collective {
-            Collective::Shuffle { source, .. } => self.brought(source),
-            _ => self.brought(thread % WARP),
-        }
     }
 
     /// What `lane` of the running thread's warp brought to the collective that was resolved last.
@@ -253,10 +261,17 @@ impl Block {
         }
     }
 
+    /// The thread that comes at `place` in this round, where the order is drawn.
+    #[cold]
+    #[inline(never)]
+    fn drawn(&self, place: u32) -> u32 {
+        self.order.as_ref().map_or(place, |order| order.borrow().at(place))
+    }
+
     /// The thread that comes at `place` in this round.
     #[inline(always)]
     fn thread_at(&self, place: u32) -> u32 {
-        self.order.as_ref().map_or(place, |order| order.borrow().at(place))
+        if self.order.is_none() { place } else { self.drawn(place) }
     }
 
     /// Makes a thread that has not started the running one. False: none is left.
@@ -473,10 +488,9 @@ impl Runner {
 
 /// The version of a kernel for this processor, and whether it has registers of 16 floats.
 fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
-    if cfg!(miri) {
-        return (versions.portable, false);
-    }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(miri)]
+    return (versions.portable, false);
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::is_x86_feature_detected as has;
         if !(has!("avx2") && has!("fma")) {
@@ -486,5 +500,6 @@ fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
             return (versions.wide, true);
         }
     }
+    #[cfg(not(miri))]
     (if watched { versions.watched } else { versions.fused }, false)
 }

@@ -69,7 +69,8 @@ pub fn current<R>(ask: impl FnOnce(&Block) -> R) -> R {
 /// As for [`current`].
 #[inline(always)]
 unsafe fn current_block<'b>() -> &'b Block {
-    let block = CURRENT.get();
+    // Inlined, as `access::own`.
+    let block = CURRENT.try_with(Cell::get).unwrap_or(core::ptr::null());
     assert!(!block.is_null(), "a device function was called outside a launch");
     // SAFETY: `Runner::run` sets the pointer on this OS thread, where the kernel runs too, while its block is alive. It resets the
     // pointer before the block goes, and before threads that still wait are unwound.
