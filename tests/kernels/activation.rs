@@ -1,6 +1,7 @@
 //! `ops::{tanh, gelu}` and their backward passes.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::hostile::attack;
 use crate::reference::{gelu, gelu_derivative, ulps};
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, on_each_device, sample};
@@ -145,5 +146,15 @@ on_each_device! {
                 p[0].iter().map(|&x| gelu(x)).collect()
             });
         }
+    }
+}
+
+attack! {
+    activation::tanh_forward { x: f32s 9, y: out 9 }
+    activation::tanh_backward { y: f32s 9, dy: f32s 9, dx: out 9 }
+    activation::gelu_forward { x: f32s 9, y: out 9 }
+    activation::gelu_backward { x: f32s 9, dy: f32s 9, dx: out 9 }
+    activation::gelu_bias_backward {
+        x: f32s 24, dy: f32s 24, cols: number 8, accumulate: number 1, dx: out 24, db: out 8,
     }
 }

@@ -1,5 +1,6 @@
 //! `ops::adamw` and `ops::adamw_groups`: one update of one flat region.
 
+use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -173,5 +174,12 @@ on_each_device! {
             }
             Ok(())
         });
+    }
+}
+
+attack! {
+    adamw::adamw { weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 8, squared_norm: f32s 1 }
+    adamw::adamw_groups {
+        weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
     }
 }

@@ -1,6 +1,7 @@
 //! `ops::attention`, which normalises queries and keys, and its backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
+use crate::hostile::attack;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
@@ -379,5 +380,16 @@ on_each_device! {
                 in_float64(&normed(0), &normed(1), part(2), tokens, heads, 0.125)
             });
         }
+    }
+}
+
+attack! {
+    attention::attention_forward {
+        qkv: f32s 3072, gains: f32s 128, tokens: number 4, heads: number 2, epsilon: float 1e-6, scale: float 0.125,
+        out: out 1024, probabilities: out 64, inverse_rms: out 32,
+    }
+    attention::attention_backward {
+        qkv: f32s 3072, gains: f32s 128, inverse_rms: f32s 32, probabilities: f32s 64, dout: f32s 1024, tokens: number 4,
+        heads: number 2, scale: float 0.125, dqkv: out 3072, dgains: out 512,
     }
 }

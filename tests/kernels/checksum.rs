@@ -1,5 +1,6 @@
 //! `checksum`: sums of weighted words, exact, chunk by chunk.
 
+use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, on_each_device};
 use crate::trial::assert_refused;
@@ -69,4 +70,8 @@ on_each_device! {
             Ok(())
         }).unwrap();
     }
+}
+
+attack! {
+    checksum::checksum { x: u32s 5000, out: out_u32 4 }
 }

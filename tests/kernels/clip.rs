@@ -1,5 +1,6 @@
 //! `ops::clip_factor`.
 
+use crate::hostile::attack;
 use crate::support::on_each_device;
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, trial};
@@ -44,4 +45,8 @@ on_each_device! {
             Ok(())
         });
     }
+}
+
+attack! {
+    clip::clip_factor { squared_norm: f32s 1, max_norm: float 1.0, out: out 1 }
 }

@@ -3,6 +3,7 @@
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::hostile::attack;
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{assert_refused, assert_same, trial};
@@ -133,4 +134,12 @@ on_each_device! {
             });
         }
     }
+}
+
+attack! {
+    elementwise::add { a: f32s 9, b: f32s 9, out: out 9 }
+    elementwise::add_assign { a: f32s 9, out: out 9 }
+    elementwise::scale { x: f32s 9, factor: float 2.0, out: out 9 }
+    elementwise::scale_by { x: f32s 9, factor: f32s 1, out: out 9 }
+    elementwise::add_bias { x: f32s 24, bias: f32s 8, cols: number 8, out: out 24 }
 }

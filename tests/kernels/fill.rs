@@ -1,5 +1,6 @@
 //! `ops::{fill, fill_into, copy, copy_into}`: bits are moved, never computed with.
 
+use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
@@ -45,4 +46,9 @@ on_each_device! {
             Ok(())
         });
     }
+}
+
+attack! {
+    fill::fill { out: out 9, length: number 9, value: float 1.0 }
+    fill::copy { x: f32s 9, out: out 9 }
 }

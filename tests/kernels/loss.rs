@@ -1,6 +1,7 @@
 //! `ops::cross_entropy`: the loss and its gradient.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
+use crate::hostile::attack;
 use crate::shapes::ROWS;
 use crate::softmax::{self, exps, softmax};
 use crate::support::{Random, on_each_device};
@@ -158,5 +159,12 @@ on_each_device! {
                 tape.cross_entropy(&leaf(tape, p[0])?, labels, weight)
             }, |p| in_float64(&p[0], &labels, classes, f64::from(weight)));
         }
+    }
+}
+
+attack! {
+    loss::cross_entropy {
+        logits: f32s 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, losses: out 1,
+        dlogits: out 24,
     }
 }

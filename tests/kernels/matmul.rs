@@ -4,6 +4,7 @@
 //! several, in order; then the bias, then beta times the old content, then gelu. The reference here is that as plain loops,
 //! and it is close to float64.
 
+use crate::hostile::attack;
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -465,5 +466,18 @@ on_each_device! {
             assert_refused(refused, &["linear_residual", "[2, 2]", "[2, 3]"]);
             Ok(())
         });
+    }
+}
+
+// Products: two batches of `[5, 7] [7, 6]`.
+attack! {
+    matmul::matmul by tile {
+        a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
+        lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
+        stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+    }
+    matmul::sum_splits {
+        partials: f32s 180, splits: number 3, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6,
+        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
     }
 }

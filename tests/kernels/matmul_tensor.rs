@@ -3,6 +3,7 @@
 //! Three claims. Factors are rounded exactly as [`Precision`] says, on every device. Sums are within its bound of the exact
 //! ones, on every device. On the emulator they have the bits of one chain.
 
+use crate::hostile::attack;
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
@@ -369,4 +370,16 @@ fn precisions_have_names() -> Result<(), Error> {
     }
     assert_refused("fp8".parse::<Precision>(), &["ieee, tf32 or bf16", "`fp8`"]);
     Ok(())
+}
+
+/// The words of the fragments of one matrix of up to 32 rows and eight k.
+const WORDS: usize = kernels::mma::FRAGMENT as usize;
+
+// Products: two batches of `[5, 7] [7, 6]`.
+attack! {
+    matmul_tensor::matmul_tensor by variant {
+        a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
+        n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
+        stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+    }
 }

@@ -1,6 +1,7 @@
 //! `ops::rms_norm` and its backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
+use crate::hostile::attack;
 use crate::linear;
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
@@ -263,5 +264,15 @@ on_each_device! {
                 p[2].chunks_exact(k * n).flat_map(|w| linear::in_float64(&z, w, &[], k, n)).collect()
             });
         }
+    }
+}
+
+attack! {
+    norm::rms_norm_forward {
+        x: f32s 24, gain: f32s 8, cols: number 8, epsilon: float 1e-6, y: out 24, inverse_rms: out 3,
+    }
+    norm::rms_norm_backward {
+        x: f32s 24, gain: f32s 8, inverse_rms: f32s 3, dy: f32s 48, parts: number 2, cols: number 8,
+        chunk: number kernels::norm::backward_rows(3, 8), add: number 3, dx: out 24, dgain: out 8,
     }
 }

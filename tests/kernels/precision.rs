@@ -1,5 +1,6 @@
 //! The kernels that round operands of a multiply: each element to TF32 or BF16, at its place in a fragment, zeros around.
 
+use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::trial::{Trial, assert_refused, trial};
 use kernels::format::Reduced;
@@ -170,5 +171,20 @@ on_each_device! {
             }
             Ok(())
         });
+    }
+}
+
+/// The words of the fragments of one matrix of up to 32 rows and eight k.
+const WORDS: usize = kernels::mma::FRAGMENT as usize;
+
+// Products: two batches of `[5, 7] [7, 6]`.
+attack! {
+    precision::round by format {
+        a: f32s 70, a_along: out_u32 2 * WORDS, a_across: out_u32 2 * WORDS, a_rows: number 5, a_cols: number 7,
+        a_ld: number 7, a_batches: number 2, a_stride: number 35,
+        b: f32s 84, b_along: out_u32 2 * WORDS, b_across: out_u32 2 * WORDS, b_rows: number 7, b_cols: number 6,
+        b_ld: number 6, b_batches: number 2, b_stride: number 42,
+        c: f32s 60, c_along: out_u32 2 * WORDS, c_across: out_u32 2 * WORDS, c_rows: number 5, c_cols: number 6,
+        c_ld: number 6, c_batches: number 2, c_stride: number 30, sides: number 0x999,
     }
 }

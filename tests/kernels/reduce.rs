@@ -3,6 +3,7 @@
 //! Sums have the bits of the documented tree ([`crate::trees`]), which is close to the float64 sum.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal, parameters_of};
+use crate::hostile::attack;
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -221,4 +222,14 @@ fn check_rows(device: &Device, [rows, cols]: [usize; 2], x: &[f32]) {
         let same = largest[row] == values[best] || (largest[row].is_nan() && values[best].is_nan());
         assert!(same, "row {row} of {rows} x {cols}: {} for {}", largest[row], values[best]);
     }
+}
+
+attack! {
+    reduce::sum_columns { x: f32s 24, cols: number 8, scale: float 1.0, accumulate: number 1, out: out 3 }
+    reduce::sum_rows { x: f32s 24, cols: number 8, chunk: number 2, scale: float 1.0, accumulate: number 1, out: out 16 }
+    reduce::sum_all { x: f32s 5000, scale: float 1.0, accumulate: number 1, out: out 2 }
+    reduce::squared_norm { x: f32s 5000, out: out 2 }
+    reduce::max_all { x: f32s 5000, out: out 2 }
+    reduce::max_columns { x: f32s 24, cols: number 8, out: out 3 }
+    reduce::argmax_columns { x: f32s 24, cols: number 8, out: out_u32 3 }
 }

@@ -3,6 +3,7 @@
 //! Invariant: a device's bits are the CPU's, errors are what `device/src/math.rs` states, and the sweep tells when they
 //! are not.
 
+use crate::hostile::attack;
 use crate::reference::{FUNCTIONS, Function, error_ulps};
 use crate::support::{self, on_each_device};
 use crate::sweep::{BLOCK, Range, Tally, sweep};
@@ -153,4 +154,8 @@ fn a_unit_in_the_last_place_is_what_it_is() {
             && error_ulps(1.0, f64::NAN).is_infinite()
             && error_ulps(1.0, f64::INFINITY).is_infinite()
     );
+}
+
+attack! {
+    scalars::scalars { y: out 9, length: number 9, function: number 0, first: number 0, stride: number 1 }
 }

@@ -1,5 +1,6 @@
 //! `ops::sgd` and `ops::sgd_groups`: one update of one flat region.
 
+use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -160,5 +161,12 @@ on_each_device! {
             }
             Ok(())
         });
+    }
+}
+
+attack! {
+    sgd::sgd { weights: out 9, gradients: f32s 9, velocity: out 9, hyper: f32s 5, squared_norm: f32s 1 }
+    sgd::sgd_groups {
+        weights: out 9, gradients: f32s 9, velocity: out 9, hyper: f32s 10, groups: u32s 1, squared_norm: f32s 1,
     }
 }

@@ -1,6 +1,7 @@
 //! `ops::softmax` and its backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::hostile::attack;
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -116,4 +117,9 @@ fn backward(y: &[f32], dy: &[f32]) -> Vec<Exact> {
     let pairs = || y.iter().zip(dy).map(|(&y, &dy)| (Exact::given(y), Exact::given(dy)));
     let dot = Exact::sum(trees::row_depth(y.len()), pairs().map(|(y, dy)| y.times(dy)));
     pairs().map(|(y, dy)| y * (dy - dot)).collect()
+}
+
+attack! {
+    softmax::softmax_forward { x: f32s 24, cols: number 8, y: out 24 }
+    softmax::softmax_backward { y: f32s 24, dy: f32s 24, cols: number 8, dx: out 24 }
 }

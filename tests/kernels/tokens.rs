@@ -1,6 +1,7 @@
 //! `ops::mean_tokens` and its backward pass: ascending sums and one division, so the bits of a plain loop.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::hostile::attack;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
@@ -79,4 +80,9 @@ on_each_device! {
             }, |p| in_float64(&p[0], tokens, cols));
         }
     }
+}
+
+attack! {
+    tokens::mean_tokens_forward { x: f32s 24, tokens: number 3, cols: number 4, length: number 8, y: out 8 }
+    tokens::mean_tokens_backward { dy: f32s 8, tokens: number 3, cols: number 4, dx: out 24 }
 }

@@ -1,6 +1,7 @@
 //! `ops::transpose`: elements are moved as they are, whatever they hold.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
 use stepscope::ops;
@@ -86,4 +87,8 @@ on_each_device! {
             }, |p| in_float64(&p[0], a * rows, cols));
         }
     }
+}
+
+attack! {
+    transpose::transpose { x: f32s 24, rows: number 3, cols: number 4, y: out 24 }
 }

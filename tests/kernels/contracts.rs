@@ -1,0 +1,16 @@
+//! Every kernel's contract is attacked, each beside the tests of its op, as `hostile.rs` says.
+
+use crate::hostile::attacked;
+use std::collections::BTreeSet;
+
+#[test]
+fn every_kernel_is_attacked() {
+    let known: BTreeSet<&str> = kernels::entries().map(|entry| entry.name).collect();
+    assert!(known.contains("fill"), "{known:?}");
+    assert_eq!(known, attacked(), "kernels that exist, and those that an `attack!` of their op's file names");
+}
+
+#[test]
+fn overflow_is_checked() {
+    assert!(std::panic::catch_unwind(|| std::hint::black_box(usize::MAX) + std::hint::black_box(1)).is_err());
+}

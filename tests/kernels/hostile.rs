@@ -1,0 +1,197 @@
+//! No argument of any size gets a kernel out of its buffers: what the contracts multiply and add does not wrap.
+//!
+//! Every kernel of the library is launched with small honest buffers while its numbers, one or two at a time, are hostile: near
+//! powers of two, near `usize::MAX`, and such that products of them wrap to the length of a buffer. Each launch must be refused by
+//! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
+//! that wraps panics, and that is no refusal; `tests/downstream` uses this file in a build where it is not.
+
+use cuda_std::emulator::Mode;
+use cuda_std::launch::{Scalar, inventory};
+use std::collections::BTreeSet;
+use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Error, Result};
+
+/// A parameter of a kernel that is a number.
+struct Number {
+    name: &'static str,
+    honest: u64,
+    /// The largest that it can be.
+    most: u64,
+}
+
+/// The numbers of a launch, in the order of the parameters.
+pub(crate) struct Numbers<'n> {
+    hostile: [Option<(usize, u64)>; 2],
+    known: &'n mut Vec<Number>,
+    next: usize,
+}
+
+impl Numbers<'_> {
+    /// The number that the launch's next parameter is.
+    pub(crate) fn next<S: Scalar>(&mut self, name: &'static str, honest: S) -> S {
+        let at = self.next;
+        self.next += 1;
+        if self.known.len() == at {
+            self.known.push(Number { name, honest: honest.to_word(), most: S::from_word(u64::MAX).to_word() });
+        }
+        let chosen = self.hostile.iter().flatten().find(|(number, _)| *number == at);
+        S::from_word(chosen.map_or(honest.to_word(), |(_, word)| *word))
+    }
+}
+
+/// What a number may be set to, where buffers have `lengths` elements.
+fn hostile(&Number { honest, most, .. }: &Number, lengths: &[u64]) -> Vec<u64> {
+    let mut words = vec![0, 1, 2, 3, honest.wrapping_sub(1), honest + 1, honest << 1];
+    words.extend(
+        [31, 32, 58, 59, 60, 61, 62, 63].into_iter().flat_map(|bit| [1 << bit, (1 << bit) + 1, (1 << bit) + honest]),
+    );
+    words.extend([u64::from(u32::MAX), u64::from(u32::MAX - 1), u64::MAX, u64::MAX - 1, u64::MAX.wrapping_sub(honest)]);
+    words.extend(u64::MAX.checked_div(honest).into_iter().flat_map(|most| [most, most.wrapping_add(1)]));
+    // Three times this is a length, modulo 2^64.
+    words.extend(lengths.iter().map(|length| length.wrapping_mul(0xaaaa_aaaa_aaaa_aaab)));
+    let words: BTreeSet<u64> = words.into_iter().map(|word| word & most).filter(|word| *word != honest).collect();
+    words.into_iter().collect()
+}
+
+/// Where a contract accepts more hostile values of a number than this, it is free, or not looked at.
+const FEW: usize = 6;
+
+/// All values of which there are few, else the least and the largest, which tell the two apart.
+fn telling(values: &[u64]) -> Vec<u64> {
+    match values {
+        [least, .., largest] if values.len() > FEW => vec![*least, *largest],
+        few => few.to_vec(),
+    }
+}
+
+/// Launches of a kernel: the honest one; with each number hostile; with each two of them, where the contract accepts both and
+/// not each alone, as it would if their product wrapped. `run` asks the contract, and launches if told to.
+pub(crate) fn hostile_launches(
+    kernel: &'static str,
+    lengths: &[u64],
+    mut run: impl FnMut(&mut Numbers<'_>, bool) -> Result<()>,
+) {
+    let mut known = Vec::new();
+    let mut accepted = |hostile, known: &mut Vec<Number>, launch| {
+        let outcome = Mode::RACES.scope(|| run(&mut Numbers { hostile, known, next: 0 }, launch));
+        let choice = || hostile.iter().flatten().map(|&(at, word)| (known[at].name, word)).collect::<Vec<_>>();
+        let refused = matches!(outcome, Err(Error::Contract { .. }));
+        assert!(refused || outcome.is_ok(), "{kernel}, with {:?}: {outcome:?}", choice());
+        !refused
+    };
+    assert!(accepted([None; 2], &mut known, true), "{kernel}: the honest launch is refused");
+    // Of each number the values that are refused alone, and of the others those that tell.
+    let mut alone: Vec<[Vec<u64>; 2]> = Vec::new();
+    for at in 0..known.len() {
+        let words = hostile(&known[at], lengths).into_iter();
+        let (good, bad): (Vec<u64>, Vec<u64>) =
+            words.partition(|word| accepted([Some((at, *word)), None], &mut known, false));
+        let good = telling(&good);
+        good.iter().for_each(|word| assert!(accepted([Some((at, *word)), None], &mut known, true)));
+        alone.push([bad, good]);
+    }
+    for (at, [bad, good]) in alone.iter().enumerate() {
+        for (other, [bad_with, good_with]) in alone[..at].iter().enumerate() {
+            for (words, with) in [(bad, bad_with), (bad, good_with), (good, bad_with)] {
+                for with in with {
+                    let pair = |word| [Some((at, word)), Some((other, *with))];
+                    let both: Vec<u64> =
+                        words.iter().copied().filter(|&word| accepted(pair(word), &mut known, false)).collect();
+                    for word in telling(&both) {
+                        accepted(pair(word), &mut known, true);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The names of the kernels that an [`attack!`] has.
+pub(crate) struct Attacked(pub(crate) fn() -> Vec<&'static str>);
+
+inventory::collect!(Attacked);
+
+/// The names of all kernels that are attacked in this program.
+pub(crate) fn attacked() -> BTreeSet<&'static str> {
+    inventory::iter::<Attacked>.into_iter().flat_map(|attacked| attacked.0()).collect()
+}
+
+/// Runs launches in a step of the emulator.
+pub(crate) fn emulated(launches: impl for<'s> FnOnce(&Eager<'s>) -> Result<()>) {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    arena.step(|step| launches(step)).unwrap();
+}
+
+/// Attacks kernels, in a module `contracts`. After a parameter's name stands what it is: a buffer that is read (`f32s`, `u32s`), read by a
+/// pointer (`pointer`) or written (`out`, `out_u32`), by its elements; a `number`; or a `float`.
+macro_rules! attack {
+    ($($file:ident :: $kernel:ident $(by $choice:ident)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
+        mod contracts {
+            use super::*;
+            #[allow(unused_imports)]
+            use cuda_std::launch::Contract as _;
+            #[allow(unused_imports)]
+            use stepscope::{Source as _, Target as _};
+
+            fn names() -> Vec<&'static str> {
+                let mut names = Vec::new();
+                $(names.extend(attack!(@variants $file $kernel $($choice)?).map(|(name, _)| name));)*
+                names
+            }
+
+            cuda_std::launch::inventory::submit! { $crate::hostile::Attacked(names) }
+
+            $(#[test]
+            fn $kernel() {
+                $crate::hostile::emulated(|step| {
+                    let mut lengths: Vec<u64> = Vec::new();
+                    $(attack!(@make step, lengths, $name, $kind, $value);)*
+                    for (name, _choice) in attack!(@variants $file $kernel $($choice)?) {
+                        $crate::hostile::hostile_launches(name, &lengths, |numbers, launch| {
+                            let _ = &numbers;
+                            let kernel = kernels::$file::$kernel {
+                                $($choice: _choice,)?
+                                $($name: attack!(@argument numbers, $name, $kind, $value)),*
+                            };
+                            match kernel.grid() {
+                                Ok(_) if !launch => Ok(()),
+                                _ => step.launch(kernel),
+                            }
+                        });
+                    }
+                    Ok(())
+                });
+            })*
+        }
+    };
+    (@variants $file:ident $kernel:ident) => { [(stringify!($kernel), ())].into_iter() };
+    (@variants $file:ident $family:ident $choice:ident) => { kernels::$file::$family::VARIANTS.iter().copied() };
+    (@make $step:ident, $lengths:ident, $name:ident, f32s, $length:expr) => {
+        let $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, pointer, $length:expr) => {
+        attack!(@make $step, $lengths, $name, f32s, $length);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, u32s, $length:expr) => {
+        let $name = $step.upload(&vec![0_u32; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, out, $length:expr) => {
+        let mut $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, out_u32, $length:expr) => {
+        let mut $name = $step.upload(&vec![0_u32; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, $number:ident, $value:expr) => {};
+    (@argument $numbers:ident, $name:ident, f32s, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer() };
+    (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out() };
+    (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out() };
+    (@argument $numbers:ident, $name:ident, number, $value:expr) => { $numbers.next(stringify!($name), $value) };
+    (@argument $numbers:ident, $name:ident, float, $value:expr) => { $value };
+}
+pub(crate) use attack;
