@@ -1,6 +1,7 @@
 //! `ops::{layer_norm, layer_norm_residual}` and their backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
+use crate::hostile::attack;
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
@@ -310,6 +311,17 @@ on_each_device! {
                 if of_h { h } else { in_float64(&h, &p[2], &p[3], 0.5) }
             });
         }
+    }
+}
+
+attack! {
+    layer_norm::layer_norm_forward {
+        x: f32s 24, residual: f32s 24, gain: f32s 8, bias: f32s 8, cols: number 8, epsilon: float 1e-5, h: out 24, y: out 24,
+        mean: out 3, inverse_std: out 3,
+    }
+    layer_norm::layer_norm_backward {
+        h: f32s 24, gain: f32s 8, mean: f32s 3, inverse_std: f32s 3, dy: f32s 24, cols: number 8,
+        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 7, dh: out 24, dgain: out 8, dbias: out 8,
     }
 }
 
