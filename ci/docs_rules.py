@@ -3,6 +3,7 @@
     docs_rules.py text ROOT FILE...        paths, links, fences and the programs that commands name
     docs_rules.py commands FILE...         what is to be run, each once: FILE:LINE, a tab, the command
     docs_rules.py packages ROOT METADATA   cargo's metadata, and the files of each package
+    docs_rules.py adding ROOT              docs/adding.md lists the files that name its example, and no others
     docs_rules.py self-test                each rule finds a planted violation and passes what is right
 
 A fence ```sh is run by ci/docs, ```sh gpu needs a GPU, ```sh slow takes minutes or runs in another step of .ci/run. Text in
@@ -116,6 +117,32 @@ def text(root, files):
                             yield f"{at}: a link to {target}, which is not there"
 
 
+# The example of docs/adding.md, as code names it, and the pages, which are not listed.
+EXAMPLE = re.compile(r"\b(?:layer_norm|LayerNorm)")
+PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
+
+
+def adding(files):
+    """What is wrong with the lists of docs/adding.md, whose sections say "`layer_norm`" before the table; `files`: path -> text."""
+    listed = set()
+    for section in files["docs/adding.md"].split("\n## ")[1:]:
+        before, _, table = section.partition("\n|---|")
+        if "`layer_norm`" in before:
+            rows = [row for row in table.split("\n\n")[0].splitlines() if row.startswith("| ")]
+            listed |= {path for row in rows for path in CODE.findall(row.split("|")[1])}
+    naming = {path for path, text in files.items() if not path.startswith(PAGES) and EXAMPLE.search(text)}
+    return [f"docs/adding.md does not list {path}" for path in sorted(naming - listed)] + [
+        f"docs/adding.md lists {path}, which does not name the example" for path in sorted(listed - naming)
+    ]
+
+
+def tracked(root):
+    """Path and text of each file that git knows of and that is text."""
+    names = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    paths = [(name, pathlib.Path(root, name)) for name in names]
+    return {name: path.read_text(errors="replace") for name, path in paths if path.is_file()}
+
+
 def package(manifest, files):
     """Violations in a package's metadata, and in the list of its files: (path, bytes)."""
     name = manifest["name"]
@@ -196,6 +223,15 @@ def self_test():
         if [command for _, command in commands(page)] != ["ls   -l", "ls # so"]:
             raise SystemExit(f"the commands are {list(commands(page))}")
 
+    listed = {"docs/adding.md": "# A\n\n## B\n\n`layer_norm`:\n\n| f | w |\n|---|---|\n| `a.rs`, `b.rs` | w |\n\nSee `c.rs`.\n"}
+    naming = listed | {"a.rs": "fn layer_norm_forward()", "b.rs": "struct LayerNorm", "c.rs": "fn norm()"}
+    if problems := adding(naming):
+        raise SystemExit(f"refused a right list: {problems}")
+    for what, plant in (("lacks a file", naming | {"c.rs": "layer_norm()"}), ("has one too many", naming | {"b.rs": ""})):
+        if not adding(plant):
+            raise SystemExit(f"passed a list that {what}")
+        print(f"refused: a list of docs/adding.md that {what}")
+
     good = {"name": "p", "description": "d", "license": "MIT", "readme": "R", "rust_version": "1", "keywords": ["k"]}
     good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}]}
     plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
@@ -229,6 +265,8 @@ def main(arguments):
             return
         case ["packages", root, metadata]:
             problems = list(packages(pathlib.Path(root), metadata))
+        case ["adding", root]:
+            problems = adding(tracked(root))
         case ["self-test"]:
             return self_test()
         case _:
