@@ -63,6 +63,55 @@ fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
 }
 
 on_each_device! {
+    /// One call is the same as the four that it stands for, to the bit; gradients of before do not count.
+    fn an_update_in_one_call(device: &Device) {
+        fn loss<'s>(step: &Step<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
+            let x = tape.input(step.upload(&[value; 3 * LEN], [3, LEN])?);
+            tape.mean(&tape.linear(&x, w, None)?)
+        }
+        let model = || {
+            let mut layout = Layout::builder();
+            let w = layout.add("w", [LEN, 2], Initializer::fan_in(LEN));
+            let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+            let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Sgd::new(&weights, SgdConfig::default()).unwrap());
+            (w, weights, gradients, sgd)
+        };
+        let mut arena = arena(device);
+        let [in_one_call, written_out] = [true, false].map(|in_one_call| {
+            let (w, mut weights, mut gradients, mut sgd) = model();
+            let losses: Vec<f32> = (1..4).map(|value| {
+                let value = value as f32;
+                if in_one_call {
+                    return sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, value)).unwrap();
+                }
+                sgd.advance().unwrap();
+                arena.step(|step| {
+                    gradients.zero(step)?;
+                    let tape = Tape::new(step, &weights);
+                    let loss = loss(step, &tape, w, value)?;
+                    tape.backward(&loss, &mut gradients)?;
+                    sgd.apply(step, &mut weights, &gradients)?;
+                    step.read_scalar(loss.value())
+                }).unwrap()
+            }).collect();
+            assert_eq!(sgd.updates(), 3);
+            (losses, weights.read(w).unwrap())
+        });
+        assert_eq!(in_one_call, written_out);
+        assert!(in_one_call.0[2] < in_one_call.0[0]);
+
+        // What is not finite is an error that names where it stands.
+        let (w, mut weights, mut gradients, mut sgd) = model();
+        let error = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, f32::MAX)).unwrap_err();
+        let Error::NotFinite { update: Some(1), tensor, .. } = &error else { panic!("{error}") };
+        assert!(tensor.contains("`w`"), "{error}");
+        // A failing step makes no update.
+        let (w, mut weights, mut gradients, mut sgd) = model();
+        let before = weights.read(w).unwrap();
+        sgd.update(&mut arena, &mut weights, &mut gradients, |_, _| Err(Error::misuse("test", "a loss", "none"))).unwrap_err();
+        assert_eq!((weights.read(w).unwrap(), sgd.updates()), (before, 0));
+    }
+
     fn an_update_is_set_up_and_made_once(device: &Device) {
         let (mut model, mut arena) = (Model::new(device), arena(device));
         for made in 0..3 {
