@@ -68,7 +68,7 @@ macro_rules! family {
         #[cfg(not(target_arch = "nvptx64"))]
         ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family { $choice: $Choice } $parameters }
 
-        // The reason stands before the contract, where a test looks for it. clippy would look before the family.
+        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::undocumented_unsafe_blocks)]
         const _: () = {
