@@ -65,7 +65,7 @@ fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
 on_each_device! {
     /// One call is the same as the four that it stands for, to the bit; gradients of before do not count.
     fn an_update_in_one_call(device: &Device) {
-        fn loss<'s>(step: &Step<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
+        fn loss<'s>(step: &Eager<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
             let x = tape.input(step.upload(&[value; 3 * LEN], [3, LEN])?);
             tape.mean(&tape.linear(&x, w, None)?)
         }
