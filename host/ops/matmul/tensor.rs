@@ -1,6 +1,6 @@
 //! Matrix multiply by matrix instructions: what [`gemm_into`](super::gemm_into) does in a precision below f32.
 
-use super::super::precision::{Fragments, Matrices, Operand, round};
+use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::form::{Epilogue, Gemm, Gradient};
 use super::split::{self, Outputs, Words, in_chunks};
 use crate::error::{Error, Result};
@@ -20,23 +20,23 @@ impl Gemm {
     }
 
     /// A to be rounded: k lies along its rows, or transposed across them.
-    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
         let ([rows, cols], along, across) = match self.transpose_a {
             false => ([self.m, self.k], Some(Side::Left), None),
             true => ([self.k, self.m], None, Some(Side::Left)),
         };
         let matrices = Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a };
-        Operand { values: Some(values), matrices, along, across }
+        Unrounded { values: Some(values), matrices, along, across }
     }
 
     /// B to be rounded: it is transposed by itself.
-    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
         let ([rows, cols], along, across) = match self.transpose_b {
             false => ([self.k, self.n], None, Some(Side::Right)),
             true => ([self.n, self.k], Some(Side::Right), None),
         };
         let matrices = Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b };
-        Operand { values: Some(values), matrices, along, across }
+        Unrounded { values: Some(values), matrices, along, across }
     }
 }
 
@@ -56,7 +56,7 @@ pub(super) fn queue<'s>(
     let words = Words::new(form)?;
     let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
     step.workspace(|step| {
-        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Operand::default()];
+        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
         let [left, right, _] = round(step, precision, operands)?;
         multiply(step, precision, form, &words, [&left, &right], outputs)
     })
@@ -75,7 +75,7 @@ pub(super) fn queue_gradients<'s>(
     let words = [Words::new(&for_dw)?, Words::new(&for_dx)?];
     let to_dw = Outputs::new(&for_dw, &words[0], none, none, dw, Epilogue::Store);
     let to_dx = Outputs::new(&for_dx, &words[1], none, none, dx, Epilogue::Store);
-    let of_dy = Operand { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
+    let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
     step.workspace(|step| {
         let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];
         let [x, dy, w] = round(step, precision, operands)?;
