@@ -32,7 +32,7 @@ use crate::format::{Bf16, Format, Reduced, Tf32};
 use crate::mma::fragments;
 use block::{Problem, finish, sum};
 use cuda_std::prelude::*;
-use operand::Operand;
+use operand::PackedOperand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
@@ -124,8 +124,8 @@ family! {
         let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
         let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
-        let a = Operand::new(a, z * stride_a, m, [all, end]);
-        let b = Operand::new(b, z * stride_b, n, [all, end]);
+        let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
+        let b = PackedOperand::new(b, z * stride_b, n, [all, end]);
         let problem = Problem { a, b, epilogue, steps: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {

@@ -11,7 +11,7 @@
 //! ```
 //! Invariant: the words of k are added in the same order in every tile.
 
-use super::operand::{Operand, read, start};
+use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
 use crate::format::Format;
 use crate::matmul::epilogue::Epilogue;
@@ -29,8 +29,8 @@ const GROUP: u32 = 16;
 /// One matrix multiply, as a thread sees it.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'p> {
-    pub(super) a: Operand<'p>,
-    pub(super) b: Operand<'p>,
+    pub(super) a: PackedOperand<'p>,
+    pub(super) b: PackedOperand<'p>,
     pub(super) epilogue: Epilogue<'p>,
     /// The steps of k that this block adds: the first, and the one behind the last.
     pub(super) steps: [u32; 2],

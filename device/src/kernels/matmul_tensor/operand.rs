@@ -27,9 +27,9 @@ const BLOCK: u32 = STEPS * FRAGMENT;
 /// Words of a copy of 16 bytes.
 const COPY: u32 = 4;
 
-/// One operand: its fragments from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
+/// One operand, packed as fragments, from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'p> {
+pub(super) struct PackedOperand<'p> {
     words: &'p [f32],
     start: usize,
     blocks: u32,
@@ -37,7 +37,7 @@ pub(super) struct Operand<'p> {
     end: u32,
 }
 
-impl<'p> Operand<'p> {
+impl<'p> PackedOperand<'p> {
     /// The operand of `rows` in `values`, from word `start` on.
     #[inline(always)]
     pub(super) fn new(values: &'p [u32], start: usize, rows: u32, [steps, end]: [u32; 2]) -> Self {
