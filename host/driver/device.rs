@@ -82,16 +82,16 @@ thread_local! {
 }
 
 /// The time in which this thread records a step of a device.
-struct Recording;
+struct RecordingGuard;
 
-impl Recording {
+impl RecordingGuard {
     fn of(identity: u64) -> Self {
         RECORDED.with_borrow_mut(|recorded| recorded.push(identity));
         Self
     }
 }
 
-impl Drop for Recording {
+impl Drop for RecordingGuard {
     fn drop(&mut self) {
         RECORDED.with_borrow_mut(|recorded| recorded.pop());
     }
@@ -254,7 +254,7 @@ impl Device {
         self.check("capture")?;
         let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
-            let _recording = Recording::of(self.identity());
+            let _recording = RecordingGuard::of(self.identity());
             self.rehearse_on(Arc::clone(&rehearsal), record)
         };
         self.end_retired();
