@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::layout::{Entry, Layout, Parameter, Stack};
+use super::layout::{Layout, LayoutEntry, Parameter, Stack};
 use crate::digest::hex;
 use crate::driver::Device;
 use crate::error::{Error, Quantity, Result, short};
@@ -114,11 +114,11 @@ impl Parameters {
     /// the new ones then.
     pub fn load<'b>(
         &mut self,
-        mut source: impl FnMut(&Entry) -> Option<&'b [u8]>,
+        mut source: impl FnMut(&LayoutEntry) -> Option<&'b [u8]>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
         let Flat { layout, values } = &mut self.flat;
-        let checked = |entry: &Entry| {
+        let checked = |entry: &LayoutEntry| {
             let (expected, found) = (entry.bytes().len(), source(entry));
             found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
                 let got = found.map_or("none".into(), |bytes| format!("{} bytes", bytes.len()));
