@@ -1,6 +1,6 @@
 //! What is trained, and the step that trains it: the same function runs launch by launch and captured.
 
-use super::batch::Part;
+use super::batch::MicroBatch;
 use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
@@ -91,7 +91,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         &mut self,
         step: &Step<'s>,
         batch: &Batch<'s>,
-        part: Part,
+        part: MicroBatch,
     ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
         let Self { model, parameters, gradients, optimizer, precision } = self;
         step.set_precision(*precision);
@@ -117,7 +117,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         learner: &mut Self,
         slots: &Slots<'s>,
     ) -> Result<Told<Output, Output>> {
-        let told = learner.learn(step, slots.batch(), Part::of(slots.variant()))?;
+        let told = learner.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, watched) = (told.gradients.map(output), told.watched.map(output));
         Ok(Told { loss: slots.output(&told.loss), gradients, watched })

@@ -1,6 +1,6 @@
 //! How the steps of an update run, how what they told comes back, and what is said of an update that came to nothing.
 
-use super::batch::{Part, Samples, Update, first_input, place};
+use super::batch::{MicroBatch, Samples, Update, first_input, place};
 use super::model::{Learner, Model, Told};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
@@ -128,18 +128,18 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 
     /// The parts of a batch, once the optimiser is set up for its update, and the number of that.
-    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<Part>)> {
+    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<MicroBatch>)> {
         let lens = batch.iter().map(Samples::len);
         let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
-        let Some(samples) = samples.filter(|samples| (1..=Part::MOST).contains(samples)) else {
-            let expected = format!("samples in each part of a batch, at most {} in all", Part::MOST);
+        let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
+            let expected = format!("samples in each part of a batch, at most {} in all", MicroBatch::MOST);
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
         let number = self.stage.learner_mut().optimizer.advance()?;
         let part = |number| {
             let last = number + 1 == batch.len();
-            Part { samples, first: number == 0, last, update: last && update }
+            MicroBatch { samples, first: number == 0, last, update: last && update }
         };
         Ok((number, (0..batch.len()).map(part).collect()))
     }
