@@ -6,7 +6,7 @@
 
 use super::calls::Driver;
 use super::description::DeviceKind;
-use super::device::{Checks, Device};
+use super::device::{CheckedMode, Device};
 use super::emulated;
 use super::faults::{FaultPlan, Faulty};
 use super::kernels::{Kernels, check_names};
@@ -150,7 +150,7 @@ impl DeviceBuilder {
     /// Opens the device; its kernels are not tested.
     pub(crate) fn open_untested(self) -> Result<Device> {
         check_names(&self.kernels)?;
-        let checks = Checks { asked: self.checked, forced: checked_variable()? };
+        let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
             wanted: "any",
             reason: format!("no thread for the driver's calls: {error}"),

@@ -56,7 +56,7 @@ struct Shared {
     /// What its owner has let go, and could not be ended so far.
     retired: Mutex<Vec<Retired>>,
     staging: Mutex<Staging>,
-    checks: Checks,
+    checks: CheckedMode,
     rehearsing: Option<Rehearsing>,
 }
 
@@ -71,7 +71,7 @@ struct Rehearsing {
 
 /// Whether the program wants checked mode, and what the environment has to say.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Checks {
+pub(super) struct CheckedMode {
     pub(super) asked: bool,
     pub(super) forced: Option<bool>,
 }
@@ -104,7 +104,7 @@ impl Device {
         lane: Lane,
         deadline: Duration,
         staging: Staging,
-        checks: Checks,
+        checks: CheckedMode,
     ) -> Self {
         let description = driver.description().clone();
         tracing::info!(kind = %description.kind, name = description.name, memory_bytes = description.memory_bytes, "device opened");
@@ -142,7 +142,7 @@ impl Device {
 
     /// Whether something of this device is checked that has its own setting, or none.
     pub(crate) fn checked_unless(&self, own: Option<bool>) -> bool {
-        let Checks { asked, forced } = self.shared.checks;
+        let CheckedMode { asked, forced } = self.shared.checks;
         forced.or(own).unwrap_or(asked)
     }
 
@@ -221,7 +221,7 @@ impl Device {
             retired: Mutex::default(),
             staging: Mutex::default(),
             // There are no bytes to verify and no guards to look at.
-            checks: Checks { asked: false, forced: None },
+            checks: CheckedMode { asked: false, forced: None },
             rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
         };
         let rehearsal = Over(Self { shared: Arc::new(shared) });
