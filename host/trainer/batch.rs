@@ -1,4 +1,4 @@
-//! Batches: on the host, in parts that are a step each, and what one update told.
+//! Batches: on the host, in parts that are a step each, and the metrics of an update.
 
 use crate::capture::Inputs;
 use crate::checkpoint::Checkpoint;
@@ -54,7 +54,7 @@ impl MicroBatch {
     }
 }
 
-/// What one update of the weights told.
+/// The metrics of one update of the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
     /// Counted from 1 over the optimiser's life.

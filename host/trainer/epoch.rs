@@ -127,9 +127,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        let told = self.settle(queued, batch)?;
+        let metrics = self.settle(queued, batch)?;
         self.accumulated = true;
-        Ok(told)
+        Ok(metrics)
     }
 
     /// The update that [`Trainer::accumulate`] has left out. Waits.
