@@ -53,7 +53,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue(batch)?;
-        self.settle(queued, batch)
+        self.wait_for_update(queued, batch)
     }
 
     /// Trains on batches, each an update (see [`Trainer::update`]), from where `progress` is: the caller has skipped the batches that
@@ -114,7 +114,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<()> {
-        let update = self.settle(queued, &batch)?;
+        let update = self.wait_for_update(queued, &batch)?;
         progress.add(&update);
         observer.updated(&update, progress, self.arena)
     }
@@ -127,7 +127,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        let metrics = self.settle(queued, batch)?;
+        let metrics = self.wait_for_update(queued, batch)?;
         self.accumulated = true;
         Ok(metrics)
     }

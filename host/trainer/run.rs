@@ -68,7 +68,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 
     /// Waits for the metrics of an update by `batch`.
-    pub(super) fn settle<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
+    pub(super) fn wait_for_update<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
         let Queued { number, samples, parts, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
