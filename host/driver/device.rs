@@ -169,17 +169,17 @@ impl Device {
         self.until(name, deadline, |left| Ok(self.call(name, left.max(AWAKE), reached)?.then_some(())))
     }
 
-    /// Looks, with growing naps, until there is something to return. Each look hears how much of the deadline is left.
+    /// Polls, with growing naps, until there is something to return. Each poll hears how much of the deadline is left.
     pub(super) fn until<R>(
         &self,
         name: &'static str,
         deadline: Duration,
-        mut look: impl FnMut(Duration) -> Result<Option<R>>,
+        mut poll: impl FnMut(Duration) -> Result<Option<R>>,
     ) -> Result<R> {
         patience::of_wait(deadline, |deadline| {
             let start = Instant::now();
             loop {
-                if let Some(found) = look(deadline.saturating_sub(start.elapsed()))? {
+                if let Some(found) = poll(deadline.saturating_sub(start.elapsed()))? {
                     return Ok(found);
                 }
                 let waited = start.elapsed();
