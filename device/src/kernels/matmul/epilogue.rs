@@ -10,7 +10,7 @@
 //! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
 use super::{GELU, KEEP};
-use crate::block::again;
+use crate::block::opaque;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector::{load_run, load_run_raw, store_run};
@@ -107,7 +107,7 @@ impl Epilogue<'_> {
             }
             if flags & GELU != 0 {
                 // One row at a time, then the others move up: gelu is long code, and so it is there once.
-                for _ in 0..again(ROWS as u32) {
+                for _ in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
                     unroll_on_gpu!(row < ROWS => {
