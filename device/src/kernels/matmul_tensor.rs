@@ -119,9 +119,9 @@ family! {
             return;
         }
         // The grid has a layer along y for each chunk.
-        let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
-        let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
+        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
         let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
         let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
