@@ -61,8 +61,8 @@ unsafe fn forward<const HELD: usize>(
         });
         let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let own = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
-            own.store_part(y, row.start + column, part);
+            let value = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
+            value.store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
             store(inverse_rms, row.number, scale);
@@ -144,12 +144,12 @@ impl Backward<'_> {
                 let mut dot = F4::splat(0.0);
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
-                    let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
+                    let dy_gain = dy_here * F4::load_part(self.gain, column, part, 0.0);
                     // Sums in registers would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
-                    dot = dot.fma(own, x);
-                    dy.hold(at, own);
+                    dot = dot.fma(dy_gain, x);
+                    dy.hold(at, dy_gain);
                 });
                 let coefficient = self.x_coefficient(row.sum(dot), scale);
                 let mut old = [F4::splat(0.0); HELD];
@@ -159,9 +159,9 @@ impl Backward<'_> {
                     });
                 }
                 for_each_vector!(HELD, row, cols, |at, column, part| {
-                    let own = dy.get(at, column, part) * F4::splat(scale);
-                    let own = old[at] + own.fma(F4::splat(-coefficient), x.get(at, column, part));
-                    own.store_part(self.dx, row.start + column, part);
+                    let gradient = dy.get(at, column, part) * F4::splat(scale);
+                    let gradient = old[at] + gradient.fma(F4::splat(-coefficient), x.get(at, column, part));
+                    gradient.store_part(self.dx, row.start + column, part);
                 });
                 row = row.later(groups_of(cols), cols);
             }
@@ -282,7 +282,7 @@ pub unsafe fn rms_norm_backward(
     dx: *mut f32,
     dgain: *mut f32,
 ) {
-    let rows = RowChunk::own(chunk, inverse_rms.len());
+    let rows = RowChunk::of_block(chunk, inverse_rms.len());
     // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
     // Every thread comes to every barrier.
     unsafe {
