@@ -237,8 +237,8 @@ impl Ports {
     /// Marks the inputs that the recorded ops took for labels.
     pub(super) fn bind(&mut self, asked: &[Labels]) {
         for port in &mut self.inputs {
-            let own = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
-            port.classes = own.map(|labels| labels.classes).min();
+            let of_port = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
+            port.classes = of_port.map(|labels| labels.classes).min();
         }
     }
 

@@ -144,9 +144,9 @@ fn driver_version() -> Result<String> {
         wanted: "cuda",
         reason: format!("`cuDriverGetVersion` failed: {error:?}"),
     })?;
-    let own = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
-    let own = if own.is_empty() { String::new() } else { format!(", driver {}", short(own.trim())) };
-    Ok(format!("CUDA {}.{}{own}", version.major(), version.minor()))
+    let driver = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    let driver = if driver.is_empty() { String::new() } else { format!(", driver {}", short(driver.trim())) };
+    Ok(format!("CUDA {}.{}{driver}", version.major(), version.minor()))
 }
 
 // SAFETY: memory comes from cuMemAlloc and from pools (256-byte aligned) and lives until it is freed; all work is queued on

@@ -141,9 +141,9 @@ impl Device {
     }
 
     /// Whether something of this device is checked that has its own setting, or none.
-    pub(crate) fn checked_unless(&self, own: Option<bool>) -> bool {
+    pub(crate) fn checked_unless(&self, setting: Option<bool>) -> bool {
         let CheckedMode { asked, forced } = self.shared.checks;
-        forced.or(own).unwrap_or(asked)
+        forced.or(setting).unwrap_or(asked)
     }
 
     /// Why the device was lost, if it was.

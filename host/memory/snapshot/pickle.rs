@@ -179,8 +179,9 @@ fn frame(event: &Event) -> Frame {
 
 /// What the arena reserved, and each tensor outside it, in the order of their addresses.
 fn segments(held: &Held) -> Vec<Segment> {
-    let own = held.live.values().filter(|live| live.origin != Origin::Arena);
-    let all: BTreeMap<u64, &Event> = held.reserved.values().chain(own).map(|event| (event.address, event)).collect();
+    let elsewhere = held.live.values().filter(|live| live.origin != Origin::Arena);
+    let all: BTreeMap<u64, &Event> =
+        held.reserved.values().chain(elsewhere).map(|event| (event.address, event)).collect();
     all.into_values().map(|event| segment(held, event)).collect()
 }
 

@@ -73,11 +73,11 @@ impl<'o> Outputs<'o> {
         out: &'o mut impl Target<'s, f32>,
         epilogue: Epilogue<'o, 's>,
     ) -> Self {
-        let (own, out) = out.in_place();
+        let (old, out) = out.in_place();
         let (pre, flags) = epilogue.out();
         Self {
             bias: bias.map_or_else(Slice::empty, Source::slice),
-            c: residual.map_or(own, Source::pointer),
+            c: residual.map_or(old, Source::pointer),
             out,
             pre,
             ldc: extents.ldc,
