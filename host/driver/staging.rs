@@ -16,7 +16,7 @@ const PIECE_BYTES: usize = 8 << 20;
 
 impl Device {
     /// Queues a copy of host bytes, which may be reused on return; with a transit place, beside the work queued before
-    /// ([`Driver::upload`]). Waits at most until the deadline for room to stage them.
+    /// ([`Driver::queue_upload`]). Waits at most until the deadline for room to stage them.
     ///
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
@@ -103,7 +103,7 @@ impl Staging {
         device.call("upload", device.deadline(), move |driver| {
             // SAFETY: `to` and `transit` are as this function asks. The source is so many bytes of a slot, which stays until the ring
             // ends and is written again only behind a passed fence.
-            unsafe { driver.upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
+            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
         })?;
         Ok(bytes)
     }
