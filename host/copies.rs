@@ -31,10 +31,10 @@ impl<T: Element> Memory<T> {
         let len = transit.map_or(self.len(), |transit| transit.len().min(self.len()));
         assert!(bytes.len() <= len * size_of::<T>(), "{} bytes into {len} elements", bytes.len());
         // SAFETY: both memories are valid by this type's invariant, and large enough.
-        unsafe { device.upload(self.address(), transit.map(Self::address), bytes, deadline) }
+        unsafe { device.stage(self.address(), transit.map(Self::address), bytes, deadline) }
     }
 
-    /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
+    /// Queues copies of what `fill` writes over all of the memory; see [`Device::stage_with`].
     pub(crate) fn upload_with(
         self,
         device: &Device,
@@ -43,7 +43,7 @@ impl<T: Element> Memory<T> {
         staged: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<()> {
         // SAFETY: the memory is valid by this type's invariant.
-        unsafe { device.upload_with(self.address(), None, self.len() * size_of::<T>(), fill, deadline, staged) }
+        unsafe { device.stage_with(self.address(), None, self.len() * size_of::<T>(), fill, deadline, staged) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

@@ -20,18 +20,18 @@ impl Device {
     ///
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
-    pub(crate) unsafe fn upload(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
+    pub(crate) unsafe fn stage(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
         // SAFETY: `to` and `transit` are as this function asks, which is the same.
-        unsafe { self.upload_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
+        unsafe { self.stage_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
-    /// As [`Device::upload`], of `bytes` bytes that `fill` writes; tells `staged` after each piece how many have been. Others'
+    /// As [`Device::stage`], of `bytes` bytes that `fill` writes; tells `staged` after each piece how many have been. Others'
     /// uploads may go between the pieces.
     ///
     /// # Safety
     /// `to` is device memory of at least `bytes` bytes, and so is `transit`, which nothing else names.
-    pub(crate) unsafe fn upload_with(
+    pub(crate) unsafe fn stage_with(
         &self,
         to: u64,
         transit: Option<u64>,
