@@ -12,8 +12,8 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// When they do not fit.
-    pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
-        self.upload_bytes(None, device, bytemuck::cast_slice(values), deadline)
+    pub(crate) fn copy_from(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
+        self.copy_bytes(None, device, bytemuck::cast_slice(values), deadline)
     }
 
     /// Queues a copy of `bytes` to the start of the memory; by way of `transit`, which nothing else uses, beside the work queued
@@ -21,7 +21,7 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// When they do not fit into either.
-    pub(crate) fn upload_bytes(
+    pub(crate) fn copy_bytes(
         self,
         transit: Option<Self>,
         device: &Device,
@@ -35,7 +35,7 @@ impl<T: Element> Memory<T> {
     }
 
     /// Queues copies of what `fill` writes over all of the memory; see [`Device::stage_with`].
-    pub(crate) fn upload_with(
+    pub(crate) fn copy_with(
         self,
         device: &Device,
         fill: &Fill<'_>,

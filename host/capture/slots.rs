@@ -283,7 +283,7 @@ impl Ports {
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
-            port.memory.upload_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
+            port.memory.copy_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
         })
     }
 
