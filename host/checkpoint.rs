@@ -197,7 +197,7 @@ impl Checkpoint {
         if let (Some(optimizer), Some((updates, state))) = (optimizer, state) {
             regions.extend(optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region)));
         }
-        layout.upload(&regions, transfer)
+        layout.overwrite(&regions, transfer)
     }
 
     /// An error unless the optimiser's state is that of the optimiser `expected`.

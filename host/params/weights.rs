@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 
 impl Layout {
     /// Overwrites flat regions of this layout, each with its sources in the order of the entries.
-    pub(crate) fn upload(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
+    pub(crate) fn overwrite(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
         let Some((first, _)) = regions.first() else { return Ok(()) };
         let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
             self.fill(offset, place, |number, _, within, part| {
@@ -127,7 +127,7 @@ impl Parameters {
         };
         let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
         transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
-        layout.upload(&[(values, sources)], transfer)
+        layout.overwrite(&[(values, sources)], transfer)
     }
 
     /// Names, shapes and places.
