@@ -25,7 +25,7 @@ attack! {
     elementwise::add { a: f32s 9, b: f32s 9, out: out 9 }
     norm::rms_norm_backward {
         x: f32s 24, gain: f32s 8, inverse_rms: f32s 3, dy: f32s 48, parts: number 2, cols: number 8,
-        chunk: number kernels::norm::backward_rows(3, 8), add: number 3, dx: out 24, dgain: out 8,
+        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 3, dx: out 24, dgain: out 8,
     }
 }
 
