@@ -10,7 +10,7 @@ use crate::error::{Error, Quantity, Result, short};
 use crate::files::{replace_file, sweep};
 use crate::finite::Numbers;
 use crate::optim::{Optimizer, UpdateRule};
-use crate::params::{Entry, Layout, Parameters};
+use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::Shape;
 use crate::tensors::Tensors;
 use crate::upload::Transfer;
@@ -197,7 +197,7 @@ impl Checkpoint {
         if let (Some(optimizer), Some((updates, state))) = (optimizer, state) {
             regions.extend(optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region)));
         }
-        layout.upload(&regions, transfer)
+        layout.overwrite(&regions, transfer)
     }
 
     /// An error unless the optimiser's state is that of the optimiser `expected`.
@@ -211,7 +211,7 @@ impl Checkpoint {
 
     /// The bytes of the tensors whose names start with `prefix`, for each parameter.
     fn region(&self, layout: &Layout, prefix: &str) -> Result<Vec<&[u8]>> {
-        let bytes = |entry: &Entry| {
+        let bytes = |entry: &LayoutEntry| {
             let name = format!("{prefix}{}", entry.name());
             self.tensors.expect(&name, entry.shape().extents()).map_err(|reason| Error::file(&self.path, reason))
         };

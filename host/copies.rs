@@ -12,8 +12,8 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// When they do not fit.
-    pub(crate) fn upload(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
-        self.upload_bytes(None, device, bytemuck::cast_slice(values), deadline)
+    pub(crate) fn copy_from(self, device: &Device, values: &[T], deadline: Duration) -> Result<()> {
+        self.copy_bytes(None, device, bytemuck::cast_slice(values), deadline)
     }
 
     /// Queues a copy of `bytes` to the start of the memory; by way of `transit`, which nothing else uses, beside the work queued
@@ -21,7 +21,7 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// When they do not fit into either.
-    pub(crate) fn upload_bytes(
+    pub(crate) fn copy_bytes(
         self,
         transit: Option<Self>,
         device: &Device,
@@ -31,11 +31,11 @@ impl<T: Element> Memory<T> {
         let len = transit.map_or(self.len(), |transit| transit.len().min(self.len()));
         assert!(bytes.len() <= len * size_of::<T>(), "{} bytes into {len} elements", bytes.len());
         // SAFETY: both memories are valid by this type's invariant, and large enough.
-        unsafe { device.upload(self.address(), transit.map(Self::address), bytes, deadline) }
+        unsafe { device.stage(self.address(), transit.map(Self::address), bytes, deadline) }
     }
 
-    /// Queues copies of what `fill` writes over all of the memory; see [`Device::upload_with`].
-    pub(crate) fn upload_with(
+    /// Queues copies of what `fill` writes over all of the memory; see [`Device::stage_with`].
+    pub(crate) fn copy_with(
         self,
         device: &Device,
         fill: &Fill<'_>,
@@ -43,7 +43,7 @@ impl<T: Element> Memory<T> {
         staged: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<()> {
         // SAFETY: the memory is valid by this type's invariant.
-        unsafe { device.upload_with(self.address(), None, self.len() * size_of::<T>(), fill, deadline, staged) }
+        unsafe { device.stage_with(self.address(), None, self.len() * size_of::<T>(), fill, deadline, staged) }
     }
 
     /// Waits for the work queued before, until the deadline, and returns all elements.

@@ -65,7 +65,7 @@ pub use memory::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Mea
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
 pub use optim::{AdamW, AdamWConfig, Group, Groups, Optimizer, Schedule, Sgd, SgdConfig, UpdateArguments, UpdateRule};
-pub use params::{Entry, Gradients, Layout, LayoutBuilder, Parameter, Parameters, Stack};
+pub use params::{Gradients, Layout, LayoutBuilder, LayoutEntry, Parameter, Parameters, Stack};
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};

@@ -9,7 +9,7 @@
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::replace_file;
 use crate::finite::Numbers;
-use crate::params::{Entry, Layout, Parameters};
+use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensors::Tensors;
 use crate::upload::Transfer;
 use safetensors::tensor::{Dtype, TensorView};
@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// A parameter's name there.
-fn name(entry: &Entry) -> String {
+fn name(entry: &LayoutEntry) -> String {
     let name = entry.name();
     match name.strip_suffix("gain") {
         Some(before) if before.is_empty() || before.ends_with('.') => format!("{before}weight"),
@@ -26,7 +26,7 @@ fn name(entry: &Entry) -> String {
 }
 
 /// The parameters by their names there.
-fn names(layout: &Layout) -> Result<BTreeMap<String, &Entry>> {
+fn names(layout: &Layout) -> Result<BTreeMap<String, &LayoutEntry>> {
     let mut names = BTreeMap::new();
     for entry in layout.entries() {
         if names.insert(name(entry), entry).is_some() {
@@ -38,7 +38,7 @@ fn names(layout: &Layout) -> Result<BTreeMap<String, &Entry>> {
 }
 
 /// Its extents there.
-fn shape(entry: &Entry) -> Vec<usize> {
+fn shape(entry: &LayoutEntry) -> Vec<usize> {
     match *entry.shape().extents() {
         [inputs, outputs] => vec![outputs, inputs],
         ref extents => extents.to_vec(),
@@ -64,7 +64,7 @@ impl Parameters {
         let path = path.as_ref();
         let values = self.flat().read()?;
         Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
-        let tensor = |(name, entry): (String, &Entry)| {
+        let tensor = |(name, entry): (String, &LayoutEntry)| {
             let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
             (name, shape(entry), transposed(&words, entry.shape().extents()))
         };

@@ -224,7 +224,7 @@ impl<'s> Eager<'s> {
             return Err(Error::misuse("upload", format!("a shape of {} elements", values.len()), shape.to_string()));
         }
         let tensor = self.empty(shape)?;
-        let uploaded = tensor.memory().upload(self.device(), values, self.region().time_left());
+        let uploaded = tensor.memory().copy_from(self.device(), values, self.region().time_left());
         uploaded.map_err(|error| self.region().with_report(error))?;
         if T::NAME == u32::NAME {
             self.region().conditions().uploaded(tensor.memory().as_slice().address(), bytemuck::cast_slice(values));

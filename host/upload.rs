@@ -101,7 +101,7 @@ impl<'p> Transfer<'p> {
             if device.checked() {
                 content.upload_verified(device, left, &mut staged)?;
             } else {
-                content.memory.upload_with(device, content.fill, left, &mut staged)?;
+                content.memory.copy_with(device, content.fill, left, &mut staged)?;
             }
         }
         Ok(())
@@ -177,7 +177,7 @@ impl Content<'_> {
                 expected[index / CHUNK].fetch_add(weighted(index, u32::from_le_bytes(*word)), Ordering::Relaxed);
             }
         };
-        self.memory.upload_with(device, &fill, deadline, staged)?;
+        self.memory.copy_with(device, &fill, deadline, staged)?;
         let sums = Buffer::<u32>::zeros(device, 2 * chunks)?;
         launch_on(device, &checksum { x: self.memory.as_slice(), out: sums.memory().as_out() })?;
         let got = sums.read()?;

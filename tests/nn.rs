@@ -67,7 +67,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
 #[test]
 fn names_are_nested_and_in_the_order_of_construction() {
     let (_, layout) = Layers::new();
-    let names: Vec<&str> = layout.entries().iter().map(Entry::name).collect();
+    let names: Vec<&str> = layout.entries().iter().map(LayoutEntry::name).collect();
     let attention = ["norm.gain", "wq.weight", "wk.weight", "wv.weight", "q_norm.gain", "k_norm.gain", "wo.weight"];
     let expected: Vec<String> = ["linear.weight", "linear.bias", "plain.weight"]
         .into_iter()

@@ -248,7 +248,7 @@ on_each_device! {
         for (number, entry) in layout.entries().iter().enumerate() {
             let right = 4 * entry.range().len();
             for wrong in [None, Some(0), Some(right - 1), Some(right + 1), Some(right + 4)] {
-                let source = |asked: &stepscope::Entry| {
+                let source = |asked: &stepscope::LayoutEntry| {
                     let own = asked.name() == entry.name();
                     Some(&bytes[..if own { wrong? } else { 4 * asked.range().len() }])
                 };

@@ -95,7 +95,7 @@ pub fn stay_rolled() {
 /// The same value, of which the compiler knows nothing. So the compiler computes what follows from it each time, and unrolls no
 /// loop of so many turns. To keep such results, or to unroll, would take registers.
 #[inline(always)]
-pub fn again(value: u32) -> u32 {
+pub fn opaque(value: u32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
         let same: u32;

@@ -60,7 +60,7 @@ impl<'k, const HELD: usize> Exps<'k, HELD> {
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
         // SAFETY: column and number are those of `for_each_vector` over the row, as the caller promises.
-        let own = unsafe { self.share.get(at, column, part) };
-        if HELD > 0 { own } else { map4!(own - F4::splat(self.largest), math::exp_negative) }
+        let value = unsafe { self.share.get(at, column, part) };
+        if HELD > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
     }
 }

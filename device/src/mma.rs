@@ -127,8 +127,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
     #[cfg(not(target_arch = "nvptx64"))]
     {
         let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
-        let own = [a, b];
-        let factors = cuda_std::emulator::lanes(&own);
+        let of_lane = [a, b];
+        let factors = cuda_std::emulator::lanes(&of_lane);
         for lane in 0..4 {
             // SAFETY: each lane's `own` lives until the `sync_warp` below. All lanes come there, as they came here.
             let [[rows, _], [_, left], [_, right]] =

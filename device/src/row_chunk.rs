@@ -55,7 +55,7 @@ pub struct RowChunk {
 impl RowChunk {
     /// This block's of `rows`, in chunks of so many.
     #[inline(always)]
-    pub fn own(chunk: usize, rows: usize) -> Self {
+    pub fn of_block(chunk: usize, rows: usize) -> Self {
         let first = thread::block_idx_x() as usize * chunk;
         Self { first, end: if first + chunk < rows { first + chunk } else { rows } }
     }

@@ -20,7 +20,7 @@ use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
 
 /// What a tile may hold: values of 32 bits.
-pub trait Element: Copy {
+pub trait SharedElement: Copy {
     /// Reads the value at a shared address.
     ///
     /// # Safety
@@ -37,7 +37,7 @@ pub trait Element: Copy {
 
 macro_rules! element {
     ($ty:ty, $suffix:literal) => {
-        impl Element for $ty {
+        impl SharedElement for $ty {
             #[cfg(target_arch = "nvptx64")]
             #[inline(always)]
             unsafe fn load_shared(address: u32) -> Self {
@@ -82,7 +82,7 @@ pub struct SharedTile<T> {
     element: PhantomData<T>,
 }
 
-impl<T: Element> SharedTile<T> {
+impl<T: SharedElement> SharedTile<T> {
     /// The tile of `len` values that starts `byte_offset` bytes into the block's dynamic shared memory. For access four values wide,
     /// `byte_offset` is a multiple of 16.
     ///

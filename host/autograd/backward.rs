@@ -221,11 +221,11 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         // There is one gradient: the second has it, the first a copy, unless it can add it to what it has.
         let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
         if first.wants_gradient() {
-            let own = match self.take(first)? {
-                Some(mut sum) => ops::add_assign(self.step, &mut sum, &gradient).map(|()| sum)?,
+            let sum = match self.take(first)? {
+                Some(mut so_far) => ops::add_assign(self.step, &mut so_far, &gradient).map(|()| so_far)?,
                 None => ops::copy(self.step, &gradient)?,
             };
-            self.add(first, own)?;
+            self.add(first, sum)?;
         }
         self.add(second, gradient)
     }

@@ -40,7 +40,7 @@ const KEPT: usize = 4;
 pub struct Captured<S, R> {
     // Graphs end before the section that they write goes back to the arena, and before the state does.
     /// The one used last stands last.
-    recordings: Vec<Recording<R>>,
+    recordings: Vec<RecordedStep<R>>,
     kept: usize,
     place: Place,
     record: Record<S, R>,
@@ -67,7 +67,7 @@ struct Place {
 }
 
 /// One graph.
-struct Recording<R> {
+struct RecordedStep<R> {
     state: State,
     ports: Ports,
     result: R,
@@ -304,7 +304,7 @@ impl Place {
     }
 
     /// Lists the launches of a step at its own addresses, and makes a graph of them.
-    fn record<S, R>(&self, key: &Key, tensors: usize, state: &mut S, record: Record<S, R>) -> Result<Recording<R>> {
+    fn record<S, R>(&self, key: &Key, tensors: usize, state: &mut S, record: Record<S, R>) -> Result<RecordedStep<R>> {
         static RECORDINGS: AtomicU64 = AtomicU64::new(1);
         let identity = RECORDINGS.fetch_add(1, Ordering::Relaxed);
         let Self { device, section, address, guard_bytes, .. } = self;
@@ -324,11 +324,11 @@ impl Place {
         })?;
         let (bytes, kernels) = (section.bytes(), graph.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
-        Ok(Recording { state: life.after(Event::Seal)?, graph, ports, result, turns, checks })
+        Ok(RecordedStep { state: life.after(Event::Seal)?, graph, ports, result, turns, checks })
     }
 }
 
-impl<R> Recording<R> {
+impl<R> RecordedStep<R> {
     fn replay(&mut self, device: &Device, inputs: Option<&Inputs<'_>>, deadline: Duration) -> Result<()> {
         self.state = self.state.after(Event::Replay)?;
         inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
@@ -344,7 +344,7 @@ impl<R> Recording<R> {
 /// A replay that is queued or done. The next one overwrites its results.
 pub struct Replay<'c, R> {
     place: &'c Place,
-    recording: &'c Recording<R>,
+    recording: &'c RecordedStep<R>,
 }
 
 impl<R: fmt::Debug> fmt::Debug for Replay<'_, R> {

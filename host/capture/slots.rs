@@ -237,8 +237,8 @@ impl Ports {
     /// Marks the inputs that the recorded ops took for labels.
     pub(super) fn bind(&mut self, asked: &[Labels]) {
         for port in &mut self.inputs {
-            let own = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
-            port.classes = own.map(|labels| labels.classes).min();
+            let of_port = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
+            port.classes = of_port.map(|labels| labels.classes).min();
         }
     }
 
@@ -283,7 +283,7 @@ impl Ports {
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
-            port.memory.upload_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
+            port.memory.copy_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
         })
     }
 

@@ -6,7 +6,7 @@
 
 use super::calls::Driver;
 use super::description::DeviceKind;
-use super::device::{Checks, Device};
+use super::device::{CheckedMode, Device};
 use super::emulated;
 use super::faults::{FaultPlan, Faulty};
 use super::kernels::{Kernels, check_names};
@@ -150,7 +150,7 @@ impl DeviceBuilder {
     /// Opens the device; its kernels are not tested.
     pub(crate) fn open_untested(self) -> Result<Device> {
         check_names(&self.kernels)?;
-        let checks = Checks { asked: self.checked, forced: checked_variable()? };
+        let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
             wanted: "any",
             reason: format!("no thread for the driver's calls: {error}"),
@@ -207,14 +207,14 @@ mod tests {
 
     #[test]
     fn the_environment_decides_whether_kernels_are_tested() {
-        for own in [SelfTest::WhenNew, SelfTest::Always, SelfTest::Never] {
-            assert_eq!(own.unless(None), Ok(own));
+        for chosen in [SelfTest::WhenNew, SelfTest::Always, SelfTest::Never] {
+            assert_eq!(chosen.unless(None), Ok(chosen));
             for (text, asked) in [("new", SelfTest::WhenNew), ("always", SelfTest::Always), ("never", SelfTest::Never)]
             {
-                assert_eq!(own.unless(Some(text)), Ok(asked));
+                assert_eq!(chosen.unless(Some(text)), Ok(asked));
             }
             for malformed in ["", "1", "Always", "never "] {
-                let error = own.unless(Some(malformed)).unwrap_err().to_string();
+                let error = chosen.unless(Some(malformed)).unwrap_err().to_string();
                 assert!(error.contains("new, always or never in STEPSCOPE_SELF_TEST, got `"), "{error}");
             }
         }

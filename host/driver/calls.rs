@@ -92,7 +92,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which no other call names; `from` lies in memory of [`Driver::allocate_pinned`] and is
     /// neither written nor freed until a fence that is recorded behind this call has been passed.
-    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()>;
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()>;
 
     /// A fence that has been passed.
     fn create_fence(&self) -> Result<Fence>;

@@ -144,9 +144,9 @@ fn driver_version() -> Result<String> {
         wanted: "cuda",
         reason: format!("`cuDriverGetVersion` failed: {error:?}"),
     })?;
-    let own = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
-    let own = if own.is_empty() { String::new() } else { format!(", driver {}", short(own.trim())) };
-    Ok(format!("CUDA {}.{}{own}", version.major(), version.minor()))
+    let driver = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    let driver = if driver.is_empty() { String::new() } else { format!(", driver {}", short(driver.trim())) };
+    Ok(format!("CUDA {}.{}{driver}", version.major(), version.minor()))
 }
 
 // SAFETY: memory comes from cuMemAlloc and from pools (256-byte aligned) and lives until it is freed; all work is queued on
@@ -244,17 +244,17 @@ unsafe impl Driver for Cuda {
         check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(address as *mut c_void) })
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
         self.enter()?;
         let stream = self.stream();
         if let Some(transit) = transit {
-            // SAFETY: all three are as `Driver::upload` asks, which is what `copy` asks; the stream lives as long as `self`.
+            // SAFETY: all three are as `Driver::queue_upload` asks, which is what `copy` asks; the stream lives as long as `self`.
             return unsafe { self.transit.copy(to, from, transit, stream) };
         }
-        // SAFETY: `to` has room for `from`, which is page-locked and stays as it is until a later fence (`Driver::upload`), so the
+        // SAFETY: `to` has room for `from`, which is page-locked and stays as it is until a later fence (`Driver::queue_upload`), so the
         // call only queues.
         let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
         check("cuMemcpyHtoDAsync", result)

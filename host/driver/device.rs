@@ -56,7 +56,7 @@ struct Shared {
     /// What its owner has let go, and could not be ended so far.
     retired: Mutex<Vec<Retired>>,
     staging: Mutex<Staging>,
-    checks: Checks,
+    checks: CheckedMode,
     rehearsing: Option<Rehearsing>,
 }
 
@@ -71,7 +71,7 @@ struct Rehearsing {
 
 /// Whether the program wants checked mode, and what the environment has to say.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Checks {
+pub(super) struct CheckedMode {
     pub(super) asked: bool,
     pub(super) forced: Option<bool>,
 }
@@ -82,16 +82,16 @@ thread_local! {
 }
 
 /// The time in which this thread records a step of a device.
-struct Recording;
+struct RecordingGuard;
 
-impl Recording {
+impl RecordingGuard {
     fn of(identity: u64) -> Self {
         RECORDED.with_borrow_mut(|recorded| recorded.push(identity));
         Self
     }
 }
 
-impl Drop for Recording {
+impl Drop for RecordingGuard {
     fn drop(&mut self) {
         RECORDED.with_borrow_mut(|recorded| recorded.pop());
     }
@@ -104,7 +104,7 @@ impl Device {
         lane: Lane,
         deadline: Duration,
         staging: Staging,
-        checks: Checks,
+        checks: CheckedMode,
     ) -> Self {
         let description = driver.description().clone();
         tracing::info!(kind = %description.kind, name = description.name, memory_bytes = description.memory_bytes, "device opened");
@@ -141,9 +141,9 @@ impl Device {
     }
 
     /// Whether something of this device is checked that has its own setting, or none.
-    pub(crate) fn checked_unless(&self, own: Option<bool>) -> bool {
-        let Checks { asked, forced } = self.shared.checks;
-        forced.or(own).unwrap_or(asked)
+    pub(crate) fn checked_unless(&self, setting: Option<bool>) -> bool {
+        let CheckedMode { asked, forced } = self.shared.checks;
+        forced.or(setting).unwrap_or(asked)
     }
 
     /// Why the device was lost, if it was.
@@ -169,17 +169,17 @@ impl Device {
         self.until(name, deadline, |left| Ok(self.call(name, left.max(AWAKE), reached)?.then_some(())))
     }
 
-    /// Looks, with growing naps, until there is something to return. Each look hears how much of the deadline is left.
+    /// Polls, with growing naps, until there is something to return. Each poll hears how much of the deadline is left.
     pub(super) fn until<R>(
         &self,
         name: &'static str,
         deadline: Duration,
-        mut look: impl FnMut(Duration) -> Result<Option<R>>,
+        mut poll: impl FnMut(Duration) -> Result<Option<R>>,
     ) -> Result<R> {
         patience::of_wait(deadline, |deadline| {
             let start = Instant::now();
             loop {
-                if let Some(found) = look(deadline.saturating_sub(start.elapsed()))? {
+                if let Some(found) = poll(deadline.saturating_sub(start.elapsed()))? {
                     return Ok(found);
                 }
                 let waited = start.elapsed();
@@ -221,7 +221,7 @@ impl Device {
             retired: Mutex::default(),
             staging: Mutex::default(),
             // There are no bytes to verify and no guards to look at.
-            checks: Checks { asked: false, forced: None },
+            checks: CheckedMode { asked: false, forced: None },
             rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
         };
         let rehearsal = Over(Self { shared: Arc::new(shared) });
@@ -254,7 +254,7 @@ impl Device {
         self.check("capture")?;
         let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
-            let _recording = Recording::of(self.identity());
+            let _recording = RecordingGuard::of(self.identity());
             self.rehearse_on(Arc::clone(&rehearsal), record)
         };
         self.end_retired();

@@ -238,9 +238,9 @@ unsafe impl Driver for Emulated {
         unsafe { self.free(address, bytes) }
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8], _: Option<u64>) -> Result<()> {
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], _: Option<u64>) -> Result<()> {
         // SAFETY: `to` is memory of `allocate` with room for `from`, which is page-locked memory of another mapping
-        // (`Driver::upload`). No kernel runs: the lane makes one call at a time.
+        // (`Driver::queue_upload`). No kernel runs: the lane makes one call at a time.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len()) };
         Ok(())
     }

@@ -47,7 +47,7 @@ pub enum Call {
     AllocatePinned,
     /// [`Driver::free_pinned`].
     FreePinned,
-    /// [`Driver::upload`].
+    /// [`Driver::queue_upload`].
     Upload,
     /// [`Driver::create_fence`].
     CreateFence,
@@ -134,7 +134,7 @@ pub enum Fault {
     Allocates,
     /// It first takes memory from a pool in stream order, which a capture turns into a memory node.
     AllocatesInStream,
-    /// It succeeds, and one bit of what [`Driver::upload`] copied is wrong.
+    /// It succeeds, and one bit of what [`Driver::queue_upload`] copied is wrong.
     Flips,
 }
 
@@ -306,10 +306,10 @@ unsafe impl Driver for Faulty {
         unsafe { self.driver.free_pinned(address, bytes) }
     }
 
-    unsafe fn upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
+    unsafe fn queue_upload(&self, to: u64, from: &[u8], transit: Option<u64>) -> Result<()> {
         self.meet(Call::Upload)?;
-        // SAFETY: the same arguments: what `Driver::upload` asks of this call holds for that one.
-        unsafe { self.driver.upload(to, from, transit) }?;
+        // SAFETY: the same arguments: what `Driver::queue_upload` asks of this call holds for that one.
+        unsafe { self.driver.queue_upload(to, from, transit) }?;
         match from.get(from.len() / 2) {
             Some(&byte) if std::mem::take(&mut self.plan.plan().flips) => {
                 let flipped = self.driver.allocate_pinned(1)? as *mut u8;
@@ -317,7 +317,7 @@ unsafe impl Driver for Faulty {
                 // it where the byte before was copied to.
                 unsafe {
                     flipped.write(byte ^ 1);
-                    self.driver.upload(to + from.len() as u64 / 2, std::slice::from_raw_parts(flipped, 1), None)
+                    self.driver.queue_upload(to + from.len() as u64 / 2, std::slice::from_raw_parts(flipped, 1), None)
                 }
             }
             _ => Ok(()),

@@ -1,10 +1,10 @@
 //! The one thread that calls the driver, so that a caller never waits longer than its deadline.
 //!
 //! A call stuck in the kernel cannot be cancelled. At the deadline the caller goes on with a timeout, and the thread is
-//! given up with the call: it ends with the process. Caller and worker look for each other for some microseconds before they
+//! given up with the call: it ends with the process. Caller and worker poll for each other for some microseconds before they
 //! sleep: waking a sleeper takes longer than most calls. Invariant: a call's result reaches its own caller
 //! or nobody. All interleavings of callers, worker and deadlines are explored in `tests/loom`, which brings the `model` of
-//! channels and clock; there nobody looks, everybody sleeps.
+//! channels and clock; there nobody polls, everybody sleeps.
 
 #![forbid(unsafe_code)]
 
@@ -17,21 +17,21 @@ use std::time::Duration;
 #[cfg(not(loom))]
 use std::{sync::mpsc, thread, time::Instant};
 
-/// How long caller and worker look before they sleep: most calls take a microsecond, and waking a sleeper takes several.
+/// How long caller and worker poll before they sleep: most calls take a microsecond, and waking a sleeper takes several.
 #[cfg(not(loom))]
 const AWAKE: Duration = Duration::from_micros(20);
-/// Looks between two readings of the clock; after each such round other threads may run.
+/// Polls between two readings of the clock; after each such round other threads may run.
 #[cfg(not(loom))]
-const LOOKS: u32 = 64;
+const POLLS: u32 = 64;
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// What comes within [`AWAKE`]: nothing also when nobody is left to send.
 #[cfg(not(loom))]
-fn look<T>(channel: &Receiver<T>) -> Option<T> {
+fn poll_briefly<T>(channel: &Receiver<T>) -> Option<T> {
     let start = Instant::now();
     loop {
-        for _ in 0..LOOKS {
+        for _ in 0..POLLS {
             match channel.try_recv() {
                 Ok(message) => return Some(message),
                 Err(TryRecvError::Disconnected) => return None,
@@ -46,7 +46,7 @@ fn look<T>(channel: &Receiver<T>) -> Option<T> {
 }
 
 #[cfg(loom)]
-fn look<T>(_: &Receiver<T>) -> Option<T> {
+fn poll_briefly<T>(_: &Receiver<T>) -> Option<T> {
     None
 }
 
@@ -68,7 +68,7 @@ impl Lane {
     pub(super) fn start() -> std::io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<Job>();
         thread::Builder::new().name("stepscope-driver".into()).spawn(move || {
-            while let Some(job) = look(&queue).or_else(|| queue.recv().ok()) {
+            while let Some(job) = poll_briefly(&queue).or_else(|| queue.recv().ok()) {
                 job();
             }
         })?;
@@ -90,7 +90,7 @@ impl Lane {
         };
         // A worker that an earlier call's panic ended takes no job: the answer's sender goes with it.
         let _ = self.jobs.send(Box::new(job));
-        if let Some(result) = look(&answer) {
+        if let Some(result) = poll_briefly(&answer) {
             return Ok(result);
         }
         match answer.recv_timeout(deadline.saturating_sub(start.elapsed())) {

@@ -102,7 +102,7 @@ unsafe impl Driver for Rehearsal {
         never("free_pinned")
     }
 
-    unsafe fn upload(&self, _: u64, _: &[u8], _: Option<u64>) -> Result<()> {
+    unsafe fn queue_upload(&self, _: u64, _: &[u8], _: Option<u64>) -> Result<()> {
         Ok(())
     }
 

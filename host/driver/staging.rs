@@ -16,22 +16,22 @@ const PIECE_BYTES: usize = 8 << 20;
 
 impl Device {
     /// Queues a copy of host bytes, which may be reused on return; with a transit place, beside the work queued before
-    /// ([`Driver::upload`]). Waits at most until the deadline for room to stage them.
+    /// ([`Driver::queue_upload`]). Waits at most until the deadline for room to stage them.
     ///
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
-    pub(crate) unsafe fn upload(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
+    pub(crate) unsafe fn stage(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);
         // SAFETY: `to` and `transit` are as this function asks, which is the same.
-        unsafe { self.upload_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
+        unsafe { self.stage_with(to, transit, from.len(), &fill, deadline, &mut |_| Ok(())) }
     }
 
-    /// As [`Device::upload`], of `bytes` bytes that `fill` writes; tells `staged` after each piece how many have been. Others'
+    /// As [`Device::stage`], of `bytes` bytes that `fill` writes; tells `staged` after each piece how many have been. Others'
     /// uploads may go between the pieces.
     ///
     /// # Safety
     /// `to` is device memory of at least `bytes` bytes, and so is `transit`, which nothing else names.
-    pub(crate) unsafe fn upload_with(
+    pub(crate) unsafe fn stage_with(
         &self,
         to: u64,
         transit: Option<u64>,
@@ -103,7 +103,7 @@ impl Staging {
         device.call("upload", device.deadline(), move |driver| {
             // SAFETY: `to` and `transit` are as this function asks. The source is so many bytes of a slot, which stays until the ring
             // ends and is written again only behind a passed fence.
-            unsafe { driver.upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
+            unsafe { driver.queue_upload(to, std::slice::from_raw_parts(from as *const u8, bytes), transit) }
         })?;
         Ok(bytes)
     }

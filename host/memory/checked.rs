@@ -1,7 +1,7 @@
 //! Checked mode: guards behind every tensor, and NaN where nothing has been written.
 //!
 //! A tensor's memory is poisoned when it is made (f32 NaN, u32 0xdeadbeef) and again when its step is over, so a read
-//! of what was never written, or no longer is, shows. Behind the tensor at least 256 bytes hold a pattern; kernels look at
+//! of what was never written, or no longer is, shows. Behind the tensor at least 256 bytes hold a pattern; kernels check
 //! them when the step ends. Invariant: what a sound step computes is the same with checks and without.
 
 #![forbid(unsafe_code)]
@@ -18,7 +18,7 @@ use std::panic::Location;
 
 /// Bytes of a guard, at least: a tensor's own padding is guarded too.
 pub(crate) const GUARD_BYTES: usize = 256;
-/// Guards that are looked at between two reads.
+/// Guards that are checked between two reads.
 const PLACES: usize = 4096;
 
 /// The guards of a step.
@@ -26,7 +26,7 @@ const PLACES: usize = 4096;
 pub(crate) struct Checks {
     guards: Vec<Guard>,
     found: Buffer<u32>,
-    /// In a recorded step: all guards whose look is part of the graph, by their place in `found`.
+    /// In a recorded step: all guards whose check is part of the graph, by their place in `found`.
     recorded: Option<Vec<Guard>>,
 }
 
@@ -45,7 +45,7 @@ impl Checks {
         Ok(Self { guards: Vec::new(), found: Buffer::zeros(device, PLACES)?, recorded: None })
     }
 
-    /// For a recorded step of at most `tensors` tensors: each replay looks at all guards, and [`Checks::replayed`] tells.
+    /// For a recorded step of at most `tensors` tensors: each replay checks all guards, and [`Checks::replayed`] returns the error.
     pub(crate) fn recorded(device: &Device, tensors: usize) -> Result<Self> {
         let found = Buffer::zeros(device, tensors.max(1))?;
         Ok(Self { guards: Vec::new(), found, recorded: Some(Vec::new()) })
@@ -76,29 +76,29 @@ impl Checks {
         self.guards.truncate(mark);
     }
 
-    /// Looks at the guards since `mark`, or records that a replay will.
+    /// Checks the guards since `mark`, or records that a replay will.
     pub(crate) fn verify(&mut self, device: &Device, mark: usize) -> Result<()> {
         let guards = &self.guards[mark..];
         if let Some(recorded) = &mut self.recorded {
-            look(device, guards, &self.found, recorded.len())?;
+            queue_guard_checks(device, guards, &self.found, recorded.len())?;
             recorded.extend(guards);
             return Ok(());
         }
         for guards in guards.chunks(PLACES) {
-            look(device, guards, &self.found, 0)?;
-            tell(guards, &self.found)?;
+            queue_guard_checks(device, guards, &self.found, 0)?;
+            refuse_overrun(guards, &self.found)?;
         }
         Ok(())
     }
 
-    /// Waits for a replay, and tells what it found.
+    /// Waits for a replay; an error for the first guard that was hit.
     pub(crate) fn replayed(&self) -> Result<()> {
-        self.recorded.as_ref().map_or(Ok(()), |guards| tell(guards, &self.found))
+        self.recorded.as_ref().map_or(Ok(()), |guards| refuse_overrun(guards, &self.found))
     }
 }
 
-/// Queues a look at each guard; what it finds goes to `found`, from `place` on.
-fn look(device: &Device, guards: &[Guard], found: &Buffer<u32>, place: usize) -> Result<()> {
+/// Queues a check of each guard; what it finds goes to `found`, from `place` on.
+fn queue_guard_checks(device: &Device, guards: &[Guard], found: &Buffer<u32>, place: usize) -> Result<()> {
     let found = found.memory();
     for (number, Guard { block, start, .. }) in guards.iter().enumerate() {
         let place = place + number;
@@ -108,7 +108,7 @@ fn look(device: &Device, guards: &[Guard], found: &Buffer<u32>, place: usize) ->
 }
 
 /// An error for the first guard that was hit.
-fn tell(guards: &[Guard], found: &Buffer<u32>) -> Result<()> {
+fn refuse_overrun(guards: &[Guard], found: &Buffer<u32>) -> Result<()> {
     let found = found.read_range(0, guards.len())?;
     match guards.iter().zip(found).find(|(guard, found)| (*found as usize) < guard.block.len()) {
         None => Ok(()),

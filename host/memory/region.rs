@@ -136,7 +136,7 @@ impl Region {
     pub(super) fn reserve(&self, bytes: usize) -> Option<(Arc<Section>, u64)> {
         let section = self.sections.reserve(self.owned_bytes, bytes)?;
         let address = self.address + section.start() as u64;
-        self.settle();
+        self.refresh_capacity();
         Some((section, address))
     }
 
@@ -146,7 +146,7 @@ impl Region {
     }
 
     /// Lets steps fill what no section has. Call it between steps.
-    fn settle(&self) {
+    fn refresh_capacity(&self) {
         let limit = self.sections.limit(self.owned_bytes);
         if limit != self.capacity.get() {
             self.capacity.set(limit);
@@ -391,7 +391,7 @@ impl Region {
 
     /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
     pub(super) fn step_begins(&self, deadline: Option<Duration>) -> StepGuard<'_> {
-        self.settle();
+        self.refresh_capacity();
         self.until.set(deadline.and_then(|deadline| Instant::now().checked_add(deadline)));
         StepGuard { region: self }
     }

@@ -13,7 +13,7 @@
 //! let norm = RmsNorm::new(names.at("norm"), 64);
 //! let mlp = Mlp::new(names.at("mlp"), 64, 128, 10);
 //! let layout = layout.build()?;
-//! let found: Vec<&str> = layout.entries().iter().map(Entry::name).collect();
+//! let found: Vec<&str> = layout.entries().iter().map(LayoutEntry::name).collect();
 //! assert_eq!(found, ["norm.gain", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"]);
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;

@@ -12,7 +12,7 @@ use kernels::row_chunk::chunk_of;
 
 /// What [`layer_norm`] gives.
 #[derive(Debug)]
-pub struct LayerNorm<'s> {
+pub struct Normalized<'s> {
     /// The output, of the input's shape.
     pub y: Tensor<'s>,
     /// The mean of each row, `[rows]`, for backward.
@@ -33,7 +33,7 @@ pub fn layer_norm<'s>(
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<LayerNorm<'s>> {
+) -> Result<Normalized<'s>> {
     let out = outputs("layer_norm", step, x, gain, bias)?;
     launch(step, [x.slice(), Slice::empty()], [gain.slice(), bias.slice()], epsilon, PointerMut::empty(), out)
 }
@@ -50,7 +50,7 @@ pub fn layer_norm_residual<'s>(
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<(Tensor<'s>, LayerNorm<'s>)> {
+) -> Result<(Tensor<'s>, Normalized<'s>)> {
     const OP: &str = "layer_norm_residual";
     same_shape(OP, x.shape(), residual.shape())?;
     let (mut h, out) = (step.empty(x.shape())?, outputs(OP, step, x, gain, bias)?);
@@ -65,11 +65,11 @@ fn outputs<'s>(
     x: &impl Source<'s, f32>,
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
-) -> Result<LayerNorm<'s>> {
+) -> Result<Normalized<'s>> {
     let [rows, cols] = x.shape().as_rows();
     check_row(op, "gain", cols, gain)?;
     check_row(op, "bias", cols, bias)?;
-    Ok(LayerNorm { y: step.empty(x.shape())?, mean: step.empty([rows])?, inverse_std: step.empty([rows])? })
+    Ok(Normalized { y: step.empty(x.shape())?, mean: step.empty([rows])?, inverse_std: step.empty([rows])? })
 }
 
 #[track_caller]
@@ -79,8 +79,8 @@ fn launch<'s>(
     [gain, bias]: [Slice<'_, f32>; 2],
     epsilon: f32,
     h: PointerMut<'_, f32>,
-    mut out: LayerNorm<'s>,
-) -> Result<LayerNorm<'s>> {
+    mut out: Normalized<'s>,
+) -> Result<Normalized<'s>> {
     step.launch(kernel::layer_norm_forward {
         x,
         residual,

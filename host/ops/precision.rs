@@ -39,14 +39,14 @@ impl Matrices {
 
 /// What is to be rounded, and the sides of the multiplies in which it stands: with k along its rows, and across them.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Operand<'a> {
+pub(super) struct Unrounded<'a> {
     pub(super) values: Option<Slice<'a, f32>>,
     pub(super) matrices: Matrices,
     pub(super) along: Option<Side>,
     pub(super) across: Option<Side>,
 }
 
-impl Operand<'_> {
+impl Unrounded<'_> {
     /// Room for the fragments that are wanted; one row for each matrix.
     fn room<'s>(&self, step: &Step<'s>, format: Reduced) -> Result<Fragments<'s>> {
         let Matrices { rows, cols, .. } = self.matrices;
@@ -68,13 +68,13 @@ pub(super) struct Fragments<'s> {
 pub(super) fn round<'s>(
     step: &Step<'s>,
     precision: Precision,
-    operands: [Operand<'_>; 3],
+    operands: [Unrounded<'_>; 3],
 ) -> Result<[Fragments<'s>; 3]> {
     let [a, b, c] = &operands;
     let format = precision.reduced()?;
     let mut rounded = [a.room(step, format)?, b.room(step, format)?, c.room(step, format)?];
     let mut outputs = rounded.iter_mut();
-    let roundings = operands.map(|Operand { values, matrices, along, across }| {
+    let roundings = operands.map(|Unrounded { values, matrices, along, across }| {
         let out = outputs.next().expect("as many as operands");
         let Matrices { rows, cols, ld, stride, .. } = matrices;
         let along = along.map(|side| (side, out.along.out()));

@@ -8,7 +8,7 @@
 use super::range::at_least_zero;
 use crate::error::{Error, Result};
 use crate::memory::ALIGN_BYTES;
-use crate::params::{Entry, Layout};
+use crate::params::{Layout, LayoutEntry};
 use kernels::update::RUN;
 use std::fmt;
 
@@ -31,7 +31,7 @@ impl Default for Group {
     }
 }
 
-type Belongs = Box<dyn Fn(&Entry) -> bool + Send + Sync>;
+type Belongs = Box<dyn Fn(&LayoutEntry) -> bool + Send + Sync>;
 
 /// Groups of parameters, by rules on their names and shapes. A parameter is in the first group whose rule it meets, or else has the
 /// optimiser's own rate and decay.
@@ -62,20 +62,20 @@ impl Groups {
 
     /// One more group, of the parameters that `belongs` holds for and no group before has taken.
     #[must_use]
-    pub fn with(mut self, group: Group, belongs: impl Fn(&Entry) -> bool + Send + Sync + 'static) -> Self {
+    pub fn with(mut self, group: Group, belongs: impl Fn(&LayoutEntry) -> bool + Send + Sync + 'static) -> Self {
         self.rules.push((group, Box::new(belongs)));
         self
     }
 
     /// One more group, whose weights do not decay.
     #[must_use]
-    pub fn no_decay(self, belongs: impl Fn(&Entry) -> bool + Send + Sync + 'static) -> Self {
+    pub fn no_decay(self, belongs: impl Fn(&LayoutEntry) -> bool + Send + Sync + 'static) -> Self {
         self.with(Group { weight_decay: Some(0.0), ..Group::default() }, belongs)
     }
 
     /// Whether a parameter is one that most do not let decay: it has one extent, as gains and biases have, or its name says it by a part
     /// between dots that is `bias` or `gain`, or begins or ends with `embedding`.
-    pub fn is_gain_bias_or_embedding(entry: &Entry) -> bool {
+    pub fn is_gain_bias_or_embedding(entry: &LayoutEntry) -> bool {
         let says_so = |part: &str| {
             ["bias", "gain"].contains(&part) || part.starts_with("embedding") || part.ends_with("embedding")
         };
@@ -128,8 +128,8 @@ mod tests {
         #[test]
         fn every_vector_has_one_group(sizes in prop::collection::vec(1usize..300, 1..24), chosen in any::<u64>()) {
             let layout = layout(&sizes);
-            let number = |entry: &Entry| entry.name()[1..].parse::<u32>().unwrap();
-            let of = move |entry: &Entry| (chosen >> (2 * number(entry))) & 3;
+            let number = |entry: &LayoutEntry| entry.name()[1..].parse::<u32>().unwrap();
+            let of = move |entry: &LayoutEntry| (chosen >> (2 * number(entry))) & 3;
             let members = |group| layout.entries().iter().filter(|entry| of(entry) == group).count();
             let mut groups = Groups::new();
             let mut numbers = [0; 4];
@@ -181,7 +181,8 @@ mod tests {
         }
         layout.add("scale", [7], Initializer::ZERO);
         let layout = layout.build().unwrap();
-        let found = layout.entries().iter().filter(|entry| Groups::is_gain_bias_or_embedding(entry)).map(Entry::name);
+        let found =
+            layout.entries().iter().filter(|entry| Groups::is_gain_bias_or_embedding(entry)).map(LayoutEntry::name);
         assert_eq!(found.collect::<Vec<_>>(), [known.as_slice(), &["scale"]].concat());
     }
 }

@@ -38,14 +38,14 @@ impl Stack {
 
 /// A parameter's name, shape and place.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Entry {
+pub struct LayoutEntry {
     name: String,
     shape: Shape,
     start: usize,
     pub(super) initializer: Initializer,
 }
 
-impl Entry {
+impl LayoutEntry {
     /// The name, unique in the layout.
     pub fn name(&self) -> &str {
         &self.name
@@ -77,7 +77,7 @@ impl Entry {
 #[derive(Debug)]
 pub struct LayoutBuilder {
     identity: u64,
-    entries: Vec<Entry>,
+    entries: Vec<LayoutEntry>,
     elements: usize,
     /// The first parameter with which the layout has more bytes than memory can have.
     beyond: Option<usize>,
@@ -104,7 +104,7 @@ impl LayoutBuilder {
                 self.elements
             }
         };
-        self.entries.push(Entry { name: name.into(), shape, start, initializer });
+        self.entries.push(LayoutEntry { name: name.into(), shape, start, initializer });
         Parameter { layout: self.identity, index: self.entries.len() - 1 }
     }
 
@@ -127,12 +127,12 @@ impl LayoutBuilder {
     /// no tensor of a file can be, or more bytes than memory can have.
     pub fn build(self) -> Result<Layout> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
-        let named = |entry: &Entry| format!("`{}` {}", short(&entry.name), entry.shape);
+        let named = |entry: &LayoutEntry| format!("`{}` {}", short(&entry.name), entry.shape);
         if let Some(entry) = self.beyond.map(|first| &self.entries[first]) {
             let got = format!("{} behind {} elements", named(entry), entry.start);
             return refused("parameters that memory can hold", got);
         }
-        let mut names: Vec<&str> = self.entries.iter().map(Entry::name).collect();
+        let mut names: Vec<&str> = self.entries.iter().map(LayoutEntry::name).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
             return refused("a different name for each parameter", format!("two named `{}`", short(pair[0])));
@@ -154,7 +154,7 @@ impl LayoutBuilder {
 #[derive(Debug)]
 struct Shared {
     identity: u64,
-    entries: Vec<Entry>,
+    entries: Vec<LayoutEntry>,
     elements: usize,
 }
 
@@ -171,7 +171,7 @@ impl Layout {
     }
 
     /// All parameters in order.
-    pub fn entries(&self) -> &[Entry] {
+    pub fn entries(&self) -> &[LayoutEntry] {
         &self.shared.entries
     }
 
@@ -185,7 +185,7 @@ impl Layout {
     ///
     /// # Errors
     /// [`Error::Misuse`] when the handle is another layout's.
-    pub fn entry(&self, parameter: Parameter) -> Result<&Entry> {
+    pub fn entry(&self, parameter: Parameter) -> Result<&LayoutEntry> {
         Ok(&self.entries()[self.index(parameter)?])
     }
 
@@ -215,7 +215,12 @@ impl Layout {
 
     /// Writes what follows byte `offset` of a flat region: each parameter's bytes by `write`, from its entry, its place in the layout
     /// and the first byte within it, and zeros between.
-    pub(super) fn fill(&self, offset: usize, mut place: &mut [u8], write: impl Fn(usize, &Entry, usize, &mut [u8])) {
+    pub(super) fn fill(
+        &self,
+        offset: usize,
+        mut place: &mut [u8],
+        write: impl Fn(usize, &LayoutEntry, usize, &mut [u8]),
+    ) {
         let mut at = offset;
         let mut take = |bytes: usize| {
             let bytes = bytes.min(place.len());
@@ -262,7 +267,7 @@ impl Layout {
     }
 
     /// The first member.
-    fn head(&self, stack: &Stack) -> Result<&Entry> {
+    fn head(&self, stack: &Stack) -> Result<&LayoutEntry> {
         let first =
             stack.members.first().ok_or_else(|| Error::misuse("stack", "a stack of at least one parameter", "none"))?;
         self.entry(*first)

@@ -3,5 +3,5 @@
 mod layout;
 mod weights;
 
-pub use layout::{Entry, Layout, LayoutBuilder, Parameter, Stack};
+pub use layout::{Layout, LayoutBuilder, LayoutEntry, Parameter, Stack};
 pub use weights::{Gradients, Parameters};

@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::layout::{Entry, Layout, Parameter, Stack};
+use super::layout::{Layout, LayoutEntry, Parameter, Stack};
 use crate::digest::hex;
 use crate::driver::Device;
 use crate::error::{Error, Quantity, Result, short};
@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 
 impl Layout {
     /// Overwrites flat regions of this layout, each with its sources in the order of the entries.
-    pub(crate) fn upload(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
+    pub(crate) fn overwrite(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
         let Some((first, _)) = regions.first() else { return Ok(()) };
         let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
             self.fill(offset, place, |number, _, within, part| {
@@ -114,11 +114,11 @@ impl Parameters {
     /// the new ones then.
     pub fn load<'b>(
         &mut self,
-        mut source: impl FnMut(&Entry) -> Option<&'b [u8]>,
+        mut source: impl FnMut(&LayoutEntry) -> Option<&'b [u8]>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
         let Flat { layout, values } = &mut self.flat;
-        let checked = |entry: &Entry| {
+        let checked = |entry: &LayoutEntry| {
             let (expected, found) = (entry.bytes().len(), source(entry));
             found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
                 let got = found.map_or("none".into(), |bytes| format!("{} bytes", bytes.len()));
@@ -127,7 +127,7 @@ impl Parameters {
         };
         let sources: Vec<&[u8]> = layout.entries().iter().map(checked).collect::<Result<_>>()?;
         transfer.allowed().check((None, Quantity::Weight), layout.finite_bytes("", &sources))?;
-        layout.upload(&[(values, sources)], transfer)
+        layout.overwrite(&[(values, sources)], transfer)
     }
 
     /// Names, shapes and places.

@@ -173,10 +173,10 @@ mod tests {
                 Ok(())
             }
         }
-        let own = Arc::clone(&log);
+        let shared = Arc::clone(&log);
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(tracing::Level::WARN)
-            .with_writer(move || Writer(Arc::clone(&own)))
+            .with_writer(move || Writer(Arc::clone(&shared)))
             .finish();
         tracing::subscriber::with_default(subscriber, code);
         String::from_utf8(log.lock().unwrap().clone()).unwrap()

@@ -1,4 +1,4 @@
-//! Batches: on the host, in parts that are a step each, and what one update told.
+//! Batches: on the host, in parts that are a step each, and the metrics of an update.
 
 use crate::capture::Inputs;
 use crate::checkpoint::Checkpoint;
@@ -28,7 +28,7 @@ pub trait Samples {
 
 /// A micro-batch's place in its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct MicroBatch {
     /// Samples of the whole batch, by which the loss is divided.
     pub(super) samples: usize,
     /// The gradients start from zero.
@@ -39,7 +39,7 @@ pub(super) struct Part {
     pub(super) update: bool,
 }
 
-impl Part {
+impl MicroBatch {
     /// The most samples of a batch that a variant can name.
     pub(super) const MOST: usize = usize::MAX >> 3;
 
@@ -54,7 +54,7 @@ impl Part {
     }
 }
 
-/// What one update of the weights told.
+/// The metrics of one update of the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
     /// Counted from 1 over the optimiser's life.
@@ -149,10 +149,10 @@ mod tests {
     #[test]
     fn a_part_is_its_variant() {
         for bits in 0..8 {
-            let part = Part::of(300 << 3 | bits);
+            let part = MicroBatch::of(300 << 3 | bits);
             assert_eq!((part.samples, part.variant()), (300, 300 << 3 | bits));
         }
-        assert!(Part::of(0b100).first && Part::of(0b010).last && Part::of(0b001).update);
+        assert!(MicroBatch::of(0b100).first && MicroBatch::of(0b010).last && MicroBatch::of(0b001).update);
     }
 
     #[test]

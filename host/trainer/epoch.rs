@@ -53,7 +53,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue(batch)?;
-        self.settle(queued, batch)
+        self.wait_for_update(queued, batch)
     }
 
     /// Trains on batches, each an update (see [`Trainer::update`]), from where `progress` is: the caller has skipped the batches that
@@ -72,16 +72,16 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let mut running = None;
         let ended = self.run(batches, &mut running, progress, observer);
         if matches!(ended, Err(Error::NotFinite { .. })) {
-            // What is queued behind it is not worth telling.
+            // What is queued behind it is not worth reporting.
             return ended;
         }
         // What was queued before an error is done all the same.
-        let told = running.map_or(Ok(()), |last| self.tell(last, progress, observer));
-        let ended = ended.and_then(|ended| told.map(|()| ended))?;
+        let reported = running.map_or(Ok(()), |last| self.report(last, progress, observer));
+        let ended = ended.and_then(|ended| reported.map(|()| ended))?;
         self.check_weights().map(|()| ended)
     }
 
-    /// Queues each batch before it tells of the one before; the last is left running. Batches are kept until they are told of.
+    /// Queues each batch before it reports the one before; the last is left running. Batches are kept until they are reported.
     fn run<S: Samples>(
         &mut self,
         batches: impl IntoIterator<Item = Result<Vec<S>>>,
@@ -93,12 +93,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             let batch = batch?;
             let queued = self.queue(&batch)?;
             if let Some(before) = running.replace((queued, batch)) {
-                self.tell(before, progress, observer)?;
+                self.report(before, progress, observer)?;
             }
             let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
             let made = progress.updates + 1;
             if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
-                running.take().map_or(Ok(()), |last| self.tell(last, progress, observer))?;
+                running.take().map_or(Ok(()), |last| self.report(last, progress, observer))?;
                 self.save(progress, &observer.notes())?;
             }
             if stop {
@@ -108,13 +108,14 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Ok(Ended::Finished)
     }
 
-    fn tell<S: Samples>(
+    /// Waits for an update, counts it and lets the observer hear of it.
+    fn report<S: Samples>(
         &mut self,
         (queued, batch): (Queued, Vec<S>),
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<()> {
-        let update = self.settle(queued, &batch)?;
+        let update = self.wait_for_update(queued, &batch)?;
         progress.add(&update);
         observer.updated(&update, progress, self.arena)
     }
@@ -127,9 +128,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        let told = self.settle(queued, batch)?;
+        let metrics = self.wait_for_update(queued, batch)?;
         self.accumulated = true;
-        Ok(told)
+        Ok(metrics)
     }
 
     /// The update that [`Trainer::accumulate`] has left out. Waits.
@@ -182,7 +183,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers)
     }
 
-    /// Puts weights and optimiser back, and tells how far the epoch was.
+    /// Puts weights and optimiser back, and returns how far the epoch was.
     ///
     /// # Errors
     /// As for [`Checkpoint::restore`].

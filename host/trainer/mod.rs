@@ -3,7 +3,7 @@
 //! A [`Trainer`] runs [`Learner`]s through the arena's own steps and captures; the optimiser, of any rule, has the schedule and the clipping,
 //! [`Checkpoint`] the files. Invariants: the weights after an update depend on the batches alone, not on how they were run, looked
 //! at or interrupted; while captured steps run, the next batch is staged before the last one's loss is waited for, and never more
-//! than one ahead; an update whose loss or gradients are not finite is an error, and neither told of nor saved.
+//! than one ahead; an update whose loss or gradients are not finite is an error, and neither reported nor saved.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
 //! What is trained, and the step that trains it: the same function runs launch by launch and captured.
 
-use super::batch::Part;
+use super::batch::MicroBatch;
 use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
@@ -31,7 +31,7 @@ pub trait Model {
         tape.cross_entropy(output, batch.input(1)?, weight)
     }
 
-    /// A parameter whose gradient's norm is told with each update.
+    /// A parameter whose gradient's norm is reported with each update.
     fn watched(&self) -> Option<Parameter> {
         None
     }
@@ -52,9 +52,9 @@ pub struct Learner<M, R = AdamWConfig> {
     pub precision: Precision,
 }
 
-/// What a step tells: its share of the loss; when it updates the weights, the squared norm of all gradients; and when these are
+/// What a step measures: its share of the loss; when it updates the weights, the squared norm of all gradients; and when these are
 /// complete, of the watched one.
-pub(super) struct Told<Loss, Norm> {
+pub(super) struct StepMetrics<Loss, Norm> {
     pub(super) loss: Loss,
     pub(super) gradients: Option<Norm>,
     pub(super) watched: Option<Norm>,
@@ -91,8 +91,8 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         &mut self,
         step: &Step<'s>,
         batch: &Batch<'s>,
-        part: Part,
-    ) -> Result<Told<Saved<'s>, Tensor<'s>>> {
+        part: MicroBatch,
+    ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
         let Self { model, parameters, gradients, optimizer, precision } = self;
         step.set_precision(*precision);
         let tape = Tape::new(step, parameters);
@@ -108,7 +108,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
             None => None,
         };
         let squared = part.update.then(|| optimizer.apply(step, parameters, gradients)).transpose()?;
-        Ok(Told { loss: *loss.value(), gradients: squared, watched })
+        Ok(StepMetrics { loss: *loss.value(), gradients: squared, watched })
     }
 
     /// [`Learner::learn`], to be captured.
@@ -116,10 +116,10 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         step: &mut Step<'s>,
         learner: &mut Self,
         slots: &Slots<'s>,
-    ) -> Result<Told<Output, Output>> {
-        let told = learner.learn(step, slots.batch(), Part::of(slots.variant()))?;
+    ) -> Result<StepMetrics<Output, Output>> {
+        let metrics = learner.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
         let output = |norm: Tensor<'s>| slots.output(&norm);
-        let (gradients, watched) = (told.gradients.map(output), told.watched.map(output));
-        Ok(Told { loss: slots.output(&told.loss), gradients, watched })
+        let (gradients, watched) = (metrics.gradients.map(output), metrics.watched.map(output));
+        Ok(StepMetrics { loss: slots.output(&metrics.loss), gradients, watched })
     }
 }

@@ -1,7 +1,7 @@
-//! How the steps of an update run, how what they told comes back, and what is said of an update that came to nothing.
+//! How the steps of an update run, how their metrics come back, and what is said of an update that came to nothing.
 
-use super::batch::{Part, Samples, Update, first_input, place};
-use super::model::{Learner, Model, Told};
+use super::batch::{MicroBatch, Samples, Update, first_input, place};
+use super::model::{Learner, Model, StepMetrics};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
 use crate::driver::Landing;
@@ -28,9 +28,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
             let replay = captured.replay(&samples.inputs()?.variant(part.variant()));
             let replay = replay.map_err(|error| behind(&batch[..at], error))?;
-            let Told { loss, gradients, watched } = replay.outputs();
-            let mut told = [Some(*loss), *gradients, *watched].into_iter().flatten();
-            told.try_for_each(|output| replay.land(output, &mut landing))?;
+            let StepMetrics { loss, gradients, watched } = replay.outputs();
+            let mut outputs = [Some(*loss), *gradients, *watched].into_iter().flatten();
+            outputs.try_for_each(|output| replay.land(output, &mut landing))?;
         }
         landing.seal()?;
         Ok(Queued {
@@ -38,7 +38,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             samples: parts[0].samples,
             parts: parts.len(),
             updates: true,
-            told: Results::Landing(landing),
+            metrics: Results::Landing(landing),
         })
     }
 
@@ -49,36 +49,36 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let learner = self.stage.learner_mut();
         let mut known = Vec::new();
         for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
-            let told = self.arena.step(|step| {
+            let values = self.arena.step(|step| {
                 let batch = step.upload_inputs(&samples.inputs()?)?;
-                let Told { loss, gradients, watched } = learner.learn(step, &batch, *part)?;
+                let StepMetrics { loss, gradients, watched } = learner.learn(step, &batch, *part)?;
                 let [gradients, watched] =
                     [gradients, watched].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
                 Ok([Some(step.read_scalar(&loss)?), gradients?, watched?])
             });
-            known.extend(told.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
+            known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
         }
         Ok(Queued {
             number,
             samples: parts[0].samples,
             parts: parts.len(),
             updates: update,
-            told: Results::Known(known),
+            metrics: Results::Known(known),
         })
     }
 
-    /// Waits for what an update by `batch` told.
-    pub(super) fn settle<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
-        let Queued { number, samples, parts, updates, told } = queued;
-        let told = match told {
-            Results::Known(told) => told,
+    /// Waits for the metrics of an update by `batch`.
+    pub(super) fn wait_for_update<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
+        let Queued { number, samples, parts, updates, metrics } = queued;
+        let metrics = match metrics {
+            Results::Known(metrics) => metrics,
             Results::Landing(landing) => {
-                let told = landing.wait(self.arena.deadline())?;
+                let metrics = landing.wait(self.arena.deadline())?;
                 self.landings.push(landing);
-                told
+                metrics
             }
         };
-        let (losses, norms) = told.split_at(parts);
+        let (losses, norms) = metrics.split_at(parts);
         let (gradients, watched) = norms.split_at(usize::from(updates));
         let loss: f64 = losses.iter().map(|&loss| f64::from(loss)).sum();
         let finite = [
@@ -90,7 +90,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Ok(Update { number, samples, loss, watched_l2 })
     }
 
-    /// An error for what an update told, or the evaluation behind it, if it is not finite and should be. It names the first tensor of
+    /// An error for a metric of an update, or of the evaluation behind it, if it is not finite and should be. It names the first tensor of
     /// those that can still be looked at: the batch's inputs, then gradients, then weights.
     pub(super) fn check(
         &self,
@@ -128,18 +128,18 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 
     /// The parts of a batch, once the optimiser is set up for its update, and the number of that.
-    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<Part>)> {
+    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<MicroBatch>)> {
         let lens = batch.iter().map(Samples::len);
         let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
-        let Some(samples) = samples.filter(|samples| (1..=Part::MOST).contains(samples)) else {
-            let expected = format!("samples in each part of a batch, at most {} in all", Part::MOST);
+        let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
+            let expected = format!("samples in each part of a batch, at most {} in all", MicroBatch::MOST);
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
         let number = self.stage.learner_mut().optimizer.advance()?;
         let part = |number| {
             let last = number + 1 == batch.len();
-            Part { samples, first: number == 0, last, update: last && update }
+            MicroBatch { samples, first: number == 0, last, update: last && update }
         };
         Ok((number, (0..batch.len()).map(part).collect()))
     }

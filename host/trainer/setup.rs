@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{Part, Samples};
+use super::batch::{MicroBatch, Samples};
 use super::model::{Learner, Model};
 use super::stage::Stage;
 use crate::capture::CaptureReport;
@@ -89,7 +89,7 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// # Errors
     /// As for [`Arena::capture`].
     pub fn captured(arena: &'a mut Arena, learner: Learner<M, R>, largest: &impl Samples) -> Result<Self> {
-        let part = Part { samples: largest.len(), first: true, last: true, update: true };
+        let part = MicroBatch { samples: largest.len(), first: true, last: true, update: true };
         let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), Learner::record)?;
         Ok(Self::new(arena, Stage::Captured(captured)))
     }

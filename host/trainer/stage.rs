@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::model::{Learner, Told};
+use super::model::{Learner, StepMetrics};
 use crate::capture::{Captured, Output};
 use crate::driver::Landing;
 
@@ -11,7 +11,7 @@ pub(super) enum Stage<M, R> {
     /// Launch by launch.
     Eager(Learner<M, R>),
     /// As one graph.
-    Captured(Captured<Learner<M, R>, Told<Output, Output>>),
+    Captured(Captured<Learner<M, R>, StepMetrics<Output, Output>>),
 }
 
 impl<M, R> Stage<M, R> {
@@ -38,7 +38,7 @@ pub(super) struct Queued {
     pub(super) parts: usize,
     /// Whether it updates the weights.
     pub(super) updates: bool,
-    pub(super) told: Results,
+    pub(super) metrics: Results,
 }
 
 /// The loss of each step; behind them, squared, the gradients' norm if the weights are updated, and the watched one's if there is one.

@@ -30,20 +30,20 @@ pub(crate) fn longest(extents: &[usize]) -> usize {
 
 /// Parameters of one shape (more than one for a stack), and what stands in them, one after another.
 #[derive(Clone)]
-pub(crate) struct Operand {
+pub(crate) struct ParameterValues {
     pub(crate) count: usize,
     pub(crate) shape: Vec<usize>,
     pub(crate) values: Vec<f32>,
 }
 
 /// A parameter of standard normal numbers.
-pub(crate) fn normal(random: &mut Random, shape: &[usize]) -> Operand {
+pub(crate) fn normal(random: &mut Random, shape: &[usize]) -> ParameterValues {
     stack(random, 1, shape)
 }
 
 /// `count` of them.
-pub(crate) fn stack(random: &mut Random, count: usize, shape: &[usize]) -> Operand {
-    Operand { count, shape: shape.to_vec(), values: random.normals(count * shape.iter().product::<usize>()) }
+pub(crate) fn stack(random: &mut Random, count: usize, shape: &[usize]) -> ParameterValues {
+    ParameterValues { count, shape: shape.to_vec(), values: random.normals(count * shape.iter().product::<usize>()) }
 }
 
 /// The handles of the operands, in order.
@@ -83,9 +83,9 @@ fn project<'s>(tape: &Tape<'_, 's>, y: &Var<'s>, coefficients: Parameter) -> Res
     }))
 }
 
-fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
+fn layout_of(operands: &[ParameterValues]) -> (Layout, Handles) {
     let mut layout = Layout::builder();
-    let mut add = |(number, operand): (usize, &Operand)| {
+    let mut add = |(number, operand): (usize, &ParameterValues)| {
         let (name, start) = (|member| format!("p{number}.{member}"), Initializer::Constant(0.0));
         match *operand.shape.as_slice() {
             [a] => layout.add_stack(operand.count, name, [a], start),
@@ -98,7 +98,7 @@ fn layout_of(operands: &[Operand]) -> (Layout, Handles) {
     (layout.build().unwrap(), Handles { stacks })
 }
 
-pub(crate) fn parameters_of(device: &Device, operands: &[Operand]) -> (Parameters, Handles) {
+pub(crate) fn parameters_of(device: &Device, operands: &[ParameterValues]) -> (Parameters, Handles) {
     let (layout, handles) = layout_of(operands);
     let mut parameters = Parameters::new(device, &layout, 0).unwrap();
     for (stack, operand) in handles.stacks.iter().zip(operands) {
@@ -119,13 +119,13 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     pub(crate) seed: u64,
     pub(crate) length: usize,
-    pub(crate) operands: Vec<Operand>,
+    pub(crate) operands: Vec<ParameterValues>,
     /// The most elements of an operand whose gradient is checked; every one when there are fewer.
     pub(crate) sample: usize,
 }
 
 impl Case {
-    pub(crate) fn new(name: &'static str, seed: u64, length: usize, operands: Vec<Operand>) -> Self {
+    pub(crate) fn new(name: &'static str, seed: u64, length: usize, operands: Vec<ParameterValues>) -> Self {
         Self { name, seed, length, operands, sample: usize::MAX }
     }
 
@@ -145,7 +145,7 @@ impl Case {
         let loss = |values: &[Vec<f64>]| -> f64 {
             reference(values).iter().zip(&coefficients).map(|(y, &c)| y * f64::from(c)).sum()
         };
-        operands.push(Operand { count: 1, shape: vec![expected.len(), 1], values: coefficients.clone() });
+        operands.push(ParameterValues { count: 1, shape: vec![expected.len(), 1], values: coefficients.clone() });
         let (parameters, handles) = parameters_of(device, &operands);
         let mut once = Gradients::zeros(&parameters).unwrap();
         let mut twice = Gradients::zeros(&parameters).unwrap();

@@ -1,7 +1,7 @@
 //! Linear layers on a tape: their gradients. The bits of the products are those of `matmul.rs`.
 
 use crate::elementwise::add_in_float64;
-use crate::gradients::{Case, Operand, SEEDS, extents, leaf, longest, normal, stack};
+use crate::gradients::{Case, ParameterValues, SEEDS, extents, leaf, longest, normal, stack};
 use crate::reference::gelu;
 use crate::support::{Random, on_each_device};
 
@@ -11,7 +11,7 @@ fn shape(random: &mut Random, seed: u64) -> [usize; 3] {
 }
 
 /// `[rows, k]`, `[k, n]` and `[n]`, the products of variance 1.
-pub(crate) fn operands(random: &mut Random, [rows, k, n]: [usize; 3]) -> Vec<Operand> {
+pub(crate) fn operands(random: &mut Random, [rows, k, n]: [usize; 3]) -> Vec<ParameterValues> {
     let mut w = normal(random, &[k, n]);
     w.values.iter_mut().for_each(|w| *w /= (k as f32).sqrt());
     vec![normal(random, &[rows, k]), w, normal(random, &[n])]

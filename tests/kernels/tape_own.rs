@@ -1,7 +1,7 @@
 //! Ops of one's own: what the library's ops do with a tape, a package outside does too.
 
 use crate::elementwise::add_in_float64;
-use crate::gradients::{Case, Handles, Operand, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
+use crate::gradients::{Case, Handles, ParameterValues, SEEDS, extents, leaf, longest, normal, parameters_of, stack};
 use crate::support::{Random, on_each_device};
 use crate::{linear, transpose};
 use std::cell::Cell;
@@ -133,7 +133,7 @@ on_each_device! {
 
     /// Its gradient is one, the other output's is none; and nothing runs for an op on which the loss does not depend.
     fn an_output_among_several_may_be_the_loss(device: &Device) {
-        let operands = [(1.5, "x"), (0.25, "w")].map(|(value, _)| Operand { count: 1, shape: vec![1, 1], values: vec![value] });
+        let operands = [(1.5, "x"), (0.25, "w")].map(|(value, _)| ParameterValues { count: 1, shape: vec![1, 1], values: vec![value] });
         let (parameters, p) = parameters_of(device, &operands);
         let mut gradients = Gradients::zeros(&parameters).unwrap();
         let added = Rc::default();
@@ -178,7 +178,7 @@ on_each_device! {
             ("stack_gradient", |back, _, _, foreign| back.stack_gradient(&foreign.stacks[0]).map(drop), Some("mine")),
             ("stack_weights", |back, _, _, foreign| back.stack_weights(&foreign.stacks[0]).map(drop), Some("mine")),
         ];
-        let operand = Operand { count: 1, shape: vec![2, 3], values: vec![1.0; 6] };
+        let operand = ParameterValues { count: 1, shape: vec![2, 3], values: vec![1.0; 6] };
         let (parameters, p) = parameters_of(device, std::slice::from_ref(&operand));
         let (_, foreign) = parameters_of(device, &[operand]);
         let foreign = Rc::new(foreign);
@@ -204,7 +204,7 @@ on_each_device! {
 
     /// Forward: what is asked of an op before it is on the tape.
     fn misuse_is_found_before_the_op_is_recorded(device: &Device) {
-        let operand = Operand { count: 2, shape: vec![2, 3], values: vec![1.0; 12] };
+        let operand = ParameterValues { count: 2, shape: vec![2, 3], values: vec![1.0; 12] };
         let (parameters, p): (Parameters, Handles) = parameters_of(device, std::slice::from_ref(&operand));
         let (_, foreign) = parameters_of(device, &[operand]);
         let added = Rc::default();

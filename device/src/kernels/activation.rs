@@ -134,9 +134,9 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
         });
         unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
-                let own = dys[at] * map4!(xs[at], math::gelu_derivative);
-                own.store_part(dx, index(at), part);
-                sum = sum + own;
+                let gradient = dys[at] * map4!(xs[at], math::gelu_derivative);
+                gradient.store_part(dx, index(at), part);
+                sum = sum + gradient;
             }
         });
     }

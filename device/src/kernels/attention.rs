@@ -115,8 +115,8 @@ unsafe fn forward<const GROUPS: usize>(
         let shared_gains = SharedTile::new(HEADS * FORWARD_LEN * 4, GAINS_LEN);
         head.copy::<GROUPS>(q, qkv, 0);
         head.copy::<GROUPS>(k, qkv, head.length);
-        let own = thread::thread_idx_x() * F4::LEN as u32;
-        shared_gains.copy4(own, gains, own as usize);
+        let at = thread::thread_idx_x() * F4::LEN as u32;
+        shared_gains.copy4(at, gains, at as usize);
         commit_copies();
         wait_copies::<0>();
         sync();
@@ -284,9 +284,9 @@ unsafe fn backward<const GROUPS: usize>(
                 sum = GpuFloat::mul_add(p[j], row[j / 4].0[j % 4], sum);
             });
             for_each_token!(GROUPS, tokens, |j| {
-                let own = p[j] * (row[j / 4].0[j % 4] - sum) * scale;
-                row[j / 4].0[j % 4] = own;
-                ds_across.set(j as u32 * PAIR_ROW + lane, own);
+                let gradient = p[j] * (row[j / 4].0[j % 4] - sum) * scale;
+                row[j / 4].0[j % 4] = gradient;
+                ds_across.set(j as u32 * PAIR_ROW + lane, gradient);
             });
             set_pair_row::<GROUPS>(ds, lane, &row);
         }
@@ -331,10 +331,10 @@ unsafe fn gradient<const GROUPS: usize>(
     while row < tokens {
         let mixed = head.mix::<GROUPS>(pairs, row, others);
         unroll_on_gpu!(at < 2 => {
-            let (i, own) = (row + at as u32, mixed[at] * gains[1 - part]);
+            let (i, dy) = (row + at as u32, mixed[at] * gains[1 - part]);
             if i < tokens {
-                dgain = dgain.fma(own, n.get4(i * ROW + head.column));
-                d.set4(i * ROW + head.column, own * gains[part]);
+                dgain = dgain.fma(dy, n.get4(i * ROW + head.column));
+                d.set4(i * ROW + head.column, dy * gains[part]);
             }
         });
         row += 2;
@@ -357,8 +357,8 @@ unsafe fn gradient<const GROUPS: usize>(
             let mut row = 0;
             while row < tokens {
                 let at = row * ROW + head.column;
-                let own = d.get4(at).fma(F4::splat(-means.get(row)), n.get4(at)) * F4::splat(factors.get(row));
-                own.store(dqkv, head.index(row as usize) + part * head.length);
+                let dx = d.get4(at).fma(F4::splat(-means.get(row)), n.get4(at)) * F4::splat(factors.get(row));
+                dx.store(dqkv, head.index(row as usize) + part * head.length);
                 row += 1;
             }
         }

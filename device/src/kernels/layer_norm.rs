@@ -58,13 +58,13 @@ unsafe fn forward<const HELD: usize>(
         if !residual.is_empty() {
             let residual = Share::<HELD>::new(row, residual, row.start, cols, 0.0);
             for_each_vector!(HELD, row, cols, |at, column, part| {
-                let own = held.get(at, column, part) + residual.get(at, column, part);
-                own.store_part(h, row.start + column, part);
-                held.hold(at, own);
+                let value = held.get(at, column, part) + residual.get(at, column, part);
+                value.store_part(h, row.start + column, part);
+                held.hold(at, value);
             });
         }
         // What is not held is added again.
-        macro_rules! own {
+        macro_rules! row_value {
             ($at:ident, $column:ident, $part:ident) => {
                 if HELD > 0 || residual.is_empty() {
                     held.get($at, $column, $part)
@@ -74,16 +74,16 @@ unsafe fn forward<const HELD: usize>(
             };
         }
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            sum = sum + own!(at, column, part);
+            sum = sum + row_value!(at, column, part);
         });
         let center = row.sum(sum) / cols as f32;
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let difference = (own!(at, column, part) - F4::splat(center)).only(part);
+            let difference = (row_value!(at, column, part) - F4::splat(center)).only(part);
             squares = squares.fma(difference, difference);
         });
         let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let normal = (own!(at, column, part) - F4::splat(center)) * F4::splat(scale);
+            let normal = (row_value!(at, column, part) - F4::splat(center)) * F4::splat(scale);
             let (gain, bias) = (F4::load_part(gain, column, part, 0.0), F4::load_part(bias, column, part, 0.0));
             bias.fma(normal, gain).store_part(y, row.start + column, part);
         });
@@ -155,10 +155,10 @@ impl Backward<'_> {
                 let (center, scale) = (load(self.mean, row.number), load(self.inverse_std, row.number));
                 for_each_vector!(row, cols, |column, part| {
                     let normal = self.normal(row.start + column, part, center, scale);
-                    let own = F4::load_part(self.dy, row.start + column, part, 0.0)
+                    let g = F4::load_part(self.dy, row.start + column, part, 0.0)
                         * F4::load_part(self.gain, column, part, 0.0);
-                    sum = sum + own;
-                    dot = dot.fma(own, normal);
+                    sum = sum + g;
+                    dot = dot.fma(g, normal);
                 });
                 let (sum, dot) = (row.sum(sum), row.sum(dot));
                 if row.is_first_lane() {
@@ -196,8 +196,8 @@ impl Backward<'_> {
                 let [of_g, of_g_n] = self.means.map(|means| F4::splat(means.get((number - self.rows.first) as u32)));
                 let old =
                     if self.add & ADD_DH == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dh, index, part, 0.0) };
-                let own = (dy * gain - of_g).fma(-of_g_n, normal);
-                old.fma(own, F4::splat(scale)).store_part(self.dh, index, part);
+                let unscaled = (dy * gain - of_g).fma(-of_g_n, normal);
+                old.fma(unscaled, F4::splat(scale)).store_part(self.dh, index, part);
                 dgain = dgain.fma(normal, dy);
                 dbias = dbias + dy;
                 number += groups_of(self.cols);
@@ -226,7 +226,7 @@ pub unsafe fn layer_norm_backward(
     dgain: *mut f32,
     dbias: *mut f32,
 ) {
-    let rows = RowChunk::own(chunk, mean.len());
+    let rows = RowChunk::of_block(chunk, mean.len());
     // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `h`, whose lengths the others
     // have; every thread comes to every barrier.
     unsafe {

@@ -75,8 +75,8 @@ unsafe fn loss_of_row<const HELD: usize>(
         let inverse = 1.0 / exps.sum;
         for_each_vector!(HELD, row, classes, |at, column, part| {
             let [a, b, c, d] = (exps.get(at, column, part) * F4::splat(inverse)).0;
-            let own = label.wrapping_sub(column as u32);
-            let less = |place, p| if place == own { p - 1.0 } else { p };
+            let label_place = label.wrapping_sub(column as u32);
+            let less = |place, p| if place == label_place { p - 1.0 } else { p };
             let gradient = F4([less(0, a), less(1, b), less(2, c), less(3, d)]) * F4::splat(weight);
             gradient.store_part(dlogits, row.start + column, part);
         });

@@ -157,10 +157,10 @@ family! {
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
         // The grid has a layer along y for each chunk.
-        let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
-        let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, own) };
+        let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, chunk_index) };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             #[cfg(not(target_arch = "nvptx64"))]

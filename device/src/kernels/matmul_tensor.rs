@@ -32,7 +32,7 @@ use crate::format::{Bf16, Format, Reduced, Tf32};
 use crate::mma::fragments;
 use block::{Problem, finish, sum};
 use cuda_std::prelude::*;
-use operand::Operand;
+use operand::PackedOperand;
 pub use tile::Tile;
 
 /// 64 x 64, 128 threads.
@@ -119,13 +119,13 @@ family! {
             return;
         }
         // The grid has a layer along y for each chunk.
-        let (chunks, own) = (thread::grid_dim_y() as usize, thread::block_idx_y());
-        let Chunk { first, end, .. } = Chunk::new(k, chunk, own);
-        let (start, bias_start) = ((z * chunks + own as usize) * stride_c, z * stride_bias);
+        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
+        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
         let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
-        let a = Operand::new(a, z * stride_a, m, [all, end]);
-        let b = Operand::new(b, z * stride_b, n, [all, end]);
+        let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
+        let b = PackedOperand::new(b, z * stride_b, n, [all, end]);
         let problem = Problem { a, b, epilogue, steps: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {

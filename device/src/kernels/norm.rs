@@ -61,8 +61,8 @@ unsafe fn forward<const HELD: usize>(
         });
         let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let own = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
-            own.store_part(y, row.start + column, part);
+            let value = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
+            value.store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
             store(inverse_rms, row.number, scale);
@@ -107,9 +107,9 @@ struct Backward<'k> {
 }
 
 impl Backward<'_> {
-    /// The factor of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
+    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
     #[inline(always)]
-    fn pull(self, dot: f32, scale: f32) -> f32 {
+    fn x_coefficient(self, dot: f32, scale: f32) -> f32 {
         // s^3 alone could overflow where this product does not.
         dot * scale / self.cols as f32 * scale * scale
     }
@@ -144,14 +144,14 @@ impl Backward<'_> {
                 let mut dot = F4::splat(0.0);
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
-                    let own = dy_here * F4::load_part(self.gain, column, part, 0.0);
+                    let dy_gain = dy_here * F4::load_part(self.gain, column, part, 0.0);
                     // Sums in registers would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
-                    dot = dot.fma(own, x);
-                    dy.hold(at, own);
+                    dot = dot.fma(dy_gain, x);
+                    dy.hold(at, dy_gain);
                 });
-                let pull = self.pull(row.sum(dot), scale);
+                let coefficient = self.x_coefficient(row.sum(dot), scale);
                 let mut old = [F4::splat(0.0); HELD];
                 if self.add & ADD_DX != 0 {
                     for_each_vector!(HELD, row, cols, |at, column, part| {
@@ -159,9 +159,9 @@ impl Backward<'_> {
                     });
                 }
                 for_each_vector!(HELD, row, cols, |at, column, part| {
-                    let own = dy.get(at, column, part) * F4::splat(scale);
-                    let own = old[at] + own.fma(F4::splat(-pull), x.get(at, column, part));
-                    own.store_part(self.dx, row.start + column, part);
+                    let gradient = dy.get(at, column, part) * F4::splat(scale);
+                    let gradient = old[at] + gradient.fma(F4::splat(-coefficient), x.get(at, column, part));
+                    gradient.store_part(self.dx, row.start + column, part);
                 });
                 row = row.later(groups_of(cols), cols);
             }
@@ -173,7 +173,7 @@ impl Backward<'_> {
     /// # Safety
     /// The rows lie inside the arguments. All threads of the block call it together.
     #[inline(always)]
-    unsafe fn read_twice(self, pulls: SharedTile<f32>) {
+    unsafe fn read_twice(self, coefficients: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = groups_of(cols);
         // SAFETY: the rows lie inside the arguments, and all threads are here, as the caller promises.
@@ -188,9 +188,9 @@ impl Backward<'_> {
                     let gain = F4::load_part(gain, column, part, 0.0);
                     dot = dot.fma(self.dy(row.start + column, part) * gain, x);
                 });
-                let pull = self.pull(row.sum(dot), load(self.inverse_rms, row.number));
+                let coefficient = self.x_coefficient(row.sum(dot), load(self.inverse_rms, row.number));
                 if row.is_first_lane() {
-                    pulls.set((row.number - self.rows.first) as u32, pull);
+                    coefficients.set((row.number - self.rows.first) as u32, coefficient);
                 }
                 next = Some(row.later(at_once, cols));
             }
@@ -206,9 +206,9 @@ impl Backward<'_> {
                     let column = start + quad * F4::LEN;
                     if column < cols {
                         let sum = if cols.is_multiple_of(F4::LEN) {
-                            self.columns(pulls, group, column, Part::Whole)
+                            self.columns(coefficients, group, column, Part::Whole)
                         } else {
-                            self.columns(pulls, group, column, Part::first(cols - column))
+                            self.columns(coefficients, group, column, Part::first(cols - column))
                         };
                         self.sums.set4((group * width + quad * F4::LEN) as u32, sum);
                     }
@@ -240,7 +240,7 @@ impl Backward<'_> {
 
     /// Writes four columns of dx in the rows of a group. Returns their sums for the gain.
     #[inline(always)]
-    unsafe fn columns(self, pulls: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
+    unsafe fn columns(self, coefficients: SharedTile<f32>, group: usize, column: usize, part: Part) -> F4 {
         let (mut number, mut sum) = (self.rows.first + group, F4::splat(0.0));
         // SAFETY: the rows lie inside the arguments, and the column is below `cols`.
         unsafe {
@@ -249,10 +249,10 @@ impl Backward<'_> {
                 let index = number * self.cols + column;
                 let (x, dy) = (F4::load_part(self.x, index, part, 0.0), self.dy(index, part));
                 let scale = F4::splat(load(self.inverse_rms, number));
-                let pull = F4::splat(-pulls.get((number - self.rows.first) as u32));
+                let coefficient = F4::splat(-coefficients.get((number - self.rows.first) as u32));
                 let old =
                     if self.add & ADD_DX == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dx, index, part, 0.0) };
-                (old + (dy * gain * scale).fma(pull, x)).store_part(self.dx, index, part);
+                (old + (dy * gain * scale).fma(coefficient, x)).store_part(self.dx, index, part);
                 sum = sum.fma(x * scale, dy);
                 number += groups_of(self.cols);
             }
@@ -282,15 +282,15 @@ pub unsafe fn rms_norm_backward(
     dx: *mut f32,
     dgain: *mut f32,
 ) {
-    let rows = RowChunk::own(chunk, inverse_rms.len());
+    let rows = RowChunk::of_block(chunk, inverse_rms.len());
     // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
     // Every thread comes to every barrier.
     unsafe {
         let sums = SharedTile::new(0, SUMS as u32);
-        let pulls = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
+        let coefficients = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
         let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, rows, sums, dgain };
         if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
-            block.read_twice(pulls);
+            block.read_twice(coefficients);
             return;
         }
         if let Some(row) = Row::after(rows.first, x.len(), cols) {

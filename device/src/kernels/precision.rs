@@ -131,14 +131,14 @@ family! {
         c_stride: usize,
         sides: u32,
     ) {
-        let operand = |x, out, extents, ld, batches, stride, sides| Operand { x, out, extents, ld, batches, stride, sides };
-        let a = operand(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
-        let b = operand(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
-        let c = operand(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
+        let work = |x, out, extents, ld, batches, stride, sides| RoundingWork { x, out, extents, ld, batches, stride, sides };
+        let a = work(a, [a_along, a_across], [a_rows, a_cols], a_ld, a_batches, a_stride, bits(sides, 0));
+        let b = work(b, [b_along, b_across], [b_rows, b_cols], b_ld, b_batches, b_stride, bits(sides, 1));
+        let c = work(c, [c_along, c_across], [c_rows, c_cols], c_ld, c_batches, c_stride, bits(sides, 2));
         let turn = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
         let before_b = a.turns();
         let before_c = before_b + b.turns();
-        let (operand, turn) = if turn < before_b {
+        let (work, turn) = if turn < before_b {
             (a, turn)
         } else if turn < before_c {
             (b, turn - before_b)
@@ -148,7 +148,7 @@ family! {
             return;
         };
         // SAFETY: the contract has accepted the operand, and the turn is one of its own.
-        unsafe { operand.round::<F>(turn) };
+        unsafe { work.round::<F>(turn) };
     }
     // SAFETY: `check` has found every batch of an operand inside its argument. For each form that `sides` names, the output holds
     // exactly the fragments. A warp beyond the last turn returns.
@@ -227,7 +227,7 @@ impl<'a> Rounding<'a> {
 
 /// One operand, as a thread sees it: batches of rows and columns.
 #[derive(Clone, Copy)]
-struct Operand<'p> {
+struct RoundingWork<'p> {
     x: &'p [f32],
     out: [*mut u32; 2],
     extents: [usize; 2],
@@ -245,9 +245,9 @@ const fn steps_of_square<F: Format>() -> usize {
 }
 
 /// What a lane reads of a square: the elements of two words, of four rows, in each step.
-type Found = [[[f32; 4]; 4]; 4];
+type SquareElements = [[[f32; 4]; 4]; 4];
 
-impl Operand<'_> {
+impl RoundingWork<'_> {
     /// Whether the fragments of a form are wanted.
     #[inline(always)]
     fn wants(&self, form: usize) -> bool {
@@ -294,7 +294,7 @@ impl Operand<'_> {
             && self.stride.is_multiple_of(F4::LEN);
         // All reads first: the compiler moves no read before a write.
         // SAFETY: the contract has accepted the operand, and this square is one of its squares.
-        let found = unsafe {
+        let elements = unsafe {
             match (is_along, is_whole) {
                 (true, true) => self.along::<F, true>(batch, row, p),
                 (true, false) => self.along::<F, false>(batch, row, p),
@@ -308,7 +308,7 @@ impl Operand<'_> {
         unroll_on_gpu!(step < 4 => {
             // At the edge of k a square has fewer steps.
             if step < steps_of_square::<F>() && first + step < steps {
-                let [upper, lower] = side.quads(found[step].map(F::words));
+                let [upper, lower] = side.quads(elements[step].map(F::words));
                 let at = at + step * FRAGMENT as usize;
                 // SAFETY: `out` has room for the fragment, as the contract has checked. Words are moved as they are.
                 unsafe {
@@ -325,9 +325,9 @@ impl Operand<'_> {
     /// # Safety
     /// As above.
     #[inline(always)]
-    unsafe fn along<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> Found {
+    unsafe fn along<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [end, k] = self.extents;
-        let mut found = [[[0.0; 4]; 4]; 4];
+        let mut elements = [[[0.0; 4]; 4]; 4];
         unroll_on_gpu!(step < 4 => {
             unroll_on_gpu!(i < 4 => {
                 let p = p + step * F::PER_STEP as usize;
@@ -339,17 +339,17 @@ impl Operand<'_> {
                     unsafe {
                         if count == 2 && (WHOLE || from.is_multiple_of(2)) {
                             let [first, second] = load_pair(self.x, from);
-                            found[step][i] = [first, second, 0.0, 0.0];
+                            elements[step][i] = [first, second, 0.0, 0.0];
                         } else {
                             let whole = count == F4::LEN && (WHOLE || from.is_multiple_of(F4::LEN));
                             let part = if whole { Part::Whole } else { Part::First(count) };
-                            found[step][i] = F4::load_part(self.x, from, part, 0.0).0;
+                            elements[step][i] = F4::load_part(self.x, from, part, 0.0).0;
                         }
                     }
                 }
             });
         });
-        found
+        elements
     }
 
     /// The same, where the rows lie side by side.
@@ -357,9 +357,9 @@ impl Operand<'_> {
     /// # Safety
     /// As above.
     #[inline(always)]
-    unsafe fn across<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> Found {
+    unsafe fn across<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [k, end] = self.extents;
-        let mut found = [[[0.0; 4]; 4]; 4];
+        let mut elements = [[[0.0; 4]; 4]; 4];
         unroll_on_gpu!(step < 4 => {
             unroll_on_gpu!(i < 4 => {
                 let p = p + step * F::PER_STEP as usize + i;
@@ -370,11 +370,11 @@ impl Operand<'_> {
                     let part = if whole { Part::Whole } else { Part::first(end - row) };
                     // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
                     let four = unsafe { F4::load_part(self.x, from, part, 0.0) };
-                    unroll_on_gpu!(of < 4 => { found[step][of][i] = four.0[of]; });
+                    unroll_on_gpu!(of < 4 => { elements[step][of][i] = four.0[of]; });
                 }
             });
         });
-        found
+        elements
     }
 }
 

@@ -69,8 +69,8 @@ unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usi
         });
         let dot = F4::splat(row.sum(dot));
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let own = y.get(at, column, part) * (dy.get(at, column, part) - dot);
-            own.store_part(dx, row.start + column, part);
+            let gradient = y.get(at, column, part) * (dy.get(at, column, part) - dot);
+            gradient.store_part(dx, row.start + column, part);
         });
     }
 }

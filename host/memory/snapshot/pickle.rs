@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Snapshot<'r> {
     segments: Vec<Segment>,
     /// One trace for each device.
-    device_traces: Vec<Vec<Entry>>,
+    device_traces: Vec<Vec<TraceEntry>>,
     allocator_settings: Settings<'r>,
 }
 
@@ -56,7 +56,7 @@ struct Block {
 }
 
 #[derive(Serialize)]
-struct Entry {
+struct TraceEntry {
     action: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     addr: Option<i64>,
@@ -93,7 +93,7 @@ impl Recording {
     }
 }
 
-fn snapshot<'r>(recording: &'r Recording, end: &Held, trace: Vec<Entry>) -> Snapshot<'r> {
+fn snapshot<'r>(recording: &'r Recording, end: &Held, trace: Vec<TraceEntry>) -> Snapshot<'r> {
     let settings = Settings {
         allocator: "stepscope",
         device: &recording.device,
@@ -105,11 +105,11 @@ fn snapshot<'r>(recording: &'r Recording, end: &Held, trace: Vec<Entry>) -> Snap
 }
 
 /// The trace; `held` goes from the state before it to the state after it.
-fn trace(recording: &Recording, held: &mut Held) -> Vec<Entry> {
+fn trace(recording: &Recording, held: &mut Held) -> Vec<TraceEntry> {
     let mut trace = Vec::with_capacity(3 * recording.events.len() + 1);
     let mut before: BTreeSet<u64> = held.live.keys().copied().collect();
     for event in &recording.events {
-        let entry = |action, address, bytes| Entry {
+        let entry = |action, address, bytes| TraceEntry {
             action,
             addr: Some(int(address)),
             device_free: None,
@@ -143,13 +143,13 @@ fn trace(recording: &Recording, held: &mut Held) -> Vec<Entry> {
                 trace.push(described(entry("alloc", event.address, bytes), event));
             }
             Kind::Refuse { free_bytes } => {
-                let oom = Entry { addr: None, device_free: Some(int(free_bytes)), ..entry("oom", 0, bytes) };
+                let oom = TraceEntry { addr: None, device_free: Some(int(free_bytes)), ..entry("oom", 0, bytes) };
                 trace.push(described(oom, event));
             }
             Kind::Free | Kind::Rewind | Kind::Reset => {}
         }
     }
-    trace.push(Entry {
+    trace.push(TraceEntry {
         action: "snapshot",
         addr: Some(0),
         device_free: None,
@@ -163,9 +163,9 @@ fn trace(recording: &Recording, held: &mut Held) -> Vec<Entry> {
 }
 
 /// The entry with what the memory is for.
-fn described(entry: Entry, event: &Event) -> Entry {
+fn described(entry: TraceEntry, event: &Event) -> TraceEntry {
     let category = if event.phase.is_empty() { NO_PHASE } else { event.phase };
-    Entry { category: Some(category), frames: Some(vec![frame(event)]), ..entry }
+    TraceEntry { category: Some(category), frames: Some(vec![frame(event)]), ..entry }
 }
 
 fn frame(event: &Event) -> Frame {
@@ -179,8 +179,9 @@ fn frame(event: &Event) -> Frame {
 
 /// What the arena reserved, and each tensor outside it, in the order of their addresses.
 fn segments(held: &Held) -> Vec<Segment> {
-    let own = held.live.values().filter(|live| live.origin != Origin::Arena);
-    let all: BTreeMap<u64, &Event> = held.reserved.values().chain(own).map(|event| (event.address, event)).collect();
+    let elsewhere = held.live.values().filter(|live| live.origin != Origin::Arena);
+    let all: BTreeMap<u64, &Event> =
+        held.reserved.values().chain(elsewhere).map(|event| (event.address, event)).collect();
     all.into_values().map(|event| segment(held, event)).collect()
 }
 

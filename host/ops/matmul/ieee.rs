@@ -1,7 +1,7 @@
 //! Multiplies in f32: one chain of fused multiply-adds for each output, whatever the tile.
 
 use super::form::{Epilogue, Gemm};
-use super::split::{self, Outputs, Words, in_chunks};
+use super::split::{self, GemmExtents, Outputs, in_chunks};
 use crate::driver::DeviceKind;
 use crate::error::{Error, Result};
 use crate::step::Step;
@@ -20,9 +20,9 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
-    let words = Words::new(form)?;
-    let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
-    in_chunks(step, form, &words, outputs, |outputs| multiply(step, form, &words, a.slice(), b.slice(), outputs))
+    let extents = GemmExtents::new(form)?;
+    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
+    in_chunks(step, form, &extents, outputs, |outputs| multiply(step, form, &extents, a.slice(), b.slice(), outputs))
 }
 
 /// Queues the products: of all of k, or of each chunk.
@@ -30,12 +30,12 @@ pub(super) fn queue<'s>(
 fn multiply(
     step: &Step<'_>,
     form: &Gemm,
-    words: &Words,
+    extents: &GemmExtents,
     a: Slice<'_, f32>,
     b: Slice<'_, f32>,
     outputs: Outputs<'_>,
 ) -> Result<()> {
-    let Words { m, n, k, lda, ldb, chunk, batches, .. } = *words;
+    let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
     let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
@@ -48,7 +48,7 @@ fn multiply(
         }
         Some(tile) => tile,
         None if device.kind == DeviceKind::Emulated => ON_CPU,
-        None => fastest(words.extents(), words.matrices(), device.processors as usize),
+        None => fastest(extents.of_a_chunk(), extents.matrices(), device.processors as usize),
     };
     step.launch(matmul {
         tile,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! form.rs    what is multiplied: Gemm, Gradient, Epilogue
-//! split.rs   what the kernels of every precision share: words, chunks of k, the time of a tile
+//! split.rs   what the kernels of every precision share: extents, chunks of k, the time of a tile
 //! ieee.rs    f32                               tensor.rs  by matrix instructions, TF32 and BF16
 //! linear.rs  the ops                           tape.rs    linear layers on a tape
 //! ```

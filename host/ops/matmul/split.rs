@@ -1,4 +1,4 @@
-//! What multiplies of every precision share: words for their kernels, chunks of k, and the time of a tile.
+//! What multiplies of every precision share: extents for their kernels, chunks of k, and the time of a tile.
 //!
 //! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
 
@@ -11,7 +11,7 @@ use kernels::matmul::{Cost, chunk, sum_splits};
 
 /// The extents of a multiply as its kernels take them.
 #[derive(Clone, Copy)]
-pub(super) struct Words {
+pub(super) struct GemmExtents {
     pub(super) m: u32,
     pub(super) n: u32,
     pub(super) k: u32,
@@ -22,7 +22,7 @@ pub(super) struct Words {
     pub(super) batches: u32,
 }
 
-impl Words {
+impl GemmExtents {
     pub(super) fn new(form: &Gemm) -> Result<Self> {
         let word = |what, extent: usize| {
             let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
@@ -40,8 +40,8 @@ impl Words {
         })
     }
 
-    /// Rows, columns and products of a sum.
-    pub(super) fn extents(&self) -> [usize; 3] {
+    /// Rows, columns, and the products of a sum within a chunk of k.
+    pub(super) fn of_a_chunk(&self) -> [usize; 3] {
         [self.m, self.n, self.chunk.min(self.k)].map(|extent| extent as usize)
     }
 
@@ -67,20 +67,20 @@ impl<'o> Outputs<'o> {
     /// What follows the sums of a multiply into `out`, whose old content counts where there is no `residual`.
     pub(super) fn new<'s>(
         form: &Gemm,
-        words: &Words,
+        extents: &GemmExtents,
         bias: Option<&'o impl Source<'s, f32>>,
         residual: Option<&'o impl Source<'s, f32>>,
         out: &'o mut impl Target<'s, f32>,
         epilogue: Epilogue<'o, 's>,
     ) -> Self {
-        let (own, out) = out.in_place();
+        let (old, out) = out.in_place();
         let (pre, flags) = epilogue.out();
         Self {
             bias: bias.map_or_else(Slice::empty, Source::slice),
-            c: residual.map_or(own, Source::pointer),
+            c: residual.map_or(old, Source::pointer),
             out,
             pre,
-            ldc: words.ldc,
+            ldc: extents.ldc,
             stride_c: form.stride_c,
             beta: form.beta,
             flags,
@@ -93,11 +93,11 @@ impl<'o> Outputs<'o> {
 pub(super) fn in_chunks(
     step: &Step<'_>,
     form: &Gemm,
-    words: &Words,
+    extents: &GemmExtents,
     outputs: Outputs<'_>,
     multiply: impl FnOnce(Outputs<'_>) -> Result<()>,
 ) -> Result<()> {
-    let splits = words.k.div_ceil(words.chunk);
+    let splits = extents.k.div_ceil(extents.chunk);
     if splits < 2 {
         return multiply(outputs);
     }
@@ -109,13 +109,13 @@ pub(super) fn in_chunks(
             c: Pointer::empty(),
             out: partials.out(),
             pre: PointerMut::empty(),
-            ldc: words.n,
+            ldc: extents.n,
             stride_c: m * n,
             beta: 0.0,
             flags: 0,
         })?;
         let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
-        let Words { m, n, batches, .. } = *words;
+        let GemmExtents { m, n, batches, .. } = *extents;
         let partials = partials.slice();
         step.launch(sum_splits {
             partials,

@@ -1,8 +1,8 @@
 //! Matrix multiply by matrix instructions: what [`gemm_into`](super::gemm_into) does in a precision below f32.
 
-use super::super::precision::{Fragments, Matrices, Operand, round};
+use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::form::{Epilogue, Gemm, Gradient};
-use super::split::{self, Outputs, Words, in_chunks};
+use super::split::{self, GemmExtents, Outputs, in_chunks};
 use crate::error::{Error, Result};
 use crate::precision::Precision;
 use crate::step::Step;
@@ -20,23 +20,23 @@ impl Gemm {
     }
 
     /// A to be rounded: k lies along its rows, or transposed across them.
-    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+    fn round_left<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
         let ([rows, cols], along, across) = match self.transpose_a {
             false => ([self.m, self.k], Some(Side::Left), None),
             true => ([self.k, self.m], None, Some(Side::Left)),
         };
         let matrices = Matrices { rows, cols, ld: self.lda, batches: self.batches, stride: self.stride_a };
-        Operand { values: Some(values), matrices, along, across }
+        Unrounded { values: Some(values), matrices, along, across }
     }
 
     /// B to be rounded: it is transposed by itself.
-    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Operand<'a> {
+    fn round_right<'a>(&self, values: Slice<'a, f32>) -> Unrounded<'a> {
         let ([rows, cols], along, across) = match self.transpose_b {
             false => ([self.k, self.n], None, Some(Side::Right)),
             true => ([self.n, self.k], Some(Side::Right), None),
         };
         let matrices = Matrices { rows, cols, ld: self.ldb, batches: self.batches, stride: self.stride_b };
-        Operand { values: Some(values), matrices, along, across }
+        Unrounded { values: Some(values), matrices, along, across }
     }
 }
 
@@ -53,12 +53,12 @@ pub(super) fn queue<'s>(
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's>,
 ) -> Result<()> {
-    let words = Words::new(form)?;
-    let outputs = Outputs::new(form, &words, bias, residual, out, epilogue);
+    let extents = GemmExtents::new(form)?;
+    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
     step.workspace(|step| {
-        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Operand::default()];
+        let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
         let [left, right, _] = round(step, precision, operands)?;
-        multiply(step, precision, form, &words, [&left, &right], outputs)
+        multiply(step, precision, form, &extents, [&left, &right], outputs)
     })
 }
 
@@ -72,15 +72,15 @@ pub(super) fn queue_gradients<'s>(
     Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
-    let words = [Words::new(&for_dw)?, Words::new(&for_dx)?];
-    let to_dw = Outputs::new(&for_dw, &words[0], none, none, dw, Epilogue::Store);
-    let to_dx = Outputs::new(&for_dx, &words[1], none, none, dx, Epilogue::Store);
-    let of_dy = Operand { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
+    let extents = [GemmExtents::new(&for_dw)?, GemmExtents::new(&for_dx)?];
+    let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
+    let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
+    let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
     step.workspace(|step| {
         let operands = [for_dw.round_left(x.slice()), of_dy, for_dx.round_right(w.slice())];
         let [x, dy, w] = round(step, precision, operands)?;
-        multiply(step, precision, &for_dw, &words[0], [&x, &dy], to_dw)?;
-        multiply(step, precision, &for_dx, &words[1], [&dy, &w], to_dx)
+        multiply(step, precision, &for_dw, &extents[0], [&x, &dy], to_dw)?;
+        multiply(step, precision, &for_dx, &extents[1], [&dy, &w], to_dx)
     })
 }
 
@@ -90,7 +90,7 @@ fn multiply(
     step: &Step<'_>,
     precision: Precision,
     form: &Gemm,
-    words: &Words,
+    extents: &GemmExtents,
     [left, right]: [&Fragments<'_>; 2],
     outputs: Outputs<'_>,
 ) -> Result<()> {
@@ -100,8 +100,8 @@ fn multiply(
     let stride =
         |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
     let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
-    in_chunks(step, form, words, outputs, |outputs| {
-        let Words { m, n, k, chunk, batches, .. } = *words;
+    in_chunks(step, form, extents, outputs, |outputs| {
+        let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
         let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
         let processors = step.description().processors as usize;
         let tile = match form.tensor_tile {
@@ -109,7 +109,7 @@ fn multiply(
                 return Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}")));
             }
             Some(tile) => tile,
-            None => fastest(words.extents(), words.matrices(), processors),
+            None => fastest(extents.of_a_chunk(), extents.matrices(), processors),
         };
         step.launch(matmul_tensor {
             variant: (precision.reduced()?, tile),

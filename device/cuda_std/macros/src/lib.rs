@@ -168,7 +168,7 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
 fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> Tokens {
     let (attributes, visibility, name) = (&item.attrs, &item.vis, &item.sig.ident);
     let raw = parameters.iter().filter(|p| matches!(p.kind, Kind::Pointer(_) | Kind::PointerMut(_)));
-    let body = pointers::told(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
+    let body = pointers::instrumented(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
     let signature = &item.sig;
     let launch = quote!(::cuda_std::launch);
     let typed = arguments::typed(documents, visibility, name, None, parameters);

@@ -1,4 +1,4 @@
-//! What a kernel does through its own pointers, told to the emulator before it happens.
+//! Instruments what a kernel does through its own pointers: the emulator hears of each access before it happens.
 //!
 //! A kernel may write `*out.add(i) = value` instead of `store(out, i, value)`. On the CPU the place becomes
 //! `*access::element(Kind::Write, out, i)`, which judges it first. Seen are elements of parameters that are pointers: `*p.add(i)`
@@ -10,26 +10,26 @@ use quote::quote_spanned;
 use syn::visit_mut::{VisitMut, visit_expr_mut};
 use syn::{BinOp, Block, Expr, ExprMethodCall, Ident, UnOp, parse_quote};
 
-/// The kernel's body, in which elements of `pointers` are told.
-pub(crate) fn told(body: &Block, pointers: &[&Ident]) -> Block {
+/// The kernel's body, in which accesses to elements of `pointers` are instrumented.
+pub(crate) fn instrumented(body: &Block, pointers: &[&Ident]) -> Block {
     let mut body = body.clone();
-    Tell { pointers }.visit_block_mut(&mut body);
+    Instrument { pointers }.visit_block_mut(&mut body);
     body
 }
 
-struct Tell<'p> {
+struct Instrument<'p> {
     pointers: &'p [&'p Ident],
 }
 
-impl VisitMut for Tell<'_> {
+impl VisitMut for Instrument<'_> {
     fn visit_expr_mut(&mut self, expr: &mut Expr) {
         match expr {
-            Expr::Assign(assign) => self.tell_place(&mut assign.left, "Write"),
-            Expr::Binary(binary) if is_assignment(&binary.op) => self.tell_place(&mut binary.left, "Write"),
-            Expr::Unary(_) => self.tell_place(expr, "Read"),
+            Expr::Assign(assign) => self.instrument_place(&mut assign.left, "Write"),
+            Expr::Binary(binary) if is_assignment(&binary.op) => self.instrument_place(&mut binary.left, "Write"),
+            Expr::Unary(_) => self.instrument_place(expr, "Read"),
             Expr::MethodCall(call) => match call.method.to_string() {
-                method if method.starts_with("write") => self.tell(&mut call.receiver, "Write"),
-                method if method.starts_with("read") => self.tell(&mut call.receiver, "Read"),
+                method if method.starts_with("write") => self.instrument(&mut call.receiver, "Write"),
+                method if method.starts_with("read") => self.instrument(&mut call.receiver, "Read"),
                 _ => {}
             },
             _ => {}
@@ -38,18 +38,18 @@ impl VisitMut for Tell<'_> {
     }
 }
 
-impl Tell<'_> {
+impl Instrument<'_> {
     /// Where `expr` is `*pointer.add(index)`.
-    fn tell_place(&self, expr: &mut Expr, kind: &str) {
+    fn instrument_place(&self, expr: &mut Expr, kind: &str) {
         if let Expr::Unary(unary) = expr
             && matches!(unary.op, UnOp::Deref(_))
         {
-            self.tell(&mut unary.expr, kind);
+            self.instrument(&mut unary.expr, kind);
         }
     }
 
     /// Where `expr` is `pointer.add(index)`.
-    fn tell(&self, expr: &mut Expr, kind: &str) {
+    fn instrument(&self, expr: &mut Expr, kind: &str) {
         let Expr::MethodCall(ExprMethodCall { receiver, method, args, .. }) = expr else { return };
         let (Expr::Path(path), 1) = (&**receiver, args.len()) else { return };
         let Some(pointer) = path.path.get_ident().filter(|name| self.pointers.contains(name)) else { return };
@@ -61,10 +61,10 @@ impl Tell<'_> {
             _ => return,
         };
         let kind = Ident::new(kind, Span::call_site());
-        let told = quote_spanned! {span=>
+        let instrumented = quote_spanned! {span=>
             ::cuda_std::emulator::access::element(::cuda_std::emulator::Kind::#kind, #pointer, #index)
         };
-        *expr = parse_quote!(#told);
+        *expr = parse_quote!(#instrumented);
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn watch(watch: Watch) {
 /// Where this OS thread's own lies. `with` would be a call where codegen units are not optimised together, as in profile `dev`: the
 /// compiler could not take two looks for the same, and each of a kernel's versions would hold the code for all.
 #[inline(always)]
-fn own() -> *mut Watch {
+fn thread_watch() -> *mut Watch {
     WATCH.try_with(Cell::as_ptr).unwrap_or(std::ptr::null_mut())
 }
 
@@ -49,7 +49,7 @@ fn own() -> *mut Watch {
 /// same.
 #[inline(always)]
 fn is_watched() -> bool {
-    let word = own().cast::<u64>();
+    let word = thread_watch().cast::<u64>();
     let watched: u64;
     #[allow(
         clippy::pointers_in_nomem_asm_block,
@@ -76,7 +76,7 @@ fn is_watched() -> bool {
 fn reach(base: u64) -> Reach {
     const { assert!(offset_of!(Bounds, factor) == 0 && offset_of!(Bounds, slots) == 8) };
     const { assert!(offset_of!(Slot, base) == 0 && offset_of!(Slot, reach) == 8 && size_of::<Slot>() == 16) };
-    let watch = own().cast_const();
+    let watch = thread_watch().cast_const();
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     #[allow(
         clippy::pointers_in_nomem_asm_block,

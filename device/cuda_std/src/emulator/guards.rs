@@ -71,20 +71,20 @@ impl Guards {
         let mut outcome = Ok(());
         let mut before = &*self.before;
         for Zone { name, extent, start, bytes } in self.zones {
-            let (own, others) = before.split_at(bytes);
+            let (saved, others) = before.split_at(bytes);
             before = others;
             // SAFETY: the zone lies in an allocation, as in `new`, and the launch is over.
             let now = unsafe { std::slice::from_raw_parts_mut(start as *mut u8, bytes) };
-            if now == own {
+            if now == saved {
                 continue;
             }
-            let differs = |at: &usize| now[*at] != own[*at];
+            let differs = |at: &usize| now[*at] != saved[*at];
             // The changed byte that is next to the argument.
             let is_below = start < extent.address as usize;
             let hit = if is_below { (0..bytes).rev().find(differs) } else { (0..bytes).find(differs) };
             let byte = start as i64 + hit.unwrap_or(0) as i64 - extent.address as i64;
             let element = byte.div_euclid(extent.element_bytes.max(1) as i64);
-            now.copy_from_slice(own);
+            now.copy_from_slice(saved);
             if outcome.is_ok() {
                 outcome = Err(Cause::Overrun { name, element, length: extent.length });
             }

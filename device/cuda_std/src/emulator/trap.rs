@@ -75,7 +75,7 @@ mod signal {
 
     /// The stack on which this OS thread handles signals, where it had none.
     pub(in super::super) struct SignalStack {
-        own: Option<*mut c_void>,
+        mapped: Option<*mut c_void>,
     }
 
     impl SignalStack {
@@ -89,22 +89,22 @@ mod signal {
                     || stack.assume_init().ss_flags & libc::SS_DISABLE == 0
             };
             if has_one {
-                return Self { own: None };
+                return Self { mapped: None };
             }
             let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             // SAFETY: a new mapping. Only this thread's signals use it, until `drop` takes it from them.
-            let own = unsafe {
+            let mapped = unsafe {
                 let memory = libc::mmap(null_mut(), SIGNAL_STACK_BYTES, access, kind, -1, 0);
                 let stack = stack_t { ss_sp: memory, ss_flags: 0, ss_size: SIGNAL_STACK_BYTES };
                 (memory != libc::MAP_FAILED && libc::sigaltstack(&stack, null_mut()) == 0).then_some(memory)
             };
-            Self { own }
+            Self { mapped }
         }
     }
 
     impl Drop for SignalStack {
         fn drop(&mut self) {
-            if let Some(memory) = self.own {
+            if let Some(memory) = self.mapped {
                 let none = stack_t { ss_sp: null_mut(), ss_flags: libc::SS_DISABLE, ss_size: SIGNAL_STACK_BYTES };
                 // SAFETY: `new` mapped it for this thread, whose signals no longer use it. No handler runs here.
                 unsafe {
@@ -129,10 +129,10 @@ mod signal {
         // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO asks for. It touches only what the faulting
         // thread has, and `BEFORE`, which is empty for a fault before this call ends.
         unsafe {
-            let mut own = MaybeUninit::<sigaction>::zeroed().assume_init();
-            own.sa_sigaction = handler as usize;
-            own.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-            libc::sigaction(signal, &own, before.as_mut_ptr());
+            let mut action = MaybeUninit::<sigaction>::zeroed().assume_init();
+            action.sa_sigaction = handler as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            libc::sigaction(signal, &action, before.as_mut_ptr());
             before.assume_init()
         }
     }

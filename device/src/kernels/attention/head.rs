@@ -127,9 +127,9 @@ impl Head {
     /// As for [`SharedTile::new`].
     #[inline(always)]
     pub(super) unsafe fn tile(self, whole: u32, offset: u32, len: u32) -> SharedTile<f32> {
-        let own = thread::thread_idx_x() / OWN_LANES * whole;
+        let start = thread::thread_idx_x() / OWN_LANES * whole;
         // SAFETY: the tile is part of the head's memory, which lies inside the block's, as the caller promises.
-        unsafe { SharedTile::new((own + offset) * 4, len) }
+        unsafe { SharedTile::new((start + offset) * 4, len) }
     }
 
     /// Starts to copy this lane's columns of every token; the rows start `from` floats into `x`.

@@ -69,15 +69,15 @@ pub(super) unsafe fn compute<
     let (rows, cols) = (tile.rows(), tile.cols());
     let [row, col] = place([m.div_ceil(rows), n.div_ceil(cols)], GROUP);
     let first = [row * rows, col * cols];
-    let own = within(tile);
+    let origin = within(tile);
     loop {
         let [from, until] = problem.k.chain();
         let mut sums = [[0.0f32; TN]; TM];
-        multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, own, [from, until], &mut sums);
+        multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, origin, [from, until], &mut sums);
         // Two rows at a time; then the next two take their place. The epilogue is long code, and so it is there once.
         for from in (0..TM).step_by(2) {
-            let i = first[0] + own[0] + spread(from, TM, rows);
-            let j = |group: usize| first[1] + own[1] + spread(4 * group, TN, cols);
+            let i = first[0] + origin[0] + spread(from, TM, rows);
+            let j = |group: usize| first[1] + origin[1] + spread(4 * group, TN, cols);
             let element = |i: usize, j: usize| if j < TN { sums[i][j] } else { 0.0 };
             let vector = |i: usize, group: usize| F4([0, 1, 2, 3].map(|j| element(i, 4 * group + j)));
             // SAFETY: the contract has accepted the problem.
@@ -108,14 +108,14 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     problem: &Problem<'_>,
     tile: Tile,
     first: [u32; 2],
-    own: [u32; 2],
+    origin: [u32; 2],
     [from, until]: [u32; 2],
     sums: &mut [[f32; TN]; TM],
 ) {
     for stage in 0..=AHEAD {
         fetch(problem, tile, first, [from + stage * tile.depth, until], stage);
     }
-    let factors = Sources::new(tile, own);
+    let factors = Sources::new(tile, origin);
     let end_of_ring = tile.stages * tile.depth;
     let (mut k, mut at) = (from, 0);
     wait_copies::<AHEAD>();
@@ -197,10 +197,10 @@ struct Sources([SharedTile<f32>; 2]);
 
 impl Sources {
     #[inline(always)]
-    fn new(tile: Tile, own: [u32; 2]) -> Self {
+    fn new(tile: Tile, origin: [u32; 2]) -> Self {
         let len = tile.stages * tile.stage_len();
         // SAFETY: both tiles lie inside the stages, which the contract declares.
-        Self([own[0], tile.rows() + own[1]].map(|from| unsafe { SharedTile::new(4 * from, len - from) }))
+        Self([origin[0], tile.rows() + origin[1]].map(|from| unsafe { SharedTile::new(4 * from, len - from) }))
     }
 
     /// The factors of the `p`th k of the ring.

@@ -69,8 +69,8 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
     let Epilogue { m, n, .. } = problem.epilogue;
     let [row, col] = place([m.div_ceil(ROWS), n.div_ceil(COLS)], GROUP);
     let first = [row * ROWS, col * COLS];
-    let own = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
-    let [first_row, first_col] = [first[0] + own[0] * PANEL, first[1] + own[1] * PANEL];
+    let panels = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
+    let [first_row, first_col] = [first[0] + panels[0] * PANEL, first[1] + panels[1] * PANEL];
     let is_inside = first_row < m && first_col < n;
 
     let mut sums: Sums = [[0.0; _]; _];
@@ -84,8 +84,8 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
             // Into the slot that all threads read before this barrier.
             stage(&problem, first, [from, until], at + 1);
             if is_inside {
-                let a = panel(at, own[0]);
-                let b = panel(at, PANELS[0] + own[1]);
+                let a = panel(at, panels[0]);
+                let b = panel(at, PANELS[0] + panels[1]);
                 let left = until - from - at * DEPTH;
                 let depth = if left < DEPTH { left } else { DEPTH };
                 match (emulator::is_wide(), problem.a.along_k) {

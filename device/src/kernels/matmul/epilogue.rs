@@ -10,7 +10,7 @@
 //! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
 use super::{GELU, KEEP};
-use crate::block::again;
+use crate::block::opaque;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector::{load_run, load_run_raw, store_run};
@@ -84,15 +84,15 @@ impl Epilogue<'_> {
             if !bias.is_empty() {
                 unroll_on_gpu!(group < GROUPS => {
                     let at = bias_start + columns[group] as usize;
-                    let own = F4::load_part(bias, at, part(at, inside(group)), 0.0);
-                    unroll_on_gpu!(row < ROWS => { sums[row][group] = sums[row][group] + own; });
+                    let biases = F4::load_part(bias, at, part(at, inside(group)), 0.0);
+                    unroll_on_gpu!(row < ROWS => { sums[row][group] = sums[row][group] + biases; });
                 });
             }
             if beta != 0.0 {
                 // All reads first: the compiler moves no read before a write.
                 let mut old = [[F4::splat(0.0); GROUPS]; ROWS];
-                for_each!(|row, group, at, own| {
-                    old[row][group] = F4::load_part_raw(c, at, own, 0.0);
+                for_each!(|row, group, at, part| {
+                    old[row][group] = F4::load_part_raw(c, at, part, 0.0);
                 });
                 unroll_on_gpu!(row < ROWS => {
                     unroll_on_gpu!(group < GROUPS => {
@@ -101,13 +101,13 @@ impl Epilogue<'_> {
                 });
             }
             if flags & KEEP != 0 {
-                for_each!(|row, group, at, own| {
-                    sums[row][group].store_part(pre, at, own);
+                for_each!(|row, group, at, part| {
+                    sums[row][group].store_part(pre, at, part);
                 });
             }
             if flags & GELU != 0 {
                 // One row at a time, then the others move up: gelu is long code, and so it is there once.
-                for _ in 0..again(ROWS as u32) {
+                for _ in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
                     unroll_on_gpu!(row < ROWS => {
@@ -115,8 +115,8 @@ impl Epilogue<'_> {
                     });
                 }
             }
-            for_each!(|row, group, at, own| {
-                sums[row][group].store_part(out, at, own);
+            for_each!(|row, group, at, part| {
+                sums[row][group].store_part(out, at, part);
             });
         }
     }

@@ -16,7 +16,7 @@
 //! its last rows again, so that no copy asks whether its row exists. What a thread computes from them is never stored.
 
 use super::Tile;
-use crate::block::again;
+use crate::block::opaque;
 use crate::tile::SharedTile;
 use cuda_std::thread;
 
@@ -79,7 +79,7 @@ impl Operand<'_> {
         lanes: u32,
     ) {
         let Stage { slot, column, width, first_row, first_k, end } = stage;
-        let (thread, stride, others) = (again(thread::thread_idx_x()), self.stride as usize, tile.threads() / lanes);
+        let (thread, stride, others) = (opaque(thread::thread_idx_x()), self.stride as usize, tile.threads() / lanes);
         let (along, across) = (thread % lanes * VECTOR, thread / lanes);
         let ([own_row, own_k], [row_step, k_step], [row_stride, k_stride]) = if ALONG_K {
             ([across, along], [others, lanes], [stride, 1])

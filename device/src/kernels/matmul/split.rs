@@ -56,13 +56,13 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// The `own`th chunk of `k`.
+    /// The `index`th chunk of `k`.
     #[inline(always)]
-    pub(crate) fn new(k: u32, chunk: u32, own: u32) -> Self {
+    pub(crate) fn new(k: u32, chunk: u32, index: u32) -> Self {
         if chunk >= k {
             return Self { first: 0, end: k, chain: k };
         }
-        let first = own * chunk;
+        let first = index * chunk;
         let end = if k - first < chunk { k } else { first + chunk };
         Self { first, end, chain: CHAIN }
     }
@@ -109,11 +109,11 @@ pub unsafe fn sum_splits(
         return;
     }
     // Where rows are whole vectors, all partials are.
-    let own = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+    let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
     let first = ((batch * splits as usize) * m + row) * cols + column;
     // SAFETY: these columns of the row lie inside each partial sum's matrix.
     let sum = unsafe {
-        match own {
+        match part {
             Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
             part => total(splits, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
         }

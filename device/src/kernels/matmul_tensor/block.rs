@@ -11,7 +11,7 @@
 //! ```
 //! Invariant: the words of k are added in the same order in every tile.
 
-use super::operand::{Operand, read, start};
+use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
 use crate::format::Format;
 use crate::matmul::epilogue::Epilogue;
@@ -29,8 +29,8 @@ const GROUP: u32 = 16;
 /// One matrix multiply, as a thread sees it.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'p> {
-    pub(super) a: Operand<'p>,
-    pub(super) b: Operand<'p>,
+    pub(super) a: PackedOperand<'p>,
+    pub(super) b: PackedOperand<'p>,
     pub(super) epilogue: Epilogue<'p>,
     /// The steps of k that this block adds: the first, and the one behind the last.
     pub(super) steps: [u32; 2],
@@ -57,8 +57,8 @@ pub(super) unsafe fn sum<
 ) -> [[Sums; COLS]; ROWS] {
     let Problem { a, b, steps: [first_step, end], .. } = problem;
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
-    let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
-    let (left, right) = (start(own[0]), start(own[1]));
+    let (first, origin) = (first(problem, tile), warp_origin::<ROWS, COLS>(tile));
+    let (left, right) = (start(origin[0]), start(origin[1]));
 
     let stages = (end - first_step).div_ceil(STEPS);
     // SAFETY: the parts follow each other in what the contract declares.
@@ -125,13 +125,13 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     mut sums: [[Sums; COLS]; ROWS],
 ) {
     let epilogue = problem.epilogue;
-    let (first, own) = (first(problem, tile), own::<ROWS, COLS>(tile));
+    let (first, origin) = (first(problem, tile), warp_origin::<ROWS, COLS>(tile));
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
     // One block of 32 x 32 at a time; then the next takes its place. The epilogue is long code, and so it is there once.
     for block in 0..(ROWS * COLS) as u32 {
         let (row, col) = (block / COLS as u32, block % COLS as u32);
-        let i = first[0] + own[0] + 32 * row + 4 * g;
-        let j = first[1] + own[1] + 32 * col + 4 * t;
+        let i = first[0] + origin[0] + 32 * row + 4 * g;
+        let j = first[1] + origin[1] + 32 * col + 4 * t;
         let halves = [0, 1, 2, 3].map(|line| {
             let [w, x, y, z, p, q, r, s] = sums[0][0][line];
             [F4([w, x, y, z]), F4([p, q, r, s])]
@@ -154,7 +154,7 @@ fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
 
 /// Row and column of the warp's first output in the tile.
 #[inline(always)]
-fn own<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
+fn warp_origin<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
     let warp = thread::thread_idx_x() / 32;
     [warp / tile.warps[1] * 32 * ROWS as u32, warp % tile.warps[1] * 32 * COLS as u32]
 }

@@ -27,9 +27,9 @@ const BLOCK: u32 = STEPS * FRAGMENT;
 /// Words of a copy of 16 bytes.
 const COPY: u32 = 4;
 
-/// One operand: its fragments from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
+/// One operand, packed as fragments, from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'p> {
+pub(super) struct PackedOperand<'p> {
     words: &'p [f32],
     start: usize,
     blocks: u32,
@@ -37,7 +37,7 @@ pub(super) struct Operand<'p> {
     end: u32,
 }
 
-impl<'p> Operand<'p> {
+impl<'p> PackedOperand<'p> {
     /// The operand of `rows` in `values`, from word `start` on.
     #[inline(always)]
     pub(super) fn new(values: &'p [u32], start: usize, rows: u32, [steps, end]: [u32; 2]) -> Self {
@@ -57,14 +57,14 @@ impl<'p> Operand<'p> {
         first_row: u32,
         first_step: u32,
     ) {
-        let (own, each) = (thread::thread_idx_x() * COPY, threads * COPY);
-        let there = first_step + own % BLOCK / FRAGMENT < self.end;
+        let (word, each) = (thread::thread_idx_x() * COPY, threads * COPY);
+        let there = first_step + word % BLOCK / FRAGMENT < self.end;
         unroll_on_gpu!(pass < PASSES => {
-            let to = own + pass as u32 * each;
-            let block = first_row / ROWS + own / BLOCK + pass as u32 * (each / BLOCK);
+            let to = word + pass as u32 * each;
+            let block = first_row / ROWS + word / BLOCK + pass as u32 * (each / BLOCK);
             let block = if block < self.blocks { block } else { self.blocks - 1 };
             let row = self.start + block as usize * (self.steps as usize * FRAGMENT as usize);
-            let from = row + (own % BLOCK) as usize + first_step as usize * FRAGMENT as usize;
+            let from = row + (word % BLOCK) as usize + first_step as usize * FRAGMENT as usize;
             // SAFETY: 16 bytes of a fragment, which lies inside the operand where its step is before `end`; else nothing is read.
             unsafe { part.copy4_or_zero(to, self.words, from, there) };
         });
