@@ -102,7 +102,7 @@ on_each_device! {
 
         // What is not finite is an error that names where it stands.
         let (w, mut weights, mut gradients, mut sgd) = model();
-        let error = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, f32::MAX)).unwrap_err();
+        let error = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, f32::INFINITY)).unwrap_err();
         let Error::NotFinite { update: Some(1), tensor, .. } = &error else { panic!("{error}") };
         assert!(tensor.contains("`w`"), "{error}");
         // A failing step makes no update.
