@@ -293,23 +293,29 @@ on_each_device! {
     }
 
     /// Each wait is short, the upload as a whole is too long.
+    /// The upload itself misses it, or the call of the driver that is under way then: which of them, a busy machine decides, so the
+    /// first of five tries in which it is the upload counts.
     fn the_deadline_holds_for_the_whole(device: &Device) {
-        let (device, _) = small(device);
-        let layout = layout([50 * SLOT / 4]);
-        let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
-        let bytes = vec![0; 4 * layout.weights()];
-        let mut slow = |_| {
-            std::thread::sleep(Duration::from_millis(10));
-            Ok(())
-        };
         let deadline = Duration::from_millis(60);
-        let watch = Watch::start();
-        let transfer = Transfer::new().deadline(deadline).progress(&mut slow);
-        let error = load(&mut parameters, &bytes, transfer).unwrap_err();
-        watch.within(Duration::from_millis(400), "the upload");
-        let Error::Timeout { call: "upload", waited, .. } = error else { panic!("{error}") };
-        assert!(deadline <= waited && waited <= watch.elapsed(), "{waited:?}");
-        assert!(device.lost().unwrap().contains("upload"));
+        let missed = (0..5).any(|_| {
+            let (device, _) = small(device);
+            let layout = layout([50 * SLOT / 4]);
+            let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
+            let bytes = vec![0; 4 * layout.weights()];
+            let mut slow = |_| {
+                std::thread::sleep(Duration::from_millis(10));
+                Ok(())
+            };
+            let watch = Watch::start();
+            let transfer = Transfer::new().deadline(deadline).progress(&mut slow);
+            let error = load(&mut parameters, &bytes, transfer).unwrap_err();
+            watch.within(Duration::from_millis(400), "the upload");
+            let Error::Timeout { call, waited, .. } = error else { panic!("{error}") };
+            assert!(deadline <= watch.elapsed() && waited <= watch.elapsed(), "{waited:?}");
+            assert!(device.lost().unwrap().contains(call));
+            call == "upload" && deadline <= waited
+        });
+        assert!(missed, "each try ended in a call of the driver");
     }
 
     /// One call of the ring fails at a time: its upload says so, the next one is right, and everything goes back.
