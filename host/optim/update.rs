@@ -25,10 +25,11 @@ impl<R: UpdateRule> Optimizer<R> {
     /// # fn main() -> Result<()> {
     /// let mut layout = Layout::builder();
     /// let w = layout.add("w", [2, 2], Initializer::fan_in(2));
-    /// let mut weights = Parameters::new(&Device::open(DeviceKind::Emulated)?, &layout.build()?, 7)?;
+    /// let device = Device::open(DeviceKind::Emulated)?;
+    /// let mut weights = Parameters::new(&device, &layout.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
     /// let mut sgd = Sgd::new(&weights, SgdConfig::default())?;
-    /// let mut arena = Arena::builder(weights.flat().device()).capacity(Capacity::mib(1)).build()?;
+    /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
     /// let loss = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| {
     ///     let x = tape.input(step.upload(&[1.0, 0.0, 0.0, 1.0], [2, 2])?);
     ///     tape.cross_entropy(&tape.linear(&x, w, None)?, step.upload(&[0, 1], [2])?.save(), 0.5)

@@ -40,12 +40,12 @@ pub struct Gemm {
     pub stride_bias: usize,
     /// What the old content counts.
     pub beta: f32,
-    /// Which tile computes it, of [`TILES`]; none: the one that should be done first, or on the emulator the CPU's own. The
+    /// Which tile computes it, of [`TILES`](crate::ops::TILES); none: the one that should be done first, or on the emulator the CPU's own. The
     /// bits are the same.
     pub tile: Option<Tile>,
     /// How its factors are rounded; none: as the step says.
     pub precision: Option<Precision>,
-    /// Which tile computes it in a precision below f32, of [`TENSOR_TILES`](super::TENSOR_TILES); as `tile`.
+    /// Which tile computes it in a precision below f32, of [`TENSOR_TILES`](crate::ops::TENSOR_TILES); as `tile`.
     pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
 }
 
@@ -102,7 +102,7 @@ impl<'e> Epilogue<'e, '_> {
     }
 }
 
-/// A multiply that gives the gradient of one factor from that of the product; for [`gradients_into`].
+/// A multiply that gives the gradient of one factor from that of the product; for [`gradients_into`](crate::ops::gradients_into).
 #[derive(Debug)]
 pub struct Gradient<'g, S, T> {
     /// The multiply; with [`Gemm::accumulate`] it adds to what is there.
