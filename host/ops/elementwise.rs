@@ -1,7 +1,8 @@
 //! Sums, scalings and biases, element by element.
 
 use super::same_shape;
-use crate::error::{Error, Result};
+use super::shapes::check_row;
+use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use kernels::elementwise;
@@ -9,7 +10,7 @@ use kernels::elementwise;
 /// `out = a + b`; `a`, `b`, `out`: the same shape. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("add", a.shape(), b.shape())?;
@@ -21,7 +22,7 @@ pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f3
 /// `out += a`, in place; `a`, `out`: the same shape. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when shapes differ.
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
 #[track_caller]
 pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl Source<'s, f32>) -> Result<()> {
     same_shape("add_assign", out.shape(), a.shape())?;
@@ -31,7 +32,7 @@ pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl 
 /// `out = factor x`; `x`, `out`: the same shape. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::ArenaFull`].
+/// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
     let mut out = step.empty(x.shape())?;
@@ -42,7 +43,7 @@ pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Resu
 /// `out = factor x`; `factor`: `[1]`; `x`, `out`: the same shape. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the factor is not one element; [`Error::ArenaFull`].
+/// [`Error::Misuse`](crate::Error::Misuse) when the factor is not one element; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn scale_by<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     same_shape("scale_by", [1].into(), factor.shape())?;
@@ -54,13 +55,11 @@ pub fn scale_by<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: &impl Sou
 /// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the last extents differ; [`Error::ArenaFull`].
+/// [`Error::Misuse`](crate::Error::Misuse) when the last extents differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn add_bias<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, bias: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
     let [_, cols] = x.shape().as_rows();
-    if bias.shape().extents() != [cols] {
-        return Err(Error::misuse("add_bias", format!("a bias of shape [{cols}]"), bias.shape().to_string()));
-    }
+    check_row("add_bias", "bias", cols, bias)?;
     let mut out = step.empty(x.shape())?;
     step.launch(elementwise::add_bias { x: x.slice(), bias: bias.slice(), cols, out: out.out() })?;
     Ok(out)

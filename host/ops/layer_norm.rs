@@ -1,8 +1,9 @@
 //! LayerNorm (Ba, Kiros and Hinton, "Layer normalization", 2016), alone and behind the sum of a residual.
 
+use super::shapes::check_row;
 use super::{same_shape, sum_rows_into};
 use crate::autograd::{Backward, Tape, Var};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::params::Parameter;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Target, Tensor};
@@ -25,7 +26,7 @@ pub struct Normalized<'s> {
 /// is the mean of squared differences from the mean. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when gain or bias have another length; [`Error::ArenaFull`].
+/// [`Error::Misuse`](crate::Error::Misuse) when gain or bias have another length; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn layer_norm<'s>(
     step: &Step<'s>,
@@ -41,7 +42,7 @@ pub fn layer_norm<'s>(
 /// `h = x + residual`, and [`layer_norm`] of h, in one launch; `residual`, `h`: as x. Queued, no scratch.
 ///
 /// # Errors
-/// [`Error::Misuse`] when the residual has another shape; those of [`layer_norm`].
+/// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape; those of [`layer_norm`].
 #[track_caller]
 pub fn layer_norm_residual<'s>(
     step: &Step<'s>,
@@ -104,7 +105,7 @@ fn launch<'s>(
 /// quarter of h.
 ///
 /// # Errors
-/// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
 pub fn layer_norm_backward<'s>(
     step: &Step<'s>,
@@ -159,13 +160,6 @@ pub fn layer_norm_backward<'s>(
         sum_rows_into(step, &of_bias, dbias, accumulate[1])?;
     }
     Ok(dh)
-}
-
-fn check_row<'s>(op: &'static str, what: &str, cols: usize, row: &impl Source<'s, f32>) -> Result<()> {
-    if row.shape().extents() == [cols] {
-        return Ok(());
-    }
-    Err(Error::misuse(op, format!("a {what} of shape [{cols}]"), row.shape().to_string()))
 }
 
 impl<'s> Tape<'_, 's> {

@@ -2,6 +2,7 @@
 //!
 //! Backward adds to the gradient that x has from elsewhere, such as the residual path's, in the same launch.
 
+use super::shapes::check_row;
 use super::{same_shape, sum_rows_into};
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
@@ -26,7 +27,7 @@ pub fn rms_norm<'s>(
     epsilon: f32,
 ) -> Result<(Tensor<'s>, Tensor<'s>)> {
     let [rows, cols] = x.shape().as_rows();
-    check_gain("rms_norm", cols, gain)?;
+    check_row("rms_norm", "gain", cols, gain)?;
     let (mut y, mut inverse_rms) = (step.empty(x.shape())?, step.empty([rows])?);
     step.launch(kernel::rms_norm_forward {
         x: x.slice(),
@@ -68,8 +69,8 @@ pub fn rms_norm_backward<'s>(
         _ => return Err(Error::misuse(OP, format!("gradients of shape {}", x.shape()), dy.shape().to_string())),
     };
     same_shape(OP, [rows].into(), inverse_rms.shape())?;
-    check_gain(OP, cols, gain)?;
-    check_gain(OP, cols, dgain)?;
+    check_row(OP, "gain", cols, gain)?;
+    check_row(OP, "gain", cols, dgain)?;
     let mut add = if so_far.is_some() { kernel::ADD_DX } else { 0 };
     let mut dx = match so_far {
         Some(sum) => same_shape(OP, x.shape(), sum.shape()).map(|()| sum)?,
@@ -100,13 +101,6 @@ pub fn rms_norm_backward<'s>(
         sum_rows_into(step, &partials, dgain, accumulate)?;
     }
     Ok(dx)
-}
-
-fn check_gain<'s>(op: &'static str, cols: usize, gain: &impl Source<'s, f32>) -> Result<()> {
-    if gain.shape().extents() == [cols] {
-        return Ok(());
-    }
-    Err(Error::misuse(op, format!("a gain of shape [{cols}]"), gain.shape().to_string()))
 }
 
 impl<'s> Tape<'_, 's> {

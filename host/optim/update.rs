@@ -59,10 +59,7 @@ impl<R: UpdateRule> Optimizer<R> {
         })?;
         for (what, value) in [(Quantity::Loss, loss), (Quantity::GradientNorm, squared_norm)] {
             if !value.is_finite() {
-                let first = weights.first_not_finite(gradients)?;
-                let tensor = first.unwrap_or_else(|| {
-                    "none, all gradients and weights are finite: a sum of finite numbers was too large".into()
-                });
+                let tensor = weights.first_not_finite(gradients, "")?;
                 return Err(Error::NotFinite { update: Some(update), what, tensor });
             }
         }

@@ -135,15 +135,16 @@ impl Parameters {
         &self.flat.layout
     }
 
-    /// The first tensor that is not finite, of the gradients and then of the weights, as an error tells it. Waits.
-    pub(crate) fn first_not_finite(&self, gradients: &Gradients) -> Result<Option<String>> {
+    /// The first tensor that is not finite, of the gradients and then of the weights, as an error tells it; behind it `seen`, which says
+    /// when. Waits.
+    pub(crate) fn first_not_finite(&self, gradients: &Gradients, seen: &str) -> Result<String> {
         for (whose, flat) in [("the gradient of ", gradients.flat()), ("", self.flat())] {
             let flat = flat.read()?;
             if let Some((name, _)) = self.layout().finite("", &flat).find(|(_, finite)| !finite) {
-                return Ok(Some(format!("{whose}`{name}`")));
+                return Ok(format!("{whose}`{name}`{seen}"));
             }
         }
-        Ok(None)
+        Ok(format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"))
     }
 
     /// One parameter's weights, for kernels of a step.

@@ -111,10 +111,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Learner { parameters, gradients, optimizer, .. } = self.learner();
         let made = optimizer.updates();
         let seen = if made > update { format!(", seen behind update {made}") } else { String::new() };
-        Ok(match parameters.first_not_finite(gradients)? {
-            Some(tensor) => format!("{tensor}{seen}"),
-            None => format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"),
-        })
+        parameters.first_not_finite(gradients, &seen)
     }
 
     /// An error for the weights, if they are not finite and should be. Waits.

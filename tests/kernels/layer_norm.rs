@@ -12,13 +12,6 @@ use stepscope::{Device, ops};
 
 const EPSILON: f32 = 1e-5;
 
-/// Rows of a chunk of the sums over rows, and how many groups they are taken in.
-fn chunks([rows, cols]: [usize; 2]) -> [usize; 2] {
-    let groups = 128 / trees::lanes(cols);
-    let each = (rows / (512 * groups)).clamp(2, 16);
-    [(groups * each).min(256), groups]
-}
-
 struct Inputs {
     rows: usize,
     cols: usize,
@@ -197,13 +190,13 @@ on_each_device! {
             };
             dh_seen.check(inputs.shape(), &dh, &(0..dh.len()).map(want).collect::<Vec<_>>());
 
-            let sums = trees::chunks(rows, cols, chunks(shape), &|sum, index| {
+            let sums = trees::chunks(rows, cols, trees::row_chunk(shape), &|sum, index| {
                 ((h[index] - means[index / cols]) * scales[index / cols]).mul_add(inputs.dy[index], sum)
             });
             assert_same(inputs.shape(), &dgain, &sums);
-            assert_same(inputs.shape(), &dbias, &trees::chunks(rows, cols, chunks(shape), &|sum, at| sum + inputs.dy[at]));
+            assert_same(inputs.shape(), &dbias, &trees::chunks(rows, cols, trees::row_chunk(shape), &|sum, at| sum + inputs.dy[at]));
             let over_rows = |term: &dyn Fn(usize) -> Exact, column: usize| {
-                Exact::sum(trees::chunks_depth(rows, chunks(shape)), (0..rows).map(|row| term(row * cols + column)))
+                Exact::sum(trees::chunks_depth(rows, trees::row_chunk(shape)), (0..rows).map(|row| term(row * cols + column)))
             };
             let of_gain = |index: usize| normal(index).times(Exact::given(inputs.dy[index]));
             let of_bias = |index: usize| Exact::given(inputs.dy[index]);

@@ -13,13 +13,6 @@ use stepscope::{Device, ops};
 
 const EPSILON: f32 = 1e-6;
 
-/// Rows of a chunk of the gain's gradient, and how many sums they are taken in: one for each row that 128 threads can share.
-fn chunks([rows, cols]: [usize; 2]) -> [usize; 2] {
-    let groups = 128 / trees::lanes(cols);
-    let each = (rows / (512 * groups)).clamp(2, 16);
-    [(groups * each).min(256), groups]
-}
-
 struct Inputs {
     rows: usize,
     cols: usize,
@@ -174,7 +167,7 @@ on_each_device! {
             };
             dx_seen.check(inputs.shape(), &dx, &(0..dx.len()).map(want).collect::<Vec<_>>());
 
-            let sums = trees::chunks(rows, cols, chunks(shape), &|sum, index| {
+            let sums = trees::chunks(rows, cols, trees::row_chunk(shape), &|sum, index| {
                 (inputs.x[index] * inverse_rms[index / cols]).mul_add(inputs.dy[index], sum)
             });
             assert_same(inputs.shape(), &dgain, &sums);
@@ -183,7 +176,7 @@ on_each_device! {
                 (x * Exact::given(inverse_rms[index / cols])).times(dy)
             };
             let want = |column: usize| {
-                Exact::sum(trees::chunks_depth(rows, chunks(shape)), (0..rows).map(|row| term(row * cols + column)))
+                Exact::sum(trees::chunks_depth(rows, trees::row_chunk(shape)), (0..rows).map(|row| term(row * cols + column)))
             };
             dgain_seen.check(inputs.shape(), &dgain, &(0..cols).map(want).collect::<Vec<_>>());
         }

@@ -82,6 +82,14 @@ pub(crate) fn chunks(
     }
 }
 
+/// For [`chunks`], as the backward passes of norms take their sums over rows: rows of a chunk, and how many sums these are taken in, one
+/// for each row that 128 threads can share.
+pub(crate) fn row_chunk([rows, cols]: [usize; 2]) -> [usize; 2] {
+    let groups = 128 / lanes(cols);
+    let each = (rows / (512 * groups)).clamp(2, 16);
+    [(groups * each).min(256), groups]
+}
+
 /// The additions in a row of a term in [`rows`].
 pub(crate) fn rows_depth(rows: usize) -> usize {
     chunks_depth(rows, [if rows <= 1024 { 1024 } else { 128 }, 32])

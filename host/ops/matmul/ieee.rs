@@ -3,7 +3,7 @@
 use super::form::{Epilogue, Gemm};
 use super::split::{self, GemmExtents, Outputs, in_chunks};
 use crate::driver::DeviceKind;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
 use cuda_std::launch::Slice;
@@ -42,14 +42,10 @@ fn multiply(
         flags |= if set { flag } else { 0 };
     }
     let device = step.device().description();
-    let tile = match form.tile {
-        Some(tile) if !TILES.contains(&tile) => {
-            return Err(Error::misuse("matmul", "one of `ops::TILES`", format!("{tile:?}")));
-        }
-        Some(tile) => tile,
-        None if device.kind == DeviceKind::Emulated => ON_CPU,
-        None => fastest(extents.of_a_chunk(), extents.matrices(), device.processors as usize),
-    };
+    let tile = split::tile_of(form.tile, &TILES, "ops::TILES", || match device.kind {
+        DeviceKind::Emulated => ON_CPU,
+        _ => fastest(extents.of_a_chunk(), extents.matrices(), device.processors as usize),
+    })?;
     step.launch(matmul {
         tile,
         a,

@@ -1,4 +1,4 @@
-//! What multiplies of every precision share: extents for their kernels, chunks of k, and the time of a tile.
+//! What multiplies of every precision share: extents for their kernels, chunks of k, and the choice of a tile.
 //!
 //! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
 
@@ -8,6 +8,7 @@ use crate::step::Step;
 use crate::tensor::{Source, Target};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use kernels::matmul::{Cost, chunk, sum_splits};
+use std::fmt;
 
 /// The extents of a multiply as its kernels take them.
 #[derive(Clone, Copy)]
@@ -152,4 +153,20 @@ pub(super) fn fastest<T: Copy>(
         blocks.div_ceil(processors).saturating_mul(block(cycles)).max(block(latency))
     };
     *tiles.iter().min_by_key(time).expect("there are tiles")
+}
+
+/// The tile that is named, if it is one of `tiles`, which a user knows as `list`; else what `unnamed` chooses.
+pub(super) fn tile_of<T: PartialEq + fmt::Debug>(
+    named: Option<T>,
+    tiles: &[T],
+    list: &str,
+    unnamed: impl FnOnce() -> T,
+) -> Result<T> {
+    match named {
+        Some(tile) if !tiles.contains(&tile) => {
+            Err(Error::misuse("matmul", format!("one of `{list}`"), format!("{tile:?}")))
+        }
+        Some(tile) => Ok(tile),
+        None => Ok(unnamed()),
+    }
 }

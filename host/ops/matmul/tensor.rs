@@ -3,7 +3,7 @@
 use super::super::precision::{Fragments, Matrices, Unrounded, round};
 use super::form::{Epilogue, Gemm, Gradient};
 use super::split::{self, GemmExtents, Outputs, in_chunks};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
@@ -104,13 +104,9 @@ fn multiply(
         let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
         let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
         let processors = step.description().processors as usize;
-        let tile = match form.tensor_tile {
-            Some(tile) if !TILES.contains(&tile) => {
-                return Err(Error::misuse("matmul", "one of `ops::TENSOR_TILES`", format!("{tile:?}")));
-            }
-            Some(tile) => tile,
-            None => fastest(extents.of_a_chunk(), extents.matrices(), processors),
-        };
+        let tile = split::tile_of(form.tensor_tile, &TILES, "ops::TENSOR_TILES", || {
+            fastest(extents.of_a_chunk(), extents.matrices(), processors)
+        })?;
         step.launch(matmul_tensor {
             variant: (precision.reduced()?, tile),
             a: a.slice(),
