@@ -119,7 +119,7 @@ const CASES: &[(&str, Run)] = &[
         c.reduced(
             |_| 0,
             |c, x| {
-                let mut out = c.step.empty(x.shape())?;
+                let mut out = c.step.empty::<f32>(x.shape())?;
                 ops::fill_into(c.step, &mut out, c.scalar("value"))?;
                 Ok(out)
             },

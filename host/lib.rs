@@ -43,7 +43,7 @@ mod upload;
 mod guide {}
 
 pub use admission::{MemInfo, Refusal, Situation};
-pub use autograd::{Backward, Op, Tape, Var};
+pub use autograd::{AnyVar, Backward, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;
@@ -59,6 +59,7 @@ pub use driver::{
 pub use error::{Error, Quantity, Result};
 pub use files::{PlainFile, RunLock, replace_file};
 pub use finite::Numbers;
+pub use half::bf16;
 pub use initializer::Initializer;
 pub use loader::Loader;
 pub use memory::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, Recording};
@@ -70,7 +71,7 @@ pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub use step::{Eager, Scratch, Step};
-pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
+pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
 pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Trainer, Update};
 pub use upload::{Progress, Transfer};
 
@@ -120,7 +121,7 @@ mod threads {
     assert_not_impl_any!(kernel::Slice<'static, f32>: Send, Sync);
     assert_not_impl_any!(kernel::Pointer<'static, f32>: Send, Sync);
     assert_not_impl_any!(kernel::PointerMut<'static, f32>: Send, Sync, Clone);
-    assert_not_impl_any!(kernels::fill::fill<'static>: Send, Sync, Clone);
+    assert_not_impl_any!(kernels::fill::fill<'static, f32>: Send, Sync, Clone);
 
     // A capture goes where its state may go; while it is being recorded or replayed it is one thread's. What goes in, and
     // the names of what comes out, are plain values.

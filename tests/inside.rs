@@ -441,7 +441,7 @@ on_each_device! {
 }
 
 /// A kernel that fills a tensor, for a launch in any step.
-fn filled<'a, 's: 'a>(tensor: &'a mut impl Target<'s, f32>) -> kernels::fill::fill<'a> {
+fn filled<'a, 's: 'a>(tensor: &'a mut impl Target<'s, f32>) -> kernels::fill::fill<'a, f32> {
     let length = tensor.shape().elements();
     kernels::fill::fill { out: tensor.out(), length, value: 1.0 }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! flat array, 256 threads:      block 0                                 block 1
 //!   elements                    0..3   4..7   ..  1020..1023           1024..1027  ..
-//!   thread                        0      1    ..     255                    0
+//!   thread                        0      1    ..     255                    0          of BF16, a thread has two vectors 1024 apart
 //!
 //! reduction over a block:       lanes 0..31 of warp 0   ..   lanes 0..31 of warp 7
 //!   shuffles, 16 8 4 2 1 apart        lane 0                       lane 0
@@ -13,6 +13,7 @@
 //! Invariant: a reduction combines the lanes of each warp first, then the warps in ascending order. So its result depends on the threads'
 //! values alone.
 
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part};
 use crate::warp::{LANES, combine_lanes};
@@ -36,14 +37,20 @@ pub fn row_chunk(rows: usize) -> usize {
     if rows <= 1024 { 1024 } else { 128 }
 }
 
-/// The index of this thread's first element in a flat array, a multiple of four.
-#[inline(always)]
-pub fn own_index() -> usize {
-    thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
+/// Vectors that a thread has of a flat array of S: 16 bytes.
+pub const fn own_vectors<S>() -> usize {
+    16 / (F4::LEN * size_of::<S>())
 }
 
-/// Runs `body` for this thread's four elements of a flat array of `length`, if any exist, with the index of the first and the [`Part`]
-/// that exists.
+/// The index of the first element of this thread's first vector in a flat array of S, a multiple of four. The others follow
+/// [`BLOCK_ELEMENTS`] apart.
+#[inline(always)]
+pub fn own_index<S>() -> usize {
+    thread::block_idx_x() as usize * own_vectors::<S>() * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
+}
+
+/// Runs `body` for this thread's four elements of a flat array of f32 of `length`, if any exist, with the index of the first and the
+/// [`Part`] that exists.
 ///
 /// The body is compiled twice: for a whole vector, and for the last few elements. A macro, because a closure may stay a call, compiled
 /// without the CPU's fused multiply-add.
@@ -51,7 +58,7 @@ pub fn own_index() -> usize {
 macro_rules! for_own_vector {
     ($length:expr, |$index:ident, $part:ident| $body:block) => {{
         let length = $length;
-        let $index = $crate::block::own_index();
+        let $index = $crate::block::own_index::<f32>();
         if $index + $crate::vector::F4::LEN <= length {
             let $part = $crate::vector::Part::Whole;
             $body
@@ -62,10 +69,39 @@ macro_rules! for_own_vector {
     }};
 }
 
-/// The grid of a kernel that takes its elements by [`for_own_vector`].
+/// Writes what `value` is for each of this thread's vectors of `out`, a flat array of S of `length`: `value` gets the index of its first
+/// element and the [`Part`] that exists. All values are computed before the first is written: the compiler moves no read before a write.
+///
+/// The value is compiled twice, as the body of [`for_own_vector`].
+#[macro_export]
+macro_rules! write_own_vectors {
+    ($S:ty, $length:expr, $out:expr, |$index:ident, $part:ident| $value:expr) => {{
+        const VECTORS: usize = $crate::block::own_vectors::<$S>();
+        let (length, first) = ($length, $crate::block::own_index::<$S>());
+        let place = |at: usize| first + at * $crate::block::BLOCK_ELEMENTS;
+        if place(VECTORS - 1) + $crate::vector::F4::LEN <= length {
+            let mut values = [$crate::vector::F4::splat(0.0); VECTORS];
+            $crate::unroll_on_gpu!(at < VECTORS => {
+                let ($index, $part) = (place(at), $crate::vector::Part::Whole);
+                values[at] = $value;
+            });
+            $crate::unroll_on_gpu!(at < VECTORS => { values[at].store_part($out, place(at), $crate::vector::Part::Whole) });
+        } else {
+            $crate::unroll_on_gpu!(at < VECTORS => {
+                let $index = place(at);
+                if $index < length {
+                    let $part = $crate::vector::Part::first(length - $index);
+                    $value.store_part($out, $index, $part);
+                }
+            });
+        }
+    }};
+}
+
+/// The grid of a kernel that takes its elements by [`for_own_vector`] (S: f32) or [`write_own_vectors`].
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn vector_grid(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
-    cuda_std::launch::Grid::cover(length, BLOCK_ELEMENTS)
+pub fn vector_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
+    cuda_std::launch::Grid::cover(length, own_vectors::<S>() * BLOCK_ELEMENTS)
 }
 
 /// `number / divisor` and the remainder. The GPU does not check for zero.
@@ -139,7 +175,7 @@ pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(
 /// # Safety
 /// The block has [`BLOCK`] threads.
 #[inline(always)]
-pub unsafe fn chunk_fold(x: &[f32], start: F4, fill: f32, combine: impl Fn(f32, f32) -> f32) -> F4 {
+pub unsafe fn chunk_fold<S: Stored>(x: &[S], start: F4, fill: f32, combine: impl Fn(f32, f32) -> f32) -> F4 {
     let first = thread::block_idx_x() as usize * CHUNK + thread::thread_idx_x() as usize * F4::LEN;
     let load = |at: usize| {
         let index = first + at * BLOCK_ELEMENTS;

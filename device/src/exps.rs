@@ -11,33 +11,34 @@
 //! for its sum.
 
 use crate::math;
+use crate::stored::Stored;
 use crate::vector::{F4, Part};
 use crate::warp::{Row, Share, larger};
 use crate::{for_each_vector, map4};
 
 /// A lane's share of a row's exponentials. Where lanes hold their share (see [`Share`]), they compute the exponentials once.
 #[derive(Clone, Copy)]
-pub struct Exps<'k, const HELD: usize> {
+pub struct Exps<'k, const HELD: usize, S> {
     /// m.
     pub largest: f32,
     /// The sum of the row's exponentials.
     pub sum: f32,
     /// The exponentials where they are held; else the row, to read again.
-    share: Share<'k, HELD>,
+    share: Share<'k, HELD, S>,
 }
 
-impl<'k, const HELD: usize> Exps<'k, HELD> {
+impl<'k, const HELD: usize, S: Stored> Exps<'k, HELD, S> {
     /// The exponentials of a row of `x`.
     ///
     /// # Safety
     /// The row lies inside `x` and suits `HELD`, as for [`Share::new`]. All of its lanes call it together.
     #[inline(always)]
-    pub unsafe fn new(row: Row, x: &'k [f32], cols: usize) -> Self {
+    pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
         // SAFETY: the row lies inside `x` and suits `HELD`, and its lanes are together here, as the caller promises.
         unsafe {
-            let mut share = Share::<HELD>::new(row, x, row.start, cols, f32::NEG_INFINITY);
+            let mut share = Share::<HELD, S>::new(row, x, row.start, cols, f32::NEG_INFINITY);
             for_each_vector!(HELD, row, cols, |at, column, part| {
                 largest = largest.zip(share.get(at, column, part), larger);
             });

@@ -18,11 +18,85 @@
 //! The body and the contract see the row's constant and types. Functions beside the family do the work. `FAMILY::VARIANTS` lists
 //! the rows.
 //!
+//! A family may differ in what memory holds alone:
+//!
+//! ```text
+//! family! {
+//!     /// y = tanh(x); `x`, `y`: `[n]`.
+//!     tanh_forward<S: Stored> { tanh_forward_f32: f32; tanh_forward_bf16: bf16; }
+//!     unsafe fn(x: &[S], y: *mut S) { .. }
+//!     // SAFETY: why the grid suffices.
+//!     contract unsafe { block: BLOCK, shared: 0 } |k| { .. }
+//! }
+//! ```
+//! Here the tensors' type chooses the kernel: `step.launch(tanh_forward { x, y })`.
+//!
 //! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
 
 /// Declares the kernels of a family; see the module.
 #[macro_export]
 macro_rules! family {
+    (
+        $(#[doc = $doc:literal])*
+        $family:ident<$S:ident: Stored> { $($kernel:ident: $T:ty;)* }
+        unsafe fn $parameters:tt $body:tt
+        contract $unsafe:tt { block: $block:expr, shared: $shared:expr } |$arguments:ident| $grid:expr
+    ) => {
+        $(
+            #[allow(unreachable_pub)]
+            mod $kernel {
+                use super::*;
+
+                type $S = $T;
+
+                #[kernel]
+                pub unsafe fn $kernel $parameters $body
+
+                #[cfg(not(target_arch = "nvptx64"))]
+                pub(super) use entry::ENTRY;
+                #[cfg(not(target_arch = "nvptx64"))]
+                #[allow(unused_imports)]
+                mod entry {
+                    use super::*;
+                    use ::cuda_std::launch::{Entry, Listed};
+
+                    pub(in super::super) static ENTRY: Entry =
+                        Entry::of::<super::$kernel<'_>>($crate::package!(), $block, $shared, $crate::ALIGN);
+                    ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
+                }
+            }
+        )*
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> $parameters }
+
+        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(clippy::undocumented_unsafe_blocks)]
+        const _: () = {
+            // As below.
+            ::cuda_std::written_unsafe!($unsafe);
+            #[allow(unused_imports)]
+            use ::cuda_std::launch::{Contract, Entry, Grid, Size, Violation};
+            use $crate::stored::Stored;
+
+            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            unsafe impl<$S: Stored> Contract for $family<'_, $S> {
+                fn entry(&self) -> Result<&'static Entry, Violation> {
+                    $(if $S::NAME == <$T as Stored>::NAME {
+                        return Ok(&$kernel::ENTRY);
+                    })*
+                    Err(Violation::choice("S", stringify!($family), &$S::NAME))
+                }
+
+                #[deny(clippy::arithmetic_side_effects)]
+                fn grid(&self) -> Result<Grid, Violation> {
+                    let $arguments = self;
+                    $grid
+                }
+            }
+        };
+    };
     (
         $(#[doc = $doc:literal])*
         $family:ident($choice:ident: $Choice:ty as $CHOICE:ident) {

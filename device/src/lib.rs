@@ -32,6 +32,7 @@ pub mod format;
 pub mod math;
 pub mod mma;
 pub mod row_chunk;
+pub mod stored;
 pub mod tile;
 mod unroll;
 pub mod update;
@@ -44,6 +45,7 @@ mod entries {
     pub mod activation;
     pub mod adamw;
     pub mod attention;
+    pub mod cast;
     pub mod checksum;
     pub mod clip;
     pub mod elementwise;

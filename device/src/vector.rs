@@ -1,4 +1,4 @@
-//! Four floats moved as one 16-byte access.
+//! Four numbers moved as one access: 16 bytes of f32, 8 of BF16.
 //!
 //! ```text
 //!            10 elements                               rows of 6, which need not start on 16 bytes
@@ -15,12 +15,13 @@
 //! argument. On the GPU nothing is checked.
 
 use crate::map4;
+use crate::stored::Stored;
 use core::ops::{Add, Div, Mul, Neg, Sub};
 use cuda_std::GpuFloat;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::emulator::{Kind, access};
 
-/// Four floats, 16-byte aligned: one `ld.global.v4.f32` or `st.global.v4.f32`.
+/// Four floats. In memory they may be any [`Stored`] type: they are widened on the way in, and rounded on the way out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C, align(16))]
 pub struct F4(pub [f32; 4]);
@@ -69,22 +70,22 @@ impl F4 {
     /// `index + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load(x: &[f32], index: usize) -> Self {
+    pub unsafe fn load<S: Stored>(x: &[S], index: usize) -> Self {
         reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
-        // SAFETY: the range lies inside `x`, and starts on 16 bytes: `x` does, and `index` is a multiple of four, as the caller promises.
+        // SAFETY: the range lies inside `x`, which starts on 16 bytes, and `index` is a multiple of four, as the caller promises.
         unsafe { Self::at(x.as_ptr(), index) }
     }
 
     /// Like [`F4::load`], from a pointer.
     ///
     /// # Safety
-    /// `x` is valid for reads of elements `index..index + 4` and `x + index` is 16-byte aligned.
+    /// `x` is valid for reads of elements `index..index + 4`, and `x + index` lies on a boundary of four elements.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_raw(x: *const f32, index: usize) -> Self {
+    pub unsafe fn load_raw<S: Stored>(x: *const S, index: usize) -> Self {
         reads(x, index, Self::LEN);
-        // SAFETY: the elements may be read and lie on 16 bytes, as the caller promises.
+        // SAFETY: the elements may be read and lie on a boundary of four, as the caller promises.
         unsafe { Self::at(x, index) }
     }
 
@@ -94,48 +95,56 @@ impl F4 {
     /// As for [`F4::load`] when `part` is whole, else `index + count <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_part(x: &[f32], index: usize, part: Part, fill: f32) -> Self {
+    pub unsafe fn load_part<S: Stored>(x: &[S], index: usize, part: Part, fill: f32) -> Self {
         reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
-        // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on 16 bytes.
+        // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on a boundary of four.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
     /// Like [`F4::load_part`], from a pointer.
     ///
     /// # Safety
-    /// `x` is valid for reads of these elements, and 16-byte aligned at a whole vector.
+    /// `x` is valid for reads of these elements, and a whole vector lies on a boundary of four.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_part_raw(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
+    pub unsafe fn load_part_raw<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
         reads(x, index, part.count());
-        // SAFETY: the elements may be read, and a whole vector lies on 16 bytes, as the caller promises.
+        // SAFETY: the elements may be read, and a whole vector lies on a boundary of four, as the caller promises.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
     /// # Safety
     /// As for [`F4::load_raw`].
     #[inline(always)]
-    unsafe fn at(x: *const f32, index: usize) -> Self {
-        // SAFETY: the four elements may be read and lie on 16 bytes, as the caller promises.
-        unsafe { x.add(index).cast::<Self>().read() }
+    unsafe fn at<S: Stored>(x: *const S, index: usize) -> Self {
+        // SAFETY: the four elements may be read and lie on a boundary of four, as the caller promises.
+        Self(unsafe { S::read4(x.add(index)) })
     }
 
     /// # Safety
     /// As for [`F4::load_part_raw`].
     #[inline(always)]
-    unsafe fn part_at(x: *const f32, index: usize, part: Part, fill: f32) -> Self {
+    unsafe fn part_at<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
         // SAFETY: the elements of the part may be read, as the caller promises. No other is read.
         unsafe {
             match part {
                 Part::Whole => Self::at(x, index),
                 Part::First(count) => {
                     let x = x.add(index);
-                    let element = |at: usize| if at < count { *x.add(at) } else { fill };
+                    let element = |at: usize| if at < count { x.add(at).read().widen() } else { fill };
                     Self([element(0), element(1), element(2), element(3)])
                 }
             }
         }
+    }
+
+    /// Each as it is when it has been stored as S and read again.
+    #[inline(always)]
+    pub fn rounded<S: Stored>(self) -> Self {
+        let [a, b, c, d] = self.0;
+        let round = |value| S::narrow(value).widen();
+        Self([round(a), round(b), round(c), round(d)])
     }
 
     /// The elements of the part; zero in the other places.
@@ -153,32 +162,19 @@ impl F4 {
     /// `out` is valid for writes of these elements, in global memory.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store(self, out: *mut f32, index: usize) {
+    pub unsafe fn store<S: Stored>(self, out: *mut S, index: usize) {
         writes(out, index, Self::LEN);
-        // SAFETY: the four elements may be written and lie on 16 bytes, as the caller promises.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            {
-                // LLVM would merge a plain store with the one by elements of another branch, and split both.
-                let [a, b, c, d] = self.0;
-                core::arch::asm!(
-                    "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
-                    "st.global.v4.f32 [%global], {{{1}, {2}, {3}, {4}}}; }}",
-                    in(reg64) out.add(index), in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
-                );
-            }
-            #[cfg(not(target_arch = "nvptx64"))]
-            out.add(index).cast::<Self>().write(self);
-        }
+        // SAFETY: the four elements may be written and lie on a boundary of four, as the caller promises.
+        unsafe { S::write4(out.add(index), self.0) }
     }
 
     /// Writes the part of `out[index..index + 4]` that exists: the counterpart of [`F4::load_part`].
     ///
     /// # Safety
-    /// `out` is valid for writes of these elements, and 16-byte aligned at a whole vector.
+    /// `out` is valid for writes of these elements, and a whole vector lies on a boundary of four.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store_part(self, out: *mut f32, index: usize, part: Part) {
+    pub unsafe fn store_part<S: Stored>(self, out: *mut S, index: usize, part: Part) {
         // SAFETY: the elements of the part may be written, as the caller promises. No other is written.
         unsafe {
             match part {
@@ -188,16 +184,16 @@ impl F4 {
                     let out = out.add(index);
                     let [a, b, c, d] = self.0;
                     if count > 0 {
-                        *out = a;
+                        *out = S::narrow(a);
                     }
                     if count > 1 {
-                        *out.add(1) = b;
+                        *out.add(1) = S::narrow(b);
                     }
                     if count > 2 {
-                        *out.add(2) = c;
+                        *out.add(2) = S::narrow(c);
                     }
                     if count > 3 {
-                        *out.add(3) = d;
+                        *out.add(3) = S::narrow(d);
                     }
                 }
             }

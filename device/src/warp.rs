@@ -21,6 +21,7 @@
 //! share is held or read again, the operations and their order are the same.
 
 use crate::for_each_vector;
+use crate::stored::Stored;
 use crate::vector::{F4, Part};
 use cuda_std::{thread, warp};
 
@@ -139,21 +140,21 @@ impl Row {
 ///                              lane 31  124..127   252..255   380..383   508..511
 /// ```
 #[derive(Clone, Copy)]
-pub struct Share<'k, const HELD: usize> {
-    values: &'k [f32],
+pub struct Share<'k, const HELD: usize, S> {
+    values: &'k [S],
     start: usize,
     fill: f32,
     held: [F4; HELD],
 }
 
-impl<'k, const HELD: usize> Share<'k, HELD> {
+impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
     /// This lane's share of the `cols` elements of `values` at `start`, and `fill` beyond them. All reads are under way before the lane
     /// waits for the first.
     ///
     /// # Safety
     /// The row lies inside `values`. With `HELD`, it is one of [`with_held`](crate::with_held).
     #[inline(always)]
-    pub unsafe fn new(row: Row, values: &'k [f32], start: usize, cols: usize, fill: f32) -> Self {
+    pub unsafe fn new(row: Row, values: &'k [S], start: usize, cols: usize, fill: f32) -> Self {
         let mut held = [F4::splat(fill); HELD];
         if HELD > 0 {
             for_each_vector!(HELD, row, cols, |at, column, part| {
@@ -274,7 +275,7 @@ macro_rules! for_each_vector {
     }};
 }
 
-/// Calls `function::<HELD>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see
+/// Calls `function::<HELD, _>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see
 /// [`Share`](crate::warp::Share).
 ///
 /// ```text
@@ -286,11 +287,11 @@ macro_rules! with_held {
     ($row:expr, $cols:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let (row, cols): ($crate::warp::Row, usize) = ($row, $cols);
         if !cols.is_multiple_of($crate::vector::F4::LEN) || cols > $crate::warp::HELD_COLUMNS {
-            $function::<0>(row, $($argument),*)
+            $function::<0, _>(row, $($argument),*)
         } else if cols > $crate::warp::HELD_COLUMNS / 2 {
-            $function::<8>(row.of_whole_warp(), $($argument),*)
+            $function::<8, _>(row.of_whole_warp(), $($argument),*)
         } else {
-            $function::<4>(row, $($argument),*)
+            $function::<4, _>(row, $($argument),*)
         }
     }};
 }

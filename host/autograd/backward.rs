@@ -3,12 +3,12 @@
 //! Invariant: a gradient that was given is never lost. What comes for an output whose op has run already, of another shape or for
 //! another tape's variable is refused, and so is an op that takes what a variable has and does not give it back.
 
-use super::var::Var;
+use super::var::{Var, check};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::{Gradients, Parameter, Parameters, Stack};
 use crate::step::Step;
-use crate::tensor::{Lent, LentMut, Shape, Tensor};
+use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
 use std::fmt;
 use std::panic::Location;
 
@@ -18,19 +18,27 @@ pub(super) enum Upstream<'s> {
     Nothing,
     /// It is the loss, whose gradient is one.
     Loss,
-    /// What the ops behind it have given.
-    Sum(Tensor<'s>),
+    /// What the ops behind it have given, of the type that the output has.
+    Sum(AnyTensor<'s>),
 }
 
 impl<'s> Upstream<'s> {
     /// As a tensor of the output's shape.
-    pub(super) fn into_tensor(self, step: &Step<'s>, shape: Shape) -> Result<Option<Tensor<'s>>> {
+    pub(super) fn into_tensor<S: Stored>(self, step: &Step<'s>, shape: Shape) -> Result<Option<Tensor<'s, S>>> {
         match self {
             Self::Nothing => Ok(None),
-            Self::Loss => ops::fill(step, shape, 1.0).map(Some),
-            Self::Sum(gradient) => Ok(Some(gradient)),
+            Self::Loss => {
+                let mut one = step.empty(shape)?;
+                ops::fill_into(step, &mut one, 1.0).map(|()| Some(one))
+            }
+            Self::Sum(gradient) => Ok(Some(of_output(gradient))),
         }
     }
+}
+
+/// A gradient as what it was given as: a variable's type is that of its gradient.
+fn of_output<S: Stored>(gradient: AnyTensor<'_>) -> Tensor<'_, S> {
+    S::restore(gradient).expect("the gradient of an output has its type")
 }
 
 /// Turns the gradients of an op's outputs into gradients of its inputs and parameters.
@@ -193,7 +201,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when shapes differ, and for a variable of another tape or one that was made after the op that is run.
-    pub fn add(&mut self, var: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
+    pub fn add<S: Stored>(&mut self, var: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
         let output = self.output(var)?;
         if gradient.shape() != var.shape() {
             let expected = format!("a gradient of the variable's shape {}", var.shape());
@@ -202,14 +210,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let Some(output) = output else { return Ok(()) };
         self.taken.retain(|&taken| taken != output);
         let sum = match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
-            Upstream::Sum(mut sum) => {
+            Upstream::Sum(sum) => {
+                let mut sum = of_output(sum);
                 ops::add_assign(self.step, &mut sum, &gradient)?;
                 sum
             }
             // The loss's own op is the first to run.
             Upstream::Nothing | Upstream::Loss => gradient,
         };
-        self.pending[output] = Upstream::Sum(sum);
+        self.pending[output] = Upstream::Sum(S::erase(sum));
         Ok(())
     }
 
@@ -217,7 +226,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     ///
     /// # Errors
     /// Those of [`Backward::add`].
-    pub fn add_to_both(&mut self, a: &Var<'s>, b: &Var<'s>, gradient: Tensor<'s>) -> Result<()> {
+    pub fn add_to_both<S: Stored>(&mut self, a: &Var<'s, S>, b: &Var<'s, S>, gradient: Tensor<'s, S>) -> Result<()> {
         // There is one gradient: the second has it, the first a copy, unless it can add it to what it has.
         let (first, second) = if b.wants_gradient() { (a, b) } else { (b, a) };
         if first.wants_gradient() {
@@ -234,7 +243,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] as for [`Backward::add`], and when it was taken and not given back.
-    pub fn take(&mut self, var: &Var<'s>) -> Result<Option<Tensor<'s>>> {
+    pub fn take<S: Stored>(&mut self, var: &Var<'s, S>) -> Result<Option<Tensor<'s, S>>> {
         let Some(output) = self.output(var)? else { return Ok(None) };
         if self.taken.contains(&output) {
             return Err(Error::misuse(
@@ -246,15 +255,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         match std::mem::replace(&mut self.pending[output], Upstream::Nothing) {
             Upstream::Sum(sum) => {
                 self.taken.push(output);
-                Ok(Some(sum))
+                Ok(Some(of_output(sum)))
             }
             Upstream::Nothing | Upstream::Loss => Ok(None),
         }
     }
 
     /// The output that a variable is, whose op is still to run: a gradient for any other would be lost.
-    fn output(&self, var: &Var<'s>) -> Result<Option<usize>> {
-        var.check(self.op, self.tape)?;
+    fn output<S: Stored>(&self, var: &Var<'s, S>) -> Result<Option<usize>> {
+        check(var, self.op, self.tape)?;
         match var.output {
             Some(output) if output >= self.pending.len() => {
                 Err(Error::misuse(self.op, "a variable made before the op that is run", "a later one"))

@@ -3,6 +3,7 @@
 use super::{Tape, Var};
 use crate::error::Result;
 use crate::ops;
+use crate::tensor::Stored;
 
 impl<'s> Tape<'_, 's> {
     /// `y = a + b`; `a`, `b`, `y`: the same shape. See [`ops::add`].
@@ -12,7 +13,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn add(&self, a: &Var<'s>, b: &Var<'s>) -> Result<Var<'s>> {
+    pub fn add<S: Stored>(&self, a: &Var<'s, S>, b: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("add", [a, b])?;
         let y = ops::add(self.step(), a.value(), b.value())?;
         let (a, b) = (*a, *b);
@@ -24,7 +25,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn scale(&self, x: &Var<'s>, factor: f32) -> Result<Var<'s>> {
+    pub fn scale<S: Stored>(&self, x: &Var<'s, S>, factor: f32) -> Result<Var<'s, S>> {
         let op = self.op("scale", [x])?;
         let (y, x) = (ops::scale(self.step(), x.value(), factor)?, *x);
         Ok(op.record(y.save(), move |back, dy| {

@@ -18,4 +18,4 @@ mod var;
 pub use backward::Backward;
 pub use op::Op;
 pub use tape::Tape;
-pub use var::Var;
+pub use var::{AnyVar, Var};

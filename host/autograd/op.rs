@@ -4,12 +4,12 @@
 
 use super::backward::{Backward, Record, Upstream};
 use super::tape::Tape;
-use super::var::Var;
+use super::var::{AnyVar, Var, check};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
-use crate::tensor::{Lent, Saved, Shape, Tensor};
+use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
 use std::fmt;
 use std::panic::Location;
 
@@ -27,8 +27,8 @@ impl<'t, 's> Tape<'t, 's> {
     /// # Errors
     /// [`Error::Misuse`] for a variable of another tape.
     #[track_caller]
-    pub fn op<const N: usize>(&self, name: &'static str, of: [&Var<'s>; N]) -> Result<Op<'_, 't, 's>> {
-        of.into_iter().try_for_each(|var| var.check(name, self.identity))?;
+    pub fn op<const N: usize>(&self, name: &'static str, of: [&dyn AnyVar; N]) -> Result<Op<'_, 't, 's>> {
+        of.into_iter().try_for_each(|var| check(var, name, self.identity))?;
         Ok(Op { tape: self, name, site: Location::caller() })
     }
 }
@@ -68,11 +68,11 @@ impl<'t, 's> Op<'_, 't, 's> {
 
     /// Puts the op's output on the tape. `backward` gets the output's gradient and gives variables theirs, by
     /// [`Backward::add`], and parameters, by [`Backward::gradient`]. It does not run where the loss does not depend on the output.
-    pub fn record(
+    pub fn record<S: Stored>(
         self,
-        value: Saved<'s>,
-        backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
-    ) -> Var<'s> {
+        value: Saved<'s, S>,
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s, S>) -> Result<()> + 't,
+    ) -> Var<'s, S> {
         let [var] = self.record_all([value], move |back, [gradient]| match gradient {
             Some(gradient) => backward(back, gradient),
             None => Ok(()),
@@ -82,11 +82,11 @@ impl<'t, 's> Op<'_, 't, 's> {
 
     /// Puts the op's outputs on the tape. `backward` gets the gradient of each, none for one on which the loss does not depend; it does
     /// not run where that is so of all.
-    pub fn record_all<const N: usize>(
+    pub fn record_all<S: Stored, const N: usize>(
         self,
-        values: [Saved<'s>; N],
-        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Option<Tensor<'s>>; N]) -> Result<()> + 't,
-    ) -> [Var<'s>; N] {
+        values: [Saved<'s, S>; N],
+        backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Option<Tensor<'s, S>>; N]) -> Result<()> + 't,
+    ) -> [Var<'s, S>; N] {
         self.push(values, move |back, upstream| {
             let mut gradients = [const { None }; N];
             for ((gradient, upstream), value) in gradients.iter_mut().zip(upstream).zip(values) {
@@ -101,11 +101,11 @@ impl<'t, 's> Op<'_, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] for a value of more or fewer elements.
-    pub fn record_scalar(
+    pub fn record_scalar<S: Stored>(
         self,
         value: Saved<'s>,
-        x: &Var<'s>,
-        derivative: impl FnOnce(&Step<'s>) -> Result<Tensor<'s>> + 't,
+        x: &Var<'s, S>,
+        derivative: impl FnOnce(&Step<'s>) -> Result<Tensor<'s, S>> + 't,
     ) -> Result<Var<'s>> {
         if value.shape().elements() != 1 {
             return Err(Error::misuse(self.name, "an output of one element", value.shape().to_string()));
@@ -114,19 +114,21 @@ impl<'t, 's> Op<'_, 't, 's> {
         let [var] = self.push([value], move |back, [upstream]| {
             let derivative = derivative(back.step())?;
             let gradient = match upstream {
-                Upstream::Sum(factor) => ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?,
-                Upstream::Nothing | Upstream::Loss => derivative,
+                Upstream::Sum(AnyTensor::F32(factor)) => {
+                    ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?
+                }
+                _ => derivative,
             };
             back.add(&x, gradient)
         });
         Ok(var)
     }
 
-    fn push<const N: usize>(
+    fn push<S: Stored, const N: usize>(
         self,
-        values: [Saved<'s>; N],
+        values: [Saved<'s, S>; N],
         backward: impl FnOnce(&mut Backward<'_, 't, 's>, [Upstream<'s>; N]) -> Result<()> + 't,
-    ) -> [Var<'s>; N] {
+    ) -> [Var<'s, S>; N] {
         let backward = move |back: &mut Backward<'_, 't, 's>, upstream: Vec<Upstream<'s>>| {
             let Ok(upstream) = upstream.try_into() else { unreachable!("as many as there are outputs") };
             backward(back, upstream)

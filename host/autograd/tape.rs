@@ -6,12 +6,12 @@
 #![forbid(unsafe_code)]
 
 use super::backward::{Backward, Record};
-use super::var::Var;
+use super::var::{Var, check};
 use crate::error::{Error, Result};
 use crate::params::{Gradients, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
-use crate::tensor::Saved;
+use crate::tensor::{Saved, Stored};
 use std::cell::RefCell;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,7 +54,7 @@ impl<'t, 's> Tape<'t, 's> {
     }
 
     /// A value that needs no gradient: a tensor, or one that is saved already.
-    pub fn input(&self, value: impl Into<Saved<'s>>) -> Var<'s> {
+    pub fn input<S: Stored>(&self, value: impl Into<Saved<'s, S>>) -> Var<'s, S> {
         Var { value: value.into(), tape: self.identity, output: None }
     }
 
@@ -79,7 +79,7 @@ impl<'t, 's> Tape<'t, 's> {
 
     fn run(self, loss: &Var<'s>, gradients: &mut Gradients, written: Vec<bool>) -> Result<()> {
         const OP: &str = "backward";
-        loss.check(OP, self.identity)?;
+        check(loss, OP, self.identity)?;
         if loss.shape().elements() != 1 {
             return Err(Error::misuse(OP, "a loss of one element", format!("shape {}", loss.shape())));
         }

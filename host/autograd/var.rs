@@ -5,20 +5,28 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::tensor::{Saved, Shape};
+use crate::tensor::{Saved, Shape, Stored};
 
 /// A value on a tape, and on no other: anywhere else it is [`Error::Misuse`].
-#[derive(Clone, Copy, Debug)]
-pub struct Var<'s> {
-    pub(super) value: Saved<'s>,
+#[derive(Debug)]
+pub struct Var<'s, S: Stored = f32> {
+    pub(super) value: Saved<'s, S>,
     pub(super) tape: u64,
     /// Its number among the outputs of the tape's ops; none for an input, which needs no gradient.
     pub(super) output: Option<usize>,
 }
 
-impl<'s> Var<'s> {
+impl<S: Stored> Clone for Var<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Stored> Copy for Var<'_, S> {}
+
+impl<'s, S: Stored> Var<'s, S> {
     /// The value: shared and read-only until the step is over.
-    pub fn value(&self) -> &Saved<'s> {
+    pub fn value(&self) -> &Saved<'s, S> {
         &self.value
     }
 
@@ -31,12 +39,30 @@ impl<'s> Var<'s> {
     pub fn wants_gradient(&self) -> bool {
         self.output.is_some()
     }
+}
 
-    /// An error in the name of `op` unless it is a variable of this tape.
-    pub(super) fn check(&self, op: &'static str, tape: u64) -> Result<()> {
-        if self.tape == tape {
-            return Ok(());
-        }
-        Err(Error::misuse(op, "a variable of this tape", "one of another tape"))
+/// A variable, whatever it stores.
+pub trait AnyVar: sealed::Sealed {
+    #[doc(hidden)]
+    fn tape(&self) -> u64;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+impl<S: Stored> sealed::Sealed for Var<'_, S> {}
+
+impl<S: Stored> AnyVar for Var<'_, S> {
+    fn tape(&self) -> u64 {
+        self.tape
     }
+}
+
+/// An error in the name of `op` unless it is a variable of this tape.
+pub(super) fn check(var: &dyn AnyVar, op: &'static str, tape: u64) -> Result<()> {
+    if var.tape() == tape {
+        return Ok(());
+    }
+    Err(Error::misuse(op, "a variable of this tape", "one of another tape"))
 }

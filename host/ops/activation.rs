@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::activation;
 
@@ -16,7 +16,7 @@ use kernels::activation;
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn tanh<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let mut y = step.empty(x.shape())?;
     step.launch(activation::tanh_forward { x: x.slice(), y: y.out() })?;
     Ok(y)
@@ -27,7 +27,11 @@ pub fn tanh<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn tanh_backward<'s>(step: &Step<'s>, y: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn tanh_backward<'s, S: Stored>(
+    step: &Step<'s>,
+    y: &impl Source<'s, S>,
+    dy: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     same_shape("tanh_backward", y.shape(), dy.shape())?;
     let mut dx = step.empty(y.shape())?;
     step.launch(activation::tanh_backward { y: y.slice(), dy: dy.slice(), dx: dx.out() })?;
@@ -42,7 +46,7 @@ pub fn tanh_backward<'s>(step: &Step<'s>, y: &impl Source<'s, f32>, dy: &impl So
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn gelu<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let mut y = step.empty(x.shape())?;
     step.launch(activation::gelu_forward { x: x.slice(), y: y.out() })?;
     Ok(y)
@@ -53,7 +57,11 @@ pub fn gelu<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn gelu_backward<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, dy: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn gelu_backward<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    dy: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     same_shape("gelu_backward", x.shape(), dy.shape())?;
     let mut dx = step.empty(x.shape())?;
     step.launch(activation::gelu_backward { x: x.slice(), dy: dy.slice(), dx: dx.out() })?;
@@ -66,13 +74,13 @@ pub fn gelu_backward<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, dy: &impl So
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn gelu_bias_backward<'s>(
+pub fn gelu_bias_backward<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
+    dy: &impl Source<'s, S>,
     db: &mut impl Target<'s, f32>,
     accumulate: bool,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "gelu_bias_backward";
     same_shape(OP, x.shape(), dy.shape())?;
     let [rows, cols] = x.shape().as_rows();
@@ -98,7 +106,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn tanh(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn tanh<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("tanh", [x])?;
         let (y, x) = (ops::tanh(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
@@ -112,7 +120,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn gelu(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn gelu<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("gelu", [x])?;
         let (y, x) = (ops::gelu(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {

@@ -4,7 +4,7 @@ use super::same_shape;
 use super::shapes::check_row;
 use crate::error::Result;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::elementwise;
 
 /// `out = a + b`; `a`, `b`, `out`: the same shape. Queued, no scratch.
@@ -12,7 +12,7 @@ use kernels::elementwise;
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn add<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     same_shape("add", a.shape(), b.shape())?;
     let mut out = step.empty(a.shape())?;
     step.launch(elementwise::add { a: a.slice(), b: b.slice(), out: out.out() })?;
@@ -24,7 +24,7 @@ pub fn add<'s>(step: &Step<'s>, a: &impl Source<'s, f32>, b: &impl Source<'s, f3
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
 #[track_caller]
-pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl Source<'s, f32>) -> Result<()> {
+pub fn add_assign<'s, S: Stored>(step: &Step<'s>, out: &mut impl Target<'s, S>, a: &impl Source<'s, S>) -> Result<()> {
     same_shape("add_assign", out.shape(), a.shape())?;
     step.launch(elementwise::add_assign { a: a.slice(), out: out.out() })
 }
@@ -34,7 +34,7 @@ pub fn add_assign<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, a: &impl 
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
+pub fn scale<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor: f32) -> Result<Tensor<'s, S>> {
     let mut out = step.empty(x.shape())?;
     step.launch(elementwise::scale { x: x.slice(), factor, out: out.out() })?;
     Ok(out)
@@ -45,7 +45,11 @@ pub fn scale<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Resu
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when the factor is not one element; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn scale_by<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn scale_by<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    factor: &impl Source<'s, f32>,
+) -> Result<Tensor<'s, S>> {
     same_shape("scale_by", [1].into(), factor.shape())?;
     let mut out = step.empty(x.shape())?;
     step.launch(elementwise::scale_by { x: x.slice(), factor: factor.slice(), out: out.out() })?;
@@ -57,7 +61,11 @@ pub fn scale_by<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: &impl Sou
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when the last extents differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn add_bias<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, bias: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn add_bias<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    bias: &impl Source<'s, f32>,
+) -> Result<Tensor<'s, S>> {
     let [_, cols] = x.shape().as_rows();
     check_row("add_bias", "bias", cols, bias)?;
     let mut out = step.empty(x.shape())?;

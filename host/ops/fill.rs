@@ -3,7 +3,7 @@
 use super::same_shape;
 use crate::error::Result;
 use crate::step::Step;
-use crate::tensor::{Shape, Source, Target, Tensor};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::fill as kernel;
 
 /// A tensor of one value.
@@ -22,7 +22,7 @@ pub fn fill<'s>(step: &Step<'s>, shape: impl Into<Shape>, value: f32) -> Result<
 /// # Errors
 /// Those of the launch.
 #[track_caller]
-pub fn fill_into<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, value: f32) -> Result<()> {
+pub fn fill_into<'s, S: Stored>(step: &Step<'s>, out: &mut impl Target<'s, S>, value: f32) -> Result<()> {
     let length = out.shape().elements();
     step.launch(kernel::fill { out: out.out(), length, value })
 }
@@ -32,7 +32,7 @@ pub fn fill_into<'s>(step: &Step<'s>, out: &mut impl Target<'s, f32>, value: f32
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn copy<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn copy<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let mut out = step.empty(x.shape())?;
     copy_into(step, x, &mut out)?;
     Ok(out)
@@ -43,7 +43,7 @@ pub fn copy<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
 #[track_caller]
-pub fn copy_into<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, out: &mut impl Target<'s, f32>) -> Result<()> {
+pub fn copy_into<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, out: &mut impl Target<'s, S>) -> Result<()> {
     same_shape("copy", out.shape(), x.shape())?;
     step.launch(kernel::copy { x: x.slice(), out: out.out() })
 }

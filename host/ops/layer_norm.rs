@@ -6,16 +6,16 @@ use crate::autograd::{Backward, Tape, Var};
 use crate::error::Result;
 use crate::params::Parameter;
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::layer_norm as kernel;
 use kernels::row_chunk::chunk_of;
 
 /// What [`layer_norm`] gives.
 #[derive(Debug)]
-pub struct Normalized<'s> {
+pub struct Normalized<'s, S: Stored = f32> {
     /// The output, of the input's shape.
-    pub y: Tensor<'s>,
+    pub y: Tensor<'s, S>,
     /// The mean of each row, `[rows]`, for backward.
     pub mean: Tensor<'s>,
     /// `1 / sqrt(variance + epsilon)` of each row, `[rows]`, for backward.
@@ -28,13 +28,13 @@ pub struct Normalized<'s> {
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when gain or bias have another length; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn layer_norm<'s>(
+pub fn layer_norm<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<Normalized<'s>> {
+) -> Result<Normalized<'s, S>> {
     let out = outputs("layer_norm", step, x, gain, bias)?;
     launch(step, [x.slice(), Slice::empty()], [gain.slice(), bias.slice()], epsilon, PointerMut::empty(), out)
 }
@@ -44,14 +44,14 @@ pub fn layer_norm<'s>(
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when the residual has another shape; those of [`layer_norm`].
 #[track_caller]
-pub fn layer_norm_residual<'s>(
+pub fn layer_norm_residual<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    residual: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
+    residual: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<(Tensor<'s>, Normalized<'s>)> {
+) -> Result<(Tensor<'s, S>, Normalized<'s, S>)> {
     const OP: &str = "layer_norm_residual";
     same_shape(OP, x.shape(), residual.shape())?;
     let (mut h, out) = (step.empty(x.shape())?, outputs(OP, step, x, gain, bias)?);
@@ -60,13 +60,13 @@ pub fn layer_norm_residual<'s>(
 }
 
 /// The outputs for `x`, whose gain and bias are right.
-fn outputs<'s>(
+fn outputs<'s, S: Stored>(
     op: &'static str,
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     bias: &impl Source<'s, f32>,
-) -> Result<Normalized<'s>> {
+) -> Result<Normalized<'s, S>> {
     let [rows, cols] = x.shape().as_rows();
     check_row(op, "gain", cols, gain)?;
     check_row(op, "bias", cols, bias)?;
@@ -74,14 +74,14 @@ fn outputs<'s>(
 }
 
 #[track_caller]
-fn launch<'s>(
+fn launch<'s, S: Stored>(
     step: &Step<'s>,
-    [x, residual]: [Slice<'_, f32>; 2],
+    [x, residual]: [Slice<'_, S>; 2],
     [gain, bias]: [Slice<'_, f32>; 2],
     epsilon: f32,
-    h: PointerMut<'_, f32>,
-    mut out: Normalized<'s>,
-) -> Result<Normalized<'s>> {
+    h: PointerMut<'_, S>,
+    mut out: Normalized<'s, S>,
+) -> Result<Normalized<'s, S>> {
     step.launch(kernel::layer_norm_forward {
         x,
         residual,
@@ -107,16 +107,16 @@ fn launch<'s>(
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn layer_norm_backward<'s>(
+pub fn layer_norm_backward<'s, S: Stored>(
     step: &Step<'s>,
-    h: &impl Source<'s, f32>,
+    h: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     [mean, inverse_std]: [&impl Source<'s, f32>; 2],
-    dy: &impl Source<'s, f32>,
-    so_far: Option<Tensor<'s>>,
+    dy: &impl Source<'s, S>,
+    so_far: Option<Tensor<'s, S>>,
     [dgain, dbias]: [&mut impl Target<'s, f32>; 2],
     accumulate: [bool; 2],
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "layer_norm_backward";
     let [rows, cols] = h.shape().as_rows();
     same_shape(OP, h.shape(), dy.shape())?;
@@ -168,7 +168,13 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn layer_norm(&self, x: &Var<'s>, gain: Parameter, bias: Parameter, epsilon: f32) -> Result<Var<'s>> {
+    pub fn layer_norm<S: Stored>(
+        &self,
+        x: &Var<'s, S>,
+        gain: Parameter,
+        bias: Parameter,
+        epsilon: f32,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("layer_norm", [x])?;
         let out = layer_norm(self.step(), x.value(), &op.weights(gain)?, &op.weights(bias)?, epsilon)?;
         let (x, mean, inverse_std) = (*x, out.mean.save(), out.inverse_std.save());
@@ -186,14 +192,14 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn layer_norm_residual(
+    pub fn layer_norm_residual<S: Stored>(
         &self,
-        x: &Var<'s>,
-        residual: &Var<'s>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
         gain: Parameter,
         bias: Parameter,
         epsilon: f32,
-    ) -> Result<[Var<'s>; 2]> {
+    ) -> Result<[Var<'s, S>; 2]> {
         let op = self.op("layer_norm_residual", [x, residual])?;
         let (gains, biases) = (op.weights(gain)?, op.weights(bias)?);
         let (h, out) = layer_norm_residual(self.step(), x.value(), residual.value(), &gains, &biases, epsilon)?;
@@ -210,14 +216,14 @@ impl<'s> Tape<'_, 's> {
 }
 
 /// The gradient of h, with the one that it has so far; those of gain and bias are put where they belong.
-fn backward<'s>(
+fn backward<'s, S: Stored>(
     back: &mut Backward<'_, '_, 's>,
-    h: &Saved<'s>,
+    h: &Saved<'s, S>,
     [gain, bias]: [Parameter; 2],
     kept: [&Saved<'s>; 2],
-    dy: &Tensor<'s>,
-    so_far: Option<Tensor<'s>>,
-) -> Result<Tensor<'s>> {
+    dy: &Tensor<'s, S>,
+    so_far: Option<Tensor<'s, S>>,
+) -> Result<Tensor<'s, S>> {
     let (step, weights) = (back.step(), back.weights(gain)?);
     let ([mut dgain, mut dbias], accumulate) = back.gradients([gain, bias])?;
     layer_norm_backward(step, h, &weights, kept, dy, so_far, [&mut dgain, &mut dbias], accumulate)

@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use kernels::loss as kernel;
 
 /// `loss = weight * sum over r of log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`, `[1]`, and its gradient
@@ -18,12 +18,12 @@ use kernels::loss as kernel;
 /// # Errors
 /// [`Error::Misuse`] when the rows differ; [`Error::Label`] with the sample, here or at the replay; [`Error::ArenaFull`].
 #[track_caller]
-pub fn cross_entropy<'s>(
+pub fn cross_entropy<'s, S: Stored>(
     step: &Step<'s>,
-    logits: &impl Source<'s, f32>,
+    logits: &impl Source<'s, S>,
     labels: &impl Source<'s, u32>,
     weight: f32,
-) -> Result<(Tensor<'s>, Tensor<'s>)> {
+) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
     let (rows, classes) = match *logits.shape().extents() {
         [rows, classes] if classes > 0 && labels.shape().extents() == [rows] => (rows, classes),
         _ => {
@@ -59,7 +59,12 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of [`ops::cross_entropy`].
     #[track_caller]
-    pub fn cross_entropy(&self, logits: &Var<'s>, labels: Saved<'s, u32>, weight: f32) -> Result<Var<'s>> {
+    pub fn cross_entropy<S: Stored>(
+        &self,
+        logits: &Var<'s, S>,
+        labels: Saved<'s, u32>,
+        weight: f32,
+    ) -> Result<Var<'s>> {
         let op = self.op("cross_entropy", [logits])?;
         let (loss, dlogits) = ops::cross_entropy(self.step(), logits.value(), &labels, weight)?;
         op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))

@@ -9,6 +9,7 @@
 mod activation;
 mod adamw;
 mod attention;
+mod cast;
 mod clip;
 mod elementwise;
 mod fill;
@@ -28,6 +29,7 @@ pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attention, AttentionKept, attention, attention_backward};
+pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};

@@ -10,7 +10,7 @@ use crate::ops;
 use crate::ops::{Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::norm as kernel;
 
@@ -20,12 +20,12 @@ use kernels::norm as kernel;
 /// # Errors
 /// [`Error::Misuse`] when the gain has another length; [`Error::ArenaFull`].
 #[track_caller]
-pub fn rms_norm<'s>(
+pub fn rms_norm<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<(Tensor<'s>, Tensor<'s>)> {
+) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
     let [rows, cols] = x.shape().as_rows();
     check_row("rms_norm", "gain", cols, gain)?;
     let (mut y, mut inverse_rms) = (step.empty(x.shape())?, step.empty([rows])?);
@@ -51,16 +51,16 @@ pub fn rms_norm<'s>(
 /// # Errors
 /// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
 #[track_caller]
-pub fn rms_norm_backward<'s>(
+pub fn rms_norm_backward<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     inverse_rms: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
-    so_far: Option<Tensor<'s>>,
+    dy: &impl Source<'s, S>,
+    so_far: Option<Tensor<'s, S>>,
     dgain: &mut impl Target<'s, f32>,
     accumulate: bool,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "rms_norm_backward";
     let [rows, cols] = x.shape().as_rows();
     let parts = match dy.shape().extents().strip_suffix(x.shape().extents()) {
@@ -109,7 +109,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn rms_norm(&self, x: &Var<'s>, gain: Parameter, epsilon: f32) -> Result<Var<'s>> {
+    pub fn rms_norm<S: Stored>(&self, x: &Var<'s, S>, gain: Parameter, epsilon: f32) -> Result<Var<'s, S>> {
         let op = self.op("rms_norm", [x])?;
         let (y, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
         let (x, inverse_rms) = (*x, inverse_rms.save());
@@ -163,12 +163,12 @@ impl<'s> Tape<'_, 's> {
     }
 }
 
-fn backward<'s>(
+fn backward<'s, S: Stored>(
     back: &mut Backward<'_, '_, 's>,
-    x: &Var<'s>,
+    x: &Var<'s, S>,
     gain: Parameter,
     inverse_rms: &Saved<'s>,
-    dy: &Tensor<'s>,
+    dy: &Tensor<'s, S>,
 ) -> Result<()> {
     let (step, weights, so_far) = (back.step(), back.weights(gain)?, back.take(x)?);
     let (mut dgain, accumulate) = back.gradient(gain)?;

@@ -7,7 +7,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::block::{CHUNK, row_chunk};
 use kernels::reduce;
@@ -17,7 +17,7 @@ use kernels::reduce;
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn sum_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn sum_columns<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let [rows, cols] = x.shape().as_rows();
     if cols == 0 {
         return super::fill(step, [rows], 0.0);
@@ -32,7 +32,7 @@ pub fn sum_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn sum_rows<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn sum_rows<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let [_, cols] = x.shape().as_rows();
     let mut out = step.empty([cols])?;
     sum_rows_into(step, x, &mut out, false)?;
@@ -44,9 +44,9 @@ pub fn sum_rows<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<
 /// # Errors
 /// [`Error::Misuse`] when `out` has another number of elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn sum_rows_into<'s>(
+pub fn sum_rows_into<'s, S: Stored>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
     out: &mut impl Target<'s, f32>,
     accumulate: bool,
 ) -> Result<()> {
@@ -74,7 +74,7 @@ pub fn sum_rows_into<'s>(
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn sum<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     scaled_sum(step, x, 1.0)
 }
 
@@ -83,7 +83,7 @@ pub fn sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> 
 /// # Errors
 /// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn mean<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn mean<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     scaled_sum(step, x, 1.0 / not_empty("mean", x)? as f32)
 }
 
@@ -92,7 +92,7 @@ pub fn mean<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>>
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn scaled_sum<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, factor: f32) -> Result<Tensor<'s>> {
+pub fn scaled_sum<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor: f32) -> Result<Tensor<'s>> {
     let elements = x.shape().elements();
     if elements == 0 {
         return super::fill(step, [1], 0.0);
@@ -155,7 +155,7 @@ pub fn argmax_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<T
     Ok(out)
 }
 
-fn not_empty<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<usize> {
+fn not_empty<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Result<usize> {
     match x.shape().elements() {
         0 => Err(Error::misuse(op, "at least one element", x.shape().to_string())),
         elements => Ok(elements),

@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::softmax as kernel;
 
 /// `y[r, c] = exp(x[r, c] - max_r) / sum over j of exp(x[r, j] - max_r)`; `x`, `y`: `[.., cols]`. Queued, no scratch.
@@ -13,7 +13,7 @@ use kernels::softmax as kernel;
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn softmax<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn softmax<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let [_, cols] = x.shape().as_rows();
     let mut y = step.empty(x.shape())?;
     step.launch(kernel::softmax_forward { x: x.slice(), cols, y: y.out() })?;
@@ -25,11 +25,11 @@ pub fn softmax<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
 #[track_caller]
-pub fn softmax_backward<'s>(
+pub fn softmax_backward<'s, S: Stored>(
     step: &Step<'s>,
-    y: &impl Source<'s, f32>,
-    dy: &impl Source<'s, f32>,
-) -> Result<Tensor<'s>> {
+    y: &impl Source<'s, S>,
+    dy: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     same_shape("softmax_backward", y.shape(), dy.shape())?;
     let [_, cols] = y.shape().as_rows();
     let mut dx = step.empty(y.shape())?;
@@ -43,7 +43,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn softmax(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn softmax<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("softmax", [x])?;
         let (y, x) = (ops::softmax(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {

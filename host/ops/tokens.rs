@@ -4,7 +4,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Shape, Source, Target, Tensor};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::tokens as kernel;
 
 /// `y[b, c] = 1/tokens * sum over t of x[b, t, c]`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]`. Queued, no
@@ -13,7 +13,7 @@ use kernels::tokens as kernel;
 /// # Errors
 /// [`Error::Misuse`] for another number of extents or no tokens; [`Error::ArenaFull`].
 #[track_caller]
-pub fn mean_tokens<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn mean_tokens<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let [batch, tokens, cols] = form("mean_tokens", x.shape())?;
     let mut y = step.empty([batch, cols])?;
     step.launch(kernel::mean_tokens_forward { x: x.slice(), tokens, cols, length: batch * cols, y: y.out() })?;
@@ -26,11 +26,11 @@ pub fn mean_tokens<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 /// # Errors
 /// As for [`mean_tokens`].
 #[track_caller]
-pub fn mean_tokens_backward<'s>(
+pub fn mean_tokens_backward<'s, S: Stored>(
     step: &Step<'s>,
-    dy: &impl Source<'s, f32>,
+    dy: &impl Source<'s, S>,
     shape: impl Into<Shape>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     let shape = shape.into();
     let [batch, tokens, cols] = form("mean_tokens_backward", shape)?;
     super::same_shape("mean_tokens_backward", [batch, cols].into(), dy.shape())?;
@@ -52,7 +52,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn mean_tokens(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn mean_tokens<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("mean_tokens", [x])?;
         let (y, x) = (ops::mean_tokens(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {

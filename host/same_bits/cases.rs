@@ -10,8 +10,9 @@ use super::inputs::Inputs;
 use super::products;
 use crate::error::Result;
 use crate::ops;
-use crate::tensor::{Source, Target, Tensor};
-use Listed::{One, Products, Roundings, TensorProducts};
+use crate::tensor::{Source, Stored, Target, Tensor};
+use Listed::{Both, One, Products, Roundings, TensorProducts};
+use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::Reduced;
 use kernels::guard::{guard_check, guard_write};
@@ -51,6 +52,8 @@ impl Case {
 /// One kernel, or a family of which every variant has the same case.
 enum Listed {
     One(&'static str, Run),
+    /// A kernel for each type that memory may hold: f32, then BF16.
+    Both([(&'static str, Run); 2]),
     Products,
     TensorProducts,
     Roundings,
@@ -60,6 +63,7 @@ impl Listed {
     fn cases(&self) -> Vec<(&'static str, Case)> {
         match self {
             &One(name, run) => vec![(name, Case::Own(run))],
+            Both(each) => each.iter().map(|&(name, run)| (name, Case::Own(run))).collect(),
             Products => {
                 let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu());
                 on_gpu.map(|&(name, tile)| (name, Case::Product(tile))).collect()
@@ -79,14 +83,16 @@ pub fn cases() -> Vec<(&'static str, Case)> {
 }
 
 /// The kernels that other cases and uploads use: what is wrong with one of them must be found by its own case.
-const FIRST: [&str; 10] = [
+const FIRST: [&str; 12] = [
     "guard_write",
     "guard_check",
     "checksum",
-    "fill",
-    "copy",
-    "sum_all",
-    "sum_rows",
+    "fill_f32",
+    "copy_f32",
+    "fill_bf16",
+    "copy_bf16",
+    "sum_all_f32",
+    "sum_rows_f32",
     "squared_norm",
     "round_to_tf32",
     "round_to_bf16",
@@ -100,14 +106,24 @@ pub fn in_order() -> Vec<(&'static str, Case)> {
     cases
 }
 
+/// A [`Both`] of the kernels of a family, `|i| ..` being generic in what is stored.
+macro_rules! both {
+    ($family:literal, <$S:ident>, |$i:ident| $body:expr) => {{
+        fn run<$S: Stored>($i: &Inputs<'_, '_>) -> Result<()> {
+            $body
+        }
+        Both([(concat!($family, "_f32"), run::<f32>), (concat!($family, "_bf16"), run::<bf16>)])
+    }};
+}
+
 /// What has cases, in the order of the files that the kernels are in.
 const LISTED: &[Listed] = &[
-    One("tanh_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
-    One("tanh_backward", |i| i.flat(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
-    One("gelu_forward", |i| i.flat(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
-    One("gelu_backward", |i| i.flat(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
-    One("gelu_bias_backward", |i| {
-        i.rows(|i, x| {
+    both!("tanh_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::tanh(i.step, x)?))),
+    both!("tanh_backward", <S>, |i| i.flat::<S>(|i, [y, dy]| i.keep(&ops::tanh_backward(i.step, y, dy)?))),
+    both!("gelu_forward", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::gelu(i.step, x)?))),
+    both!("gelu_backward", <S>, |i| i.flat::<S>(|i, [x, dy]| i.keep(&ops::gelu_backward(i.step, x, dy)?))),
+    both!("gelu_bias_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let (dy, mut db) = (i.normals(x.shape())?, i.gain(x)?);
             i.keep(&ops::gelu_bias_backward(i.step, x, &dy, &mut db, true)?)?;
             i.keep(&db)
@@ -132,6 +148,8 @@ const LISTED: &[Listed] = &[
             i.keep(&dgains)
         })
     }),
+    One("cast_to_bf16", |i| i.flat(|i, [x, _]| i.keep(&ops::to_bf16(i.step, x)?))),
+    One("cast_to_f32", |i| i.flat(|i, [x, _]| i.keep(&ops::to_f32(i.step, x)?))),
     One("checksum", |i| {
         let chunks = i.by_form(3, 1);
         let words =
@@ -145,27 +163,31 @@ const LISTED: &[Listed] = &[
         // Whole, norms that are not a number too.
         if i.by_form(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
     }),
-    One("add", |i| i.flat(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
-    One("add_assign", |i| {
-        i.flat(|i, [a, b]| {
+    both!("add", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
+    both!("add_assign", <S>, |i| {
+        i.flat::<S>(|i, [a, b]| {
             let mut out = ops::copy(i.step, a)?;
             ops::add_assign(i.step, &mut out, b)?;
             i.keep(&out)
         })
     }),
-    One("scale", |i| i.flat(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
-    One("scale_by", |i| i.flat(|i, [x, _]| i.keep(&ops::scale_by(i.step, x, &i.normals([1])?)?))),
-    One("add_bias", |i| {
-        i.rows(|i, x| {
+    both!("scale", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
+    both!("scale_by", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale_by(i.step, x, &i.normals([1])?)?))),
+    both!("add_bias", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let bias = i.normals([x.shape().as_rows()[1]])?;
             i.keep(&ops::add_bias(i.step, x, &bias)?)
         })
     }),
-    One("fill", |i| {
+    both!("fill", <S>, |i| {
         let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
-        lengths.iter().try_for_each(|&length| i.keep(&ops::fill(i.step, [length], 0.1)?))
+        lengths.iter().try_for_each(|&length| {
+            let mut out = i.step.empty::<S>([length])?;
+            ops::fill_into(i.step, &mut out, 0.1)?;
+            i.keep(&out)
+        })
     }),
-    One("copy", |i| i.flat(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
+    both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
     One("guard_write", |i| {
         let mut block = i.step.upload(&[7; 200], [200])?;
         i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
@@ -179,16 +201,17 @@ const LISTED: &[Listed] = &[
         }
         i.keep(&found)
     }),
-    One("layer_norm_forward", |i| {
-        i.rows(|i, x| {
+    both!("layer_norm_forward", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let (gain, bias, residual) = (i.gain(x)?, i.gain(x)?, i.normals(x.shape())?);
             let (h, out) = ops::layer_norm_residual(i.step, x, &residual, &gain, &bias, 1e-5)?;
-            [&h, &out.y, &out.mean, &out.inverse_std].into_iter().try_for_each(|result| i.keep(result))?;
+            [&h, &out.y].into_iter().try_for_each(|result| i.keep(result))?;
+            [&out.mean, &out.inverse_std].into_iter().try_for_each(|result| i.keep(result))?;
             i.keep(&ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?.y)
         })
     }),
-    One("layer_norm_backward", |i| {
-        i.rows(|i, x| {
+    both!("layer_norm_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let (gain, bias, mut sums) = (i.gain(x)?, i.gain(x)?, [i.gain(x)?, i.gain(x)?]);
             let (dy, so_far) = (i.normals(x.shape())?, i.normals(x.shape())?);
             let out = ops::layer_norm(i.step, x, &gain, &bias, 1e-5)?;
@@ -199,8 +222,8 @@ const LISTED: &[Listed] = &[
             sums.iter().try_for_each(|sum| i.keep(sum))
         })
     }),
-    One("cross_entropy", |i| {
-        i.rows(|i, logits| {
+    both!("cross_entropy", <S>, |i| {
+        i.rows::<S>(|i, logits| {
             let labels = i.labels(logits)?;
             let labels = i.step.lend(&labels, [labels.len()])?;
             let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
@@ -211,15 +234,15 @@ const LISTED: &[Listed] = &[
     Products,
     One("sum_splits", products::splits),
     TensorProducts,
-    One("rms_norm_forward", |i| {
-        i.rows(|i, x| {
+    both!("rms_norm_forward", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
             i.keep(&y)?;
             i.keep(&scale)
         })
     }),
-    One("rms_norm_backward", |i| {
-        i.rows(|i, x| {
+    both!("rms_norm_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let (mut gain, dy, so_far) = (i.gain(x)?, i.normals(x.shape())?, i.normals(x.shape())?);
             let (_, scale) = ops::rms_norm(i.step, x, &gain, 1e-6)?;
             let weights = ops::copy(i.step, &gain)?;
@@ -229,8 +252,8 @@ const LISTED: &[Listed] = &[
         })
     }),
     Roundings,
-    One("sum_columns", |i| {
-        i.rows(|i, x| {
+    both!("sum_columns", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let [rows, cols] = x.shape().as_rows();
             i.sums(
                 rows,
@@ -241,8 +264,8 @@ const LISTED: &[Listed] = &[
             )
         })
     }),
-    One("sum_rows", |i| {
-        i.rows(|i, x| {
+    both!("sum_rows", <S>, |i| {
+        i.rows::<S>(|i, x| {
             let ([rows, cols], chunk) = (x.shape().as_rows(), 128);
             i.sums(
                 rows.div_ceil(chunk) * cols,
@@ -253,8 +276,8 @@ const LISTED: &[Listed] = &[
             )
         })
     }),
-    One("sum_all", |i| {
-        i.long(|i, x| {
+    both!("sum_all", <S>, |i| {
+        i.long::<S>(|i, x| {
             let blocks = x.shape().elements().div_ceil(kernels::block::CHUNK);
             i.sums(
                 blocks,
@@ -281,12 +304,12 @@ const LISTED: &[Listed] = &[
     One("sgd_groups", |i| {
         i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd_groups(i, length))
     }),
-    One("softmax_forward", |i| i.rows(|i, x| i.keep(&ops::softmax(i.step, x)?))),
-    One("softmax_backward", |i| i.rows(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
-    One("mean_tokens_forward", |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals(shape)?)?))),
-    One("mean_tokens_backward", |i| {
+    both!("softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::softmax(i.step, x)?))),
+    both!("softmax_backward", <S>, |i| i.rows::<S>(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
+    both!("mean_tokens_forward", <S>, |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals::<S>(shape)?)?))),
+    both!("mean_tokens_backward", <S>, |i| {
         i.tokens(|i, [samples, tokens, cols]| {
-            i.keep(&ops::mean_tokens_backward(i.step, &i.normals([samples, cols])?, [samples, tokens, cols])?)
+            i.keep(&ops::mean_tokens_backward(i.step, &i.normals::<S>([samples, cols])?, [samples, tokens, cols])?)
         })
     }),
     One("transpose", |i| {

@@ -12,8 +12,9 @@ use crate::driver::Device;
 use crate::error::Result;
 use crate::memory::{Arena, Buffer};
 use crate::step::Eager;
-use crate::tensor::{Element, Shape, Source, Target, Tensor};
+use crate::tensor::{Element, Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
+use half::bf16;
 use std::cell::RefCell;
 use std::fmt;
 
@@ -55,9 +56,15 @@ impl<'s> Inputs<'_, 's> {
         }
     }
 
-    pub(super) fn normals(&self, shape: impl Into<Shape>) -> Result<Tensor<'s>> {
+    pub(super) fn normals<S: Stored>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
         let shape = shape.into();
-        self.step.upload(&self.random.borrow_mut().normals(shape.elements()), shape)
+        let values = self.random.borrow_mut().normals(shape.elements());
+        self.upload(&values, shape)
+    }
+
+    /// The nearest numbers that S can hold.
+    fn upload<S: Stored>(&self, values: &[f32], shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
+        self.step.upload(&values.iter().map(|&value| S::narrow(value)).collect::<Vec<S>>(), shape)
     }
 
     /// Whole numbers from -8 to 8; from -2 to 2 in the smallest form, so that GELU makes most sums neither 0 nor themselves.
@@ -80,7 +87,7 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// A gain for the norm of `x`.
-    pub(super) fn gain(&self, x: &Tensor<'s>) -> Result<Tensor<'s>> {
+    pub(super) fn gain<S: Stored>(&self, x: &Tensor<'s, S>) -> Result<Tensor<'s>> {
         self.normals([x.shape().as_rows()[1]])
     }
 
@@ -96,19 +103,19 @@ impl<'s> Inputs<'_, 's> {
 
     /// A class for each row of `logits`, one beyond the last among them: a row that makes the loss NaN. Of a buffer's content the op
     /// knows nothing; uploaded, such a label is an error.
-    pub(super) fn labels(&self, logits: &Tensor<'s>) -> Result<Buffer<u32>> {
+    pub(super) fn labels<S: Stored>(&self, logits: &Tensor<'s, S>) -> Result<Buffer<u32>> {
         let [rows, classes] = logits.shape().as_rows();
         Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
     }
 
     /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths. In the smallest form one length,
     /// which is no multiple of four.
-    pub(super) fn flat(&self, op: impl Fn(&Self, &[Tensor<'s>; 2]) -> Result<()>) -> Result<()> {
+    pub(super) fn flat<S: Stored>(&self, op: impl Fn(&Self, &[Tensor<'s, S>; 2]) -> Result<()>) -> Result<()> {
         let dense = |seed| {
             let counts = self.by_form([18, 18], [9, 12]);
             let values = sample_of(counts, seed, -12.5, 10.0);
             let values = self.by_form(&values[..], &values[1..]);
-            self.step.upload(values, [values.len()])
+            self.upload(values, [values.len()])
         };
         op(self, &[dense(1)?, dense(2)?])?;
         for &length in self.by_form(&[1, 5, 1023, 4097][..], &[]) {
@@ -118,22 +125,26 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// The op on arrays shorter than, as long as and longer than what a block reduces.
-    pub(super) fn long(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    pub(super) fn long<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
         let lengths = self.by_form(&[1, 5, 4096, 4096 * 70 + 3][..], &[4096 * 8 + 1027]);
         lengths.iter().try_for_each(|&length| op(self, &self.normals([length])?))
     }
 
     /// The op on rows of several lengths, then on rows of which most hold one special number each.
-    pub(super) fn rows(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    pub(super) fn rows<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
         self.matrices(self.by_form(&ROWS[..], &SMALLEST_ROWS), op)
     }
 
     /// The op on matrices of several extents, then on rows of which most hold one special number each.
-    pub(super) fn squares(&self, op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    pub(super) fn squares<S: Stored>(&self, op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>) -> Result<()> {
         self.matrices(self.by_form(&ROWS[..], &SMALLEST_SQUARES), op)
     }
 
-    fn matrices(&self, shapes: &[[usize; 2]], op: impl Fn(&Self, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    fn matrices<S: Stored>(
+        &self,
+        shapes: &[[usize; 2]],
+        op: impl Fn(&Self, &Tensor<'s, S>) -> Result<()>,
+    ) -> Result<()> {
         for &shape in shapes {
             op(self, &self.normals(shape)?)?;
         }
@@ -142,7 +153,7 @@ impl<'s> Inputs<'_, 's> {
         for (row, special) in SPECIAL.into_iter().enumerate() {
             values[row * cols + row] = special;
         }
-        op(self, &self.step.upload(&values, [rows, cols])?)
+        op(self, &self.upload(&values, [rows, cols])?)
     }
 
     /// Keeps sums: by the op, which scales none; in the smallest form by the kernel, scaled and added to old content.
@@ -180,8 +191,14 @@ impl<'s> Inputs<'_, 's> {
     /// A result: its bits count, but a NaN's.
     pub(super) fn keep<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<()> {
         let values = self.step.read(tensor)?;
-        let mut words = bytemuck::cast_slice::<T, u32>(&values).to_vec();
-        if T::NAME == f32::NAME {
+        // A BF16's bits are the upper half of its f32's.
+        let mut words = match T::NAME {
+            <bf16 as Element>::NAME => {
+                bytemuck::cast_slice::<T, u16>(&values).iter().map(|&half| u32::from(half) << 16).collect()
+            }
+            _ => bytemuck::cast_slice::<T, u32>(&values).to_vec(),
+        };
+        if T::NAME != u32::NAME {
             for word in words.iter_mut().filter(|word| f32::from_bits(**word).is_nan()) {
                 *word = f32::NAN.to_bits();
             }

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use half::bf16;
 use std::fmt;
 
 /// What a tensor may hold.
@@ -18,6 +19,12 @@ impl Element for f32 {
     const POISON: u32 = 0x7fc0_dead;
 }
 
+impl Element for bf16 {
+    const NAME: &'static str = "bf16";
+    // Two quiet NaNs.
+    const POISON: u32 = 0x7fde_7fde;
+}
+
 impl Element for u32 {
     const NAME: &'static str = "u32";
     const POISON: u32 = 0xdead_beef;
@@ -26,5 +33,6 @@ impl Element for u32 {
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
     impl Sealed for u32 {}
 }

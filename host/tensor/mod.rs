@@ -10,6 +10,7 @@ mod lent;
 mod memory;
 mod owned;
 mod shape;
+mod stored;
 
 pub use access::{Source, Target};
 pub(crate) use brand::Brand;
@@ -18,3 +19,5 @@ pub use lent::{Lent, LentMut};
 pub(crate) use memory::Memory;
 pub use owned::{Saved, Tensor};
 pub use shape::Shape;
+pub(crate) use stored::AnyTensor;
+pub use stored::Stored;

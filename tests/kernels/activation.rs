@@ -150,11 +150,11 @@ on_each_device! {
 }
 
 attack! {
-    activation::tanh_forward { x: f32s 9, y: out 9 }
-    activation::tanh_backward { y: f32s 9, dy: f32s 9, dx: out 9 }
-    activation::gelu_forward { x: f32s 9, y: out 9 }
-    activation::gelu_backward { x: f32s 9, dy: f32s 9, dx: out 9 }
-    activation::gelu_bias_backward {
-        x: f32s 24, dy: f32s 24, cols: number 8, accumulate: number 1, dx: out 24, db: out 8,
+    activation::tanh_forward<S> { x: stored 9, y: out_stored 9 }
+    activation::tanh_backward<S> { y: stored 9, dy: stored 9, dx: out_stored 9 }
+    activation::gelu_forward<S> { x: stored 9, y: out_stored 9 }
+    activation::gelu_backward<S> { x: stored 9, dy: stored 9, dx: out_stored 9 }
+    activation::gelu_bias_backward<S> {
+        x: stored 24, dy: stored 24, cols: number 8, accumulate: number 1, dx: out_stored 24, db: out 8,
     }
 }

@@ -137,9 +137,9 @@ on_each_device! {
 }
 
 attack! {
-    elementwise::add { a: f32s 9, b: f32s 9, out: out 9 }
-    elementwise::add_assign { a: f32s 9, out: out 9 }
-    elementwise::scale { x: f32s 9, factor: float 2.0, out: out 9 }
-    elementwise::scale_by { x: f32s 9, factor: f32s 1, out: out 9 }
-    elementwise::add_bias { x: f32s 24, bias: f32s 8, cols: number 8, out: out 24 }
+    elementwise::add<S> { a: stored 9, b: stored 9, out: out_stored 9 }
+    elementwise::add_assign<S> { a: stored 9, out: out_stored 9 }
+    elementwise::scale<S> { x: stored 9, factor: float 2.0, out: out_stored 9 }
+    elementwise::scale_by<S> { x: stored 9, factor: f32s 1, out: out_stored 9 }
+    elementwise::add_bias<S> { x: stored 24, bias: f32s 8, cols: number 8, out: out_stored 24 }
 }

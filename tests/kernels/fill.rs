@@ -49,6 +49,6 @@ on_each_device! {
 }
 
 attack! {
-    fill::fill { out: out 9, length: number 9, value: float 1.0 }
-    fill::copy { x: f32s 9, out: out 9 }
+    fill::fill<S> { out: out_stored 9, length: number 9, value: float 1.0 }
+    fill::copy<S> { x: stored 9, out: out_stored 9 }
 }

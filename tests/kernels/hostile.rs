@@ -123,9 +123,10 @@ pub(crate) fn emulated(launches: impl for<'s> FnOnce(&Eager<'s>) -> Result<()>) 
 }
 
 /// Attacks kernels, in a module `contracts`. After a parameter's name stands what it is: a buffer that is read (`f32s`, `u32s`), read by a
-/// pointer (`pointer`) or written (`out`, `out_u32`), by its elements; a `number`; or a `float`.
+/// pointer (`pointer`) or written (`out`, `out_u32`), `halves` and `out_halves` of BF16, by its elements; a `number`; or a `float`. Of a family `kernel<S>` both types are
+/// attacked; its buffers of S are `stored` and `out_stored`.
 macro_rules! attack {
-    ($($file:ident :: $kernel:ident $(by $choice:ident)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
+    ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
         mod contracts {
             use super::*;
             #[allow(unused_imports)]
@@ -135,7 +136,7 @@ macro_rules! attack {
 
             fn names() -> Vec<&'static str> {
                 let mut names = Vec::new();
-                $(names.extend(attack!(@variants $file $kernel $($choice)?).map(|(name, _)| name));)*
+                $(names.extend(attack!(@variants $file $kernel $($choice)? $(<$S>)?).map(|(name, _)| name));)*
                 names
             }
 
@@ -143,31 +144,50 @@ macro_rules! attack {
 
             $(#[test]
             fn $kernel() {
-                $crate::hostile::emulated(|step| {
-                    let mut lengths: Vec<u64> = Vec::new();
-                    $(attack!(@make step, lengths, $name, $kind, $value);)*
-                    for (name, _choice) in attack!(@variants $file $kernel $($choice)?) {
-                        $crate::hostile::hostile_launches(name, &lengths, |numbers, launch| {
-                            let _ = &numbers;
-                            let kernel = kernels::$file::$kernel {
-                                $($choice: _choice,)?
-                                $($name: attack!(@argument numbers, $name, $kind, $value)),*
-                            };
-                            match kernel.grid() {
-                                Ok(_) if !launch => Ok(()),
-                                _ => step.launch(kernel),
-                            }
-                        });
-                    }
-                    Ok(())
+                attack!(@types [$($S)?] {
+                    $crate::hostile::emulated(|step| {
+                        let mut lengths: Vec<u64> = Vec::new();
+                        $(attack!(@make step, lengths, $name, $kind, $value);)*
+                        for (name, _choice) in attack!(@choices $file $kernel $($choice)?) {
+                            $crate::hostile::hostile_launches(name, &lengths, |numbers, launch| {
+                                let _ = &numbers;
+                                let kernel = kernels::$file::$kernel {
+                                    $($choice: _choice,)?
+                                    $($name: attack!(@argument numbers, $name, $kind, $value)),*
+                                };
+                                match kernel.grid() {
+                                    Ok(_) if !launch => Ok(()),
+                                    _ => step.launch(kernel),
+                                }
+                            });
+                        }
+                        Ok(())
+                    });
                 });
             })*
         }
+    };
+    (@types [] $body:block) => { $body };
+    (@types [$S:ident] $body:block) => {{
+        { type $S = f32; $body }
+        { type $S = stepscope::bf16; $body }
+    }};
+    (@choices $($of:ident)*) => { attack!(@variants $($of)*) };
+    (@variants $file:ident $family:ident <$S:ident>) => {
+        [(concat!(stringify!($family), "_f32"), ()), (concat!(stringify!($family), "_bf16"), ())].into_iter()
     };
     (@variants $file:ident $kernel:ident) => { [(stringify!($kernel), ())].into_iter() };
     (@variants $file:ident $family:ident $choice:ident) => { kernels::$file::$family::VARIANTS.iter().copied() };
     (@make $step:ident, $lengths:ident, $name:ident, f32s, $length:expr) => {
         let $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, stored, $length:expr) => {
+        let $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, out_stored, $length:expr) => {
+        let mut $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $length], [$length])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, pointer, $length:expr) => {
@@ -181,12 +201,24 @@ macro_rules! attack {
         let mut $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
         $lengths.push($length as u64);
     };
+    (@make $step:ident, $lengths:ident, $name:ident, halves, $length:expr) => {
+        let $name = $step.upload(&vec![stepscope::bf16::ONE; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, out_halves, $length:expr) => {
+        let mut $name = $step.upload(&vec![stepscope::bf16::ONE; $length], [$length])?;
+        $lengths.push($length as u64);
+    };
     (@make $step:ident, $lengths:ident, $name:ident, out_u32, $length:expr) => {
         let mut $name = $step.upload(&vec![0_u32; $length], [$length])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, $number:ident, $value:expr) => {};
     (@argument $numbers:ident, $name:ident, f32s, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, stored, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out() };
+    (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out() };
     (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice() };
     (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer() };
     (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out() };

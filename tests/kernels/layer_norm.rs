@@ -308,13 +308,13 @@ on_each_device! {
 }
 
 attack! {
-    layer_norm::layer_norm_forward {
-        x: f32s 24, residual: f32s 24, gain: f32s 8, bias: f32s 8, cols: number 8, epsilon: float 1e-5, h: out 24, y: out 24,
+    layer_norm::layer_norm_forward<S> {
+        x: stored 24, residual: stored 24, gain: f32s 8, bias: f32s 8, cols: number 8, epsilon: float 1e-5, h: out_stored 24, y: out_stored 24,
         mean: out 3, inverse_std: out 3,
     }
-    layer_norm::layer_norm_backward {
-        h: f32s 24, gain: f32s 8, mean: f32s 3, inverse_std: f32s 3, dy: f32s 24, cols: number 8,
-        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 7, dh: out 24, dgain: out 8, dbias: out 8,
+    layer_norm::layer_norm_backward<S> {
+        h: stored 24, gain: f32s 8, mean: f32s 3, inverse_std: f32s 3, dy: stored 24, cols: number 8,
+        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 7, dh: out_stored 24, dgain: out 8, dbias: out 8,
     }
 }
 

@@ -85,7 +85,7 @@ on_each_device! {
                 let (zeros, right) = (vec![0; rows], inputs());
                 let mut captured = arena
                     .capture((), &right.with(&zeros, [rows]).unwrap(), |step, (), slots| {
-                        let (loss, _) = ops::cross_entropy(step, &slots.input(0)?, &slots.input(1)?, WEIGHT)?;
+                        let (loss, _) = ops::cross_entropy(step, &slots.input::<f32>(0)?, &slots.input(1)?, WEIGHT)?;
                         Ok(slots.output(&loss))
                     })
                     .unwrap();
@@ -163,8 +163,8 @@ on_each_device! {
 }
 
 attack! {
-    loss::cross_entropy {
-        logits: f32s 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, losses: out 1,
-        dlogits: out 24,
+    loss::cross_entropy<S> {
+        logits: stored 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, losses: out 1,
+        dlogits: out_stored 24,
     }
 }

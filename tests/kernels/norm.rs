@@ -261,11 +261,11 @@ on_each_device! {
 }
 
 attack! {
-    norm::rms_norm_forward {
-        x: f32s 24, gain: f32s 8, cols: number 8, epsilon: float 1e-6, y: out 24, inverse_rms: out 3,
+    norm::rms_norm_forward<S> {
+        x: stored 24, gain: f32s 8, cols: number 8, epsilon: float 1e-6, y: out_stored 24, inverse_rms: out 3,
     }
-    norm::rms_norm_backward {
-        x: f32s 24, gain: f32s 8, inverse_rms: f32s 3, dy: f32s 48, parts: number 2, cols: number 8,
-        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 3, dx: out 24, dgain: out 8,
+    norm::rms_norm_backward<S> {
+        x: stored 24, gain: f32s 8, inverse_rms: f32s 3, dy: stored 48, parts: number 2, cols: number 8,
+        chunk: number kernels::row_chunk::chunk_of(3, 8), add: number 3, dx: out_stored 24, dgain: out 8,
     }
 }

@@ -103,7 +103,7 @@ fn one_ulp_in_one_result_is_seen() {
     let text = same_bits::line(name, &results) + golden.split_once('\n').expect("lines").1;
     let different: Vec<_> = compare(&text, golden).into_iter().filter(|verdict| !verdict.equal()).collect();
     assert_eq!(different.len(), 1);
-    assert!(different[0].to_string().starts_with("tanh_forward "), "{}", different[0]);
+    assert!(different[0].to_string().starts_with("tanh_forward_f32 "), "{}", different[0]);
     assert!(
         different[0].to_string().ends_with(&format!("DIFFERENT: golden is {}", &committed[..16])),
         "{}",

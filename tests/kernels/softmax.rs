@@ -120,6 +120,6 @@ fn backward(y: &[f32], dy: &[f32]) -> Vec<Exact> {
 }
 
 attack! {
-    softmax::softmax_forward { x: f32s 24, cols: number 8, y: out 24 }
-    softmax::softmax_backward { y: f32s 24, dy: f32s 24, cols: number 8, dx: out 24 }
+    softmax::softmax_forward<S> { x: stored 24, cols: number 8, y: out_stored 24 }
+    softmax::softmax_backward<S> { y: stored 24, dy: stored 24, cols: number 8, dx: out_stored 24 }
 }

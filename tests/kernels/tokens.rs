@@ -83,6 +83,6 @@ on_each_device! {
 }
 
 attack! {
-    tokens::mean_tokens_forward { x: f32s 24, tokens: number 3, cols: number 4, length: number 8, y: out 8 }
-    tokens::mean_tokens_backward { dy: f32s 8, tokens: number 3, cols: number 4, dx: out 24 }
+    tokens::mean_tokens_forward<S> { x: stored 24, tokens: number 3, cols: number 4, length: number 8, y: out_stored 8 }
+    tokens::mean_tokens_backward<S> { dy: stored 8, tokens: number 3, cols: number 4, dx: out_stored 24 }
 }

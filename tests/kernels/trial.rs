@@ -113,20 +113,20 @@ impl<'s> Trial<'_, 's> {
     pub(crate) fn upload<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let tensor = self.step.upload(values, shape)?;
         let at = self.place(&tensor);
-        self.ledger.borrow_mut().known.push((at, bytemuck::cast_slice(values).to_vec()));
+        self.ledger.borrow_mut().known.push((at, words(values)));
         Ok(tensor)
     }
 
     /// Reads a tensor that an op has made or changed.
     pub(crate) fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
         let values = self.step.read(tensor)?;
-        let words: &[u32] = bytemuck::cast_slice(&values);
+        let words = words(&values);
         let unwritten = words.iter().position(|&word| word == POISON);
         assert_eq!(unwritten, None, "an output of {} was never written, first at this element", tensor.shape());
         let at = self.place(tensor);
         let mut ledger = self.ledger.borrow_mut();
-        ledger.known.push((at, words.to_vec()));
-        ledger.outputs.push(words.to_vec());
+        ledger.known.push((at, words.clone()));
+        ledger.outputs.push(words);
         Ok(values)
     }
 
@@ -150,6 +150,17 @@ impl<'s> Deref for Trial<'_, 's> {
     fn deref(&self) -> &Step<'s> {
         self.step
     }
+}
+
+/// The words of memory that holds these values, and poison behind them.
+fn words<T: Element>(values: &[T]) -> Vec<u32> {
+    let bytes: &[u8] = bytemuck::cast_slice(values);
+    let word = |bytes: &[u8]| {
+        let mut word = POISON.to_le_bytes();
+        word[..bytes.len()].copy_from_slice(bytes);
+        u32::from_le_bytes(word)
+    };
+    bytes.chunks(size_of::<u32>()).map(word).collect()
 }
 
 type Outputs = Vec<Vec<u32>>;

@@ -10,7 +10,7 @@ use kernels::{contract, for_each_vector};
 /// `fill`, whose last thread takes one element too many.
 #[kernel]
 pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
-    let index = kernels::block::own_index();
+    let index = kernels::block::own_index::<f32>();
     // SAFETY: none: this is the bug.
     unsafe {
         if index + F4::LEN <= length {
@@ -24,7 +24,7 @@ pub(crate) unsafe fn off_by_one_tail(out: *mut f32, length: usize, value: f32) {
 // SAFETY: none: the bug is one element beyond `out`, which race mode refuses before it is written.
 contract! { unsafe off_by_one_tail { block: BLOCK } |k| {
     Violation::unless_length("out", k.length, k.out.len())?;
-    kernels::block::vector_grid(k.length)
+    kernels::block::vector_grid::<f32>(k.length)
 }}
 
 macro_rules! maxima {
@@ -95,5 +95,5 @@ pub(crate) unsafe fn block_stride_overlap(x: &[f32], out: *mut f32) {
 // SAFETY: a thread touches the elements from an index on that is no larger than its own, as far as `x` has them; `out` is as long.
 contract! { unsafe block_stride_overlap { block: BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
-    kernels::block::vector_grid(k.x.len())
+    kernels::block::vector_grid::<f32>(k.x.len())
 }}

@@ -63,7 +63,9 @@ unsafe fn script(program: &[u32], memory: *mut u32) {
             match code {
                 0 if who == thread => drop(tile.get(word)),
                 1 if who == thread => tile.set(word, thread),
-                2 if who == thread => drop(kernels::vector::F4::load_part_raw(memory.cast(), word as usize, ONE, 0.0)),
+                2 if who == thread => {
+                    drop(kernels::vector::F4::load_part_raw::<f32>(memory.cast(), word as usize, ONE, 0.0))
+                }
                 3 if who == thread => store(memory, word as usize, thread),
                 4 => thread::sync_threads(),
                 5 if who == thread / 32 && mask >> warp::lane_id() & 1 == 1 => warp::sync_warp(mask),

@@ -6,108 +6,121 @@
 //! Invariant: an element of an output depends on the same element of the inputs alone. The order of a bias's sum follows from the
 //! number of rows.
 
-use crate::block::ColumnTile;
+use crate::block::{BLOCK, ColumnTile};
 use crate::math;
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, put};
-use crate::{contract, for_own_vector, map4, unroll_on_gpu};
+use crate::{family, map4, unroll_on_gpu, write_own_vectors};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
-#[kernel]
-pub unsafe fn tanh_forward(x: &[f32], y: *mut f32) {
-    for_own_vector!(x.len(), |index, part| {
+family! {
+    /// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
+    tanh_forward<S: Stored> { tanh_forward_f32: f32; tanh_forward_bf16: bf16; }
+    unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            map4!(F4::load_part(x, index, part, 0.0), math::tanh).store_part(y, index, part);
+            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), math::tanh));
         }
-    });
+    }
+    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `y` is as long.
-contract! { unsafe tanh_forward { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    crate::block::vector_grid(k.x.len())
-}}
-
-/// dx = dy (1 - y^2), where y = tanh(x); `y`, `dy`, `dx`: `[n]`. Overwrites `dx`.
-#[kernel]
-pub unsafe fn tanh_backward(y: &[f32], dy: &[f32], dx: *mut f32) {
-    for_own_vector!(y.len(), |index, part| {
+family! {
+    /// dx = dy (1 - y^2), where y = tanh(x); `y`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    tanh_backward<S: Stored> { tanh_backward_f32: f32; tanh_backward_bf16: bf16; }
+    unsafe fn(y: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `y`, and the others are as long.
         unsafe {
-            let y = F4::load_part(y, index, part, 0.0);
-            let dy = F4::load_part(dy, index, part, 0.0);
-            (dy * F4::splat(1.0).fma(-y, y)).store_part(dx, index, part);
+            write_own_vectors!(S, y.len(), dx, |index, part| {
+                let y = F4::load_part(y, index, part, 0.0);
+                let dy = F4::load_part(dy, index, part, 0.0);
+                dy * F4::splat(1.0).fma(-y, y)
+            });
         }
-    });
+    }
+    // SAFETY: a thread touches its own vectors, as far as `y` has them; `dy` and `dx` are as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.y.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.y.len(), k.dx.len())?;
+        crate::block::vector_grid::<S>(k.y.len())
+    }
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `y` has them; `dy` and `dx` are as long.
-contract! { unsafe tanh_backward { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("dy", k.y.len(), k.dy.len())?;
-    Violation::unless_length("dx", k.y.len(), k.dx.len())?;
-    crate::block::vector_grid(k.y.len())
-}}
-
-/// y = gelu(x), the tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); `x`, `y`: `[n]`. Overwrites `y`.
-#[kernel]
-pub unsafe fn gelu_forward(x: &[f32], y: *mut f32) {
-    for_own_vector!(x.len(), |index, part| {
+family! {
+    /// y = gelu(x), the tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); `x`, `y`: `[n]`. Overwrites `y`.
+    gelu_forward<S: Stored> { gelu_forward_f32: f32; gelu_forward_bf16: bf16; }
+    unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            map4!(F4::load_part(x, index, part, 0.0), math::gelu).store_part(y, index, part);
+            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), math::gelu));
         }
-    });
+    }
+    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `y` is as long.
-contract! { unsafe gelu_forward { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    crate::block::vector_grid(k.x.len())
-}}
-
-/// dx = dy gelu'(x); `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
-#[kernel]
-pub unsafe fn gelu_backward(x: &[f32], dy: &[f32], dx: *mut f32) {
-    for_own_vector!(x.len(), |index, part| {
+family! {
+    /// dx = dy gelu'(x); `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    gelu_backward<S: Stored> { gelu_backward_f32: f32; gelu_backward_bf16: bf16; }
+    unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `x`, and the others are as long.
         unsafe {
-            let x = F4::load_part(x, index, part, 0.0);
-            let dy = F4::load_part(dy, index, part, 0.0);
-            (dy * map4!(x, math::gelu_derivative)).store_part(dx, index, part);
+            write_own_vectors!(S, x.len(), dx, |index, part| {
+                let x = F4::load_part(x, index, part, 0.0);
+                let dy = F4::load_part(dy, index, part, 0.0);
+                dy * map4!(x, math::gelu_derivative)
+            });
         }
-    });
+    }
+    // SAFETY: a thread touches its own vectors, as far as `x` has them; `dy` and `dx` are as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
 }
-
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `dy` and `dx` are as long.
-contract! { unsafe gelu_backward { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("dy", k.x.len(), k.dy.len())?;
-    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    crate::block::vector_grid(k.x.len())
-}}
 
 /// Rows that a block of [`gelu_bias_backward`](fn@gelu_bias_backward) sums: few, because each element takes much work.
 pub const BIAS_ROWS: usize = 128;
 
-/// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, in the order of a
-/// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](fn@crate::reduce::sum_rows) adds
-/// its rows up.
-///
-/// `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`, and `db` unless `accumulate` is 1.
-#[kernel]
-pub unsafe fn gelu_bias_backward(x: &[f32], dy: &[f32], cols: usize, accumulate: u32, dx: *mut f32, db: *mut f32) {
-    // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and the others are as long. Its places lie inside
-    // `db`. No thread returns early.
-    unsafe {
-        let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
-        let sum = match tile.part {
-            Part::Whole => bias_rows(tile, Part::Whole, x, dy, dx),
-            Part::First(count) => bias_rows(tile, Part::First(count), x, dy, dx),
-        };
-        if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
-            put(db, place, total, accumulate);
+family! {
+    /// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, before dx is rounded, in the order of a
+    /// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](fn@crate::reduce::sum_rows) adds
+    /// its rows up.
+    ///
+    /// `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`, and `db` unless `accumulate` is 1.
+    gelu_bias_backward<S: Stored> { gelu_bias_backward_f32: f32; gelu_bias_backward_bf16: bf16; }
+    unsafe fn(x: &[S], dy: &[S], cols: usize, accumulate: u32, dx: *mut S, db: *mut f32) {
+        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and the others are as long. Its places lie inside
+        // `db`. No thread returns early.
+        unsafe {
+            let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
+            let sum = match tile.part {
+                Part::Whole => bias_rows(tile, Part::Whole, x, dy, dx),
+                Part::First(count) => bias_rows(tile, Part::First(count), x, dy, dx),
+            };
+            if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
+                put(db, place, total, accumulate);
+            }
         }
+    }
+    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns. `dy` and `dx` are as long, and `db`
+    // has a row for each chunk of rows. The shared bytes are what the tile's sums fill.
+    contract unsafe { block: BLOCK, shared: ColumnTile::BYTES } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("dy", k.x.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        Violation::unless_length("db", Size::of(rows).div_ceil(BIAS_ROWS).times(k.cols), k.db.len())?;
+        ColumnTile::grid(rows, k.cols, BIAS_ROWS)
     }
 }
 
@@ -119,7 +132,7 @@ const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
 /// # Safety
 /// The tile lies inside the arguments, and `part` is its own.
 #[inline(always)]
-unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mut f32) -> F4 {
+unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], dx: *mut S) -> F4 {
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);
@@ -142,13 +155,3 @@ unsafe fn bias_rows(tile: ColumnTile, part: Part, x: &[f32], dy: &[f32], dx: *mu
     }
     sum
 }
-
-// SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns. `dy` and `dx` are as long, and `db`
-// has a row for each chunk of rows. The shared bytes are what the tile's sums fill.
-contract! { unsafe gelu_bias_backward { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("dy", k.x.len(), k.dy.len())?;
-    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless_length("db", Size::of(rows).div_ceil(BIAS_ROWS).times(k.cols), k.db.len())?;
-    ColumnTile::grid(rows, k.cols, BIAS_ROWS)
-}}

@@ -64,7 +64,7 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid(k.gradients.len())
+    crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
 /// [`adamw`](fn@adamw) with settings by group. `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
@@ -99,7 +99,7 @@ contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid(k.gradients.len())
+    crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
 /// A group's settings, as the update uses them.

@@ -1,37 +1,41 @@
 //! Constant fill and copy.
 //!
-//! Invariant: bits are moved as they are. Nothing is computed with them.
+//! Invariant: bits are moved as they are, but a NaN of BF16 may become another. Nothing is computed with them.
 
+use crate::block::BLOCK;
 use crate::vector::F4;
-use crate::{contract, for_own_vector};
+use crate::{family, write_own_vectors};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// out = value; `out`: `[length]`. Overwrites `out`.
-#[kernel]
-pub unsafe fn fill(out: *mut f32, length: usize, value: f32) {
-    for_own_vector!(length, |index, part| {
+family! {
+    /// out = value; `out`: `[length]`. Overwrites `out`.
+    fill<S: Stored> { fill_f32: f32; fill_bf16: bf16; }
+    unsafe fn(out: *mut S, length: usize, value: f32) {
         // SAFETY: the vector lies inside `out`.
-        unsafe { F4::splat(value).store_part(out, index, part) }
-    });
+        unsafe {
+            write_own_vectors!(S, length, out, |_index, _part| F4::splat(value));
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `length` goes; `out` is as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("out", k.length, k.out.len())?;
+        crate::block::vector_grid::<S>(k.length)
+    }
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `length` goes; `out` is as long.
-contract! { unsafe fill { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("out", k.length, k.out.len())?;
-    crate::block::vector_grid(k.length)
-}}
-
-/// out = x; `x`, `out`: `[n]`. Overwrites `out`.
-#[kernel]
-pub unsafe fn copy(x: &[f32], out: *mut f32) {
-    for_own_vector!(x.len(), |index, part| {
+family! {
+    /// out = x; `x`, `out`: `[n]`. Overwrites `out`.
+    copy<S: Stored> { copy_f32: f32; copy_bf16: bf16; }
+    unsafe fn(x: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
-        unsafe { F4::load_part(x, index, part, 0.0).store_part(out, index, part) }
-    });
+        unsafe {
+            write_own_vectors!(S, x.len(), out, |index, part| F4::load_part(x, index, part, 0.0));
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("out", k.x.len(), k.out.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
 }
-
-// SAFETY: a thread touches the four elements from its own index on, as far as `x` has them; `out` is as long.
-contract! { unsafe copy { block: crate::block::BLOCK } |k| {
-    Violation::unless_length("out", k.x.len(), k.out.len())?;
-    crate::block::vector_grid(k.x.len())
-}}

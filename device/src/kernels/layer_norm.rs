@@ -8,57 +8,76 @@ use crate::math;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
 use crate::warp::{Row, Share};
-use crate::{contract, for_each_vector, with_held};
+use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// `h = x + residual`, `y[r, c] = (h[r, c] - mean[r]) s[r] gain[c] + bias[c]`, `s[r] = 1 / sqrt(mean_c (h[r, c] - mean[r])^2 +
-/// epsilon)`; `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`, `bias`: `[cols]`, `mean`, `inverse_std` (s): `[rows]`. Where
-/// `residual` is empty, h is x, and is not written. Overwrites its outputs.
-#[kernel]
-pub unsafe fn layer_norm_forward(
-    x: &[f32],
-    residual: &[f32],
-    gain: &[f32],
-    bias: &[f32],
-    cols: usize,
-    epsilon: f32,
-    h: *mut f32,
-    y: *mut f32,
-    mean: *mut f32,
-    inverse_std: *mut f32,
-) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    // SAFETY: the row lies inside the arguments; its lanes stay together.
-    unsafe { with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std)) }
+family! {
+    /// `h = x + residual`, `y[r, c] = (h[r, c] - mean[r]) s[r] gain[c] + bias[c]`, `s[r] = 1 / sqrt(mean_c (h[r, c] - mean[r])^2 +
+    /// epsilon)`; `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`, `bias`: `[cols]`, `mean`, `inverse_std` (s): `[rows]`. Where
+    /// `residual` is empty, h is x, and is not written. What is normalised is h as it is stored. Overwrites its outputs.
+    layer_norm_forward<S: Stored> { layer_norm_forward_f32: f32; layer_norm_forward_bf16: bf16; }
+    unsafe fn(
+        x: &[S],
+        residual: &[S],
+        gain: &[f32],
+        bias: &[f32],
+        cols: usize,
+        epsilon: f32,
+        h: *mut S,
+        y: *mut S,
+        mean: *mut f32,
+        inverse_std: *mut f32,
+    ) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: the row lies inside the arguments; its lanes stay together.
+        unsafe { with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std)) }
+    }
+    // SAFETY: `x` is whole rows of `cols`, `y` as long, so are `residual` and `h` where there is one; `gain` and `bias` are one row, `mean` and
+    // `inverse_std` one for each. A row is touched only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        if !k.residual.is_empty() {
+            Violation::unless_length("residual", k.x.len(), k.residual.len())?;
+            Violation::unless_length("h", k.x.len(), k.h.len())?;
+        }
+        Violation::unless_length("gain", k.cols, k.gain.len())?;
+        Violation::unless_length("bias", k.cols, k.bias.len())?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        Violation::unless_length("mean", rows, k.mean.len())?;
+        Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
+        Row::grid("x", k.x.len(), k.cols)
+    }
 }
 
 /// # Safety
 /// The row lies inside the arguments; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize>(
+unsafe fn forward<const HELD: usize, S: Stored>(
     row: Row,
-    x: &[f32],
-    residual: &[f32],
+    x: &[S],
+    residual: &[S],
     gain: &[f32],
     bias: &[f32],
     cols: usize,
     epsilon: f32,
-    h: *mut f32,
-    y: *mut f32,
+    h: *mut S,
+    y: *mut S,
     mean: *mut f32,
     inverse_std: *mut f32,
 ) {
     let (mut sum, mut squares) = (F4::splat(0.0), F4::splat(0.0));
     // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked.
     unsafe {
-        let mut held = Share::<HELD>::new(row, x, row.start, cols, 0.0);
+        let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
-            let residual = Share::<HELD>::new(row, residual, row.start, cols, 0.0);
+            let residual = Share::<HELD, _>::new(row, residual, row.start, cols, 0.0);
             for_each_vector!(HELD, row, cols, |at, column, part| {
-                let value = held.get(at, column, part) + residual.get(at, column, part);
+                let value = (held.get(at, column, part) + residual.get(at, column, part)).rounded::<S>();
                 value.store_part(h, row.start + column, part);
                 held.hold(at, value);
             });
@@ -69,7 +88,8 @@ unsafe fn forward<const HELD: usize>(
                 if HELD > 0 || residual.is_empty() {
                     held.get($at, $column, $part)
                 } else {
-                    held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0)
+                    (held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0))
+                        .rounded::<S>()
                 }
             };
         }
@@ -94,22 +114,6 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-// SAFETY: `x` is whole rows of `cols`, `y` as long, so are `residual` and `h` where there is one; `gain` and `bias` are one row, `mean` and
-// `inverse_std` one for each. A row is touched only where it begins inside `x`.
-contract! { unsafe layer_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    if !k.residual.is_empty() {
-        Violation::unless_length("residual", k.x.len(), k.residual.len())?;
-        Violation::unless_length("h", k.x.len(), k.h.len())?;
-    }
-    Violation::unless_length("gain", k.cols, k.gain.len())?;
-    Violation::unless_length("bias", k.cols, k.bias.len())?;
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    Violation::unless_length("mean", rows, k.mean.len())?;
-    Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
-    Row::grid("x", k.x.len(), k.cols)
-}}
-
 /// Shared bytes of the backward pass: the sums for the gain and for the bias, and two means for each row.
 #[cfg(not(target_arch = "nvptx64"))]
 const BACKWARD_BYTES: u32 = 2 * (SUMS + MAX_ROWS) as u32 * 4;
@@ -122,22 +126,22 @@ pub const ADD_DBIAS: u32 = 4;
 
 /// What a block of the backward pass works on.
 #[derive(Clone, Copy)]
-struct Backward<'k> {
-    h: &'k [f32],
+struct Backward<'k, S> {
+    h: &'k [S],
     gain: &'k [f32],
     mean: &'k [f32],
     inverse_std: &'k [f32],
-    dy: &'k [f32],
+    dy: &'k [S],
     cols: usize,
     add: u32,
-    dh: *mut f32,
+    dh: *mut S,
     /// The block's rows.
     rows: RowChunk,
     /// The mean of g, and of g n, of each row.
     means: [SharedTile<f32>; 2],
 }
 
-impl Backward<'_> {
+impl<S: Stored> Backward<'_, S> {
     /// The means of the block's rows: each row's lanes take its sums.
     ///
     /// # Safety
@@ -207,72 +211,73 @@ impl Backward<'_> {
     }
 }
 
-/// `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`, `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]` over
-/// the rows r of chunk i, where `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, `n[c] = (h[r, c] - mean[r]) s`; `h`, `dy`, `dh`: `[rows,
-/// cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`, `dgain`, `dbias`: `[ceil(rows / chunk), cols]`, to be finished by
-/// [`sum_rows`](fn@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
-/// [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds, as `add` says.
-#[kernel]
-pub unsafe fn layer_norm_backward(
-    h: &[f32],
-    gain: &[f32],
-    mean: &[f32],
-    inverse_std: &[f32],
-    dy: &[f32],
-    cols: usize,
-    chunk: usize,
-    add: u32,
-    dh: *mut f32,
-    dgain: *mut f32,
-    dbias: *mut f32,
-) {
-    let rows = RowChunk::of_block(chunk, mean.len());
-    // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `h`, whose lengths the others
-    // have; every thread comes to every barrier.
-    unsafe {
-        let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
-        let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
-        let block = Backward { h, gain, mean, inverse_std, dy, cols, add, dh, rows, means };
-        block.means();
-        thread::sync_threads();
-        let (width, groups) = (width(cols), groups_of(cols));
-        let quads = width / F4::LEN;
-        let mut start = 0;
-        while start < cols {
-            let mut item = thread::thread_idx_x() as usize;
-            while item < quads * groups {
-                let (group, quad) = divide(item, quads);
-                let column = start + quad * F4::LEN;
-                if column < cols {
-                    let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
-                    let [of_gain, of_bias] = block.columns(group, column, part);
-                    let at = (group * width + quad * F4::LEN) as u32;
-                    sums[0].set4(at, of_gain);
-                    sums[1].set4(at, of_bias);
+family! {
+    /// `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`, `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]` over
+    /// the rows r of chunk i, where `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, `n[c] = (h[r, c] - mean[r]) s`; `h`, `dy`, `dh`: `[rows,
+    /// cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`, `dgain`, `dbias`: `[ceil(rows / chunk), cols]`, to be finished by
+    /// [`sum_rows`](fn@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
+    /// [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds, as `add` says.
+    layer_norm_backward<S: Stored> { layer_norm_backward_f32: f32; layer_norm_backward_bf16: bf16; }
+    unsafe fn(
+        h: &[S],
+        gain: &[f32],
+        mean: &[f32],
+        inverse_std: &[f32],
+        dy: &[S],
+        cols: usize,
+        chunk: usize,
+        add: u32,
+        dh: *mut S,
+        dgain: *mut f32,
+        dbias: *mut f32,
+    ) {
+        let rows = RowChunk::of_block(chunk, mean.len());
+        // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `h`, whose lengths the others
+        // have; every thread comes to every barrier.
+        unsafe {
+            let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
+            let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
+            let block = Backward { h, gain, mean, inverse_std, dy, cols, add, dh, rows, means };
+            block.means();
+            thread::sync_threads();
+            let (width, groups) = (width(cols), groups_of(cols));
+            let quads = width / F4::LEN;
+            let mut start = 0;
+            while start < cols {
+                let mut item = thread::thread_idx_x() as usize;
+                while item < quads * groups {
+                    let (group, quad) = divide(item, quads);
+                    let column = start + quad * F4::LEN;
+                    if column < cols {
+                        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+                        let [of_gain, of_bias] = block.columns(group, column, part);
+                        let at = (group * width + quad * F4::LEN) as u32;
+                        sums[0].set4(at, of_gain);
+                        sums[1].set4(at, of_bias);
+                    }
+                    item += BLOCK as usize;
                 }
-                item += BLOCK as usize;
+                thread::sync_threads();
+                rows.finish(sums[0], start, cols, add & ADD_DGAIN != 0, dgain);
+                rows.finish(sums[1], start, cols, add & ADD_DBIAS != 0, dbias);
+                thread::sync_threads();
+                start += width;
             }
-            thread::sync_threads();
-            rows.finish(sums[0], start, cols, add & ADD_DGAIN != 0, dgain);
-            rows.finish(sums[1], start, cols, add & ADD_DBIAS != 0, dbias);
-            thread::sync_threads();
-            start += width;
         }
     }
+    // SAFETY: `h` is whole rows of `cols`, `dy` and `dh` as long, `gain` one row, `mean` and `inverse_std` one for each. `chunk` is the number
+    // of rows for which the shared memory has room, and `dgain` and `dbias` have a row for each chunk.
+    contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
+        let rows = crate::warp::rows_in("h", k.h.len(), k.cols)?;
+        Violation::unless_length("gain", k.cols, k.gain.len())?;
+        Violation::unless_length("mean", rows, k.mean.len())?;
+        Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
+        Violation::unless_length("dy", k.h.len(), k.dy.len())?;
+        Violation::unless_length("dh", k.h.len(), k.dh.len())?;
+        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
+        let sums = Size::of(rows).div_ceil(k.chunk).times(k.cols);
+        Violation::unless_length("dgain", sums, k.dgain.len())?;
+        Violation::unless_length("dbias", sums, k.dbias.len())?;
+        Grid::cover(rows, k.chunk)
+    }
 }
-
-// SAFETY: `h` is whole rows of `cols`, `dy` and `dh` as long, `gain` one row, `mean` and `inverse_std` one for each. `chunk` is the number
-// of rows for which the shared memory has room, and `dgain` and `dbias` have a row for each chunk.
-contract! { unsafe layer_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
-    let rows = crate::warp::rows_in("h", k.h.len(), k.cols)?;
-    Violation::unless_length("gain", k.cols, k.gain.len())?;
-    Violation::unless_length("mean", rows, k.mean.len())?;
-    Violation::unless_length("inverse_std", rows, k.inverse_std.len())?;
-    Violation::unless_length("dy", k.h.len(), k.dy.len())?;
-    Violation::unless_length("dh", k.h.len(), k.dh.len())?;
-    Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
-    let sums = Size::of(rows).div_ceil(k.chunk).times(k.cols);
-    Violation::unless_length("dgain", sums, k.dgain.len())?;
-    Violation::unless_length("dbias", sums, k.dbias.len())?;
-    Grid::cover(rows, k.chunk)
-}}

@@ -23,38 +23,51 @@ use crate::math;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
 use crate::warp::{HELD_COLUMNS, Row, Share};
-use crate::{contract, for_each_vector, with_held};
+use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// `y[r, c] = x[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`; `x`, `y`: `[rows, cols]`, `gain`:
-/// `[cols]`, `inverse_rms` (s): `[rows]`. Overwrites `y` and `inverse_rms`.
-#[kernel]
-pub unsafe fn rms_norm_forward(x: &[f32], gain: &[f32], cols: usize, epsilon: f32, y: *mut f32, inverse_rms: *mut f32) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`; its lanes stay together.
-    unsafe { with_held!(row, cols, forward(x, gain, cols, epsilon, y, inverse_rms)) }
+family! {
+    /// `y[r, c] = x[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`; `x`, `y`: `[rows, cols]`, `gain`:
+    /// `[cols]`, `inverse_rms` (s): `[rows]`. Overwrites `y` and `inverse_rms`.
+    rms_norm_forward<S: Stored> { rms_norm_forward_f32: f32; rms_norm_forward_bf16: bf16; }
+    unsafe fn(x: &[S], gain: &[f32], cols: usize, epsilon: f32, y: *mut S, inverse_rms: *mut f32) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: the row lies inside `x`, `y` and `inverse_rms`; its lanes stay together.
+        unsafe { with_held!(row, cols, forward(x, gain, cols, epsilon, y, inverse_rms)) }
+    }
+    // SAFETY: `x` has whole rows of `cols`, `y` is as long, `gain` has one row, and `inverse_rms` one element for each row. A thread
+    // touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("gain", k.cols, k.gain.len())?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
+    }
 }
 
 /// # Safety
 /// The row lies inside `x`, `y` and `inverse_rms`; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize>(
+unsafe fn forward<const HELD: usize, S: Stored>(
     row: Row,
-    x: &[f32],
+    x: &[S],
     gain: &[f32],
     cols: usize,
     epsilon: f32,
-    y: *mut f32,
+    y: *mut S,
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
     // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as the caller promises.
     unsafe {
-        let x = Share::<HELD>::new(row, x, row.start, cols, 0.0);
-        let gain = Share::<HELD>::new(row, gain, 0, cols, 0.0);
+        let x = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
+        let gain = Share::<HELD, _>::new(row, gain, 0, cols, 0.0);
         for_each_vector!(HELD, row, cols, |at, column, part| {
             let x = x.get(at, column, part);
             squares = squares.fma(x, x);
@@ -70,16 +83,6 @@ unsafe fn forward<const HELD: usize>(
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`, `y` is as long, `gain` has one row, and `inverse_rms` one element for each row. A thread
-// touches a row only where it begins inside `x`.
-contract! { unsafe rms_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("gain", k.cols, k.gain.len())?;
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.cols)
-}}
-
 /// Shared bytes of the backward pass: the sums, and a factor for each row.
 #[cfg(not(target_arch = "nvptx64"))]
 const BACKWARD_BYTES: u32 = (SUMS + MAX_ROWS) as u32 * 4;
@@ -90,15 +93,15 @@ pub const ADD_DGAIN: u32 = 2;
 
 /// What a block of the backward pass works on.
 #[derive(Clone, Copy)]
-struct Backward<'k> {
-    x: &'k [f32],
+struct Backward<'k, S> {
+    x: &'k [S],
     gain: &'k [f32],
     inverse_rms: &'k [f32],
-    dy: &'k [f32],
+    dy: &'k [S],
     parts: usize,
     cols: usize,
     add: u32,
-    dx: *mut f32,
+    dx: *mut S,
     dgain: *mut f32,
     /// The block's rows.
     rows: RowChunk,
@@ -106,7 +109,7 @@ struct Backward<'k> {
     sums: SharedTile<f32>,
 }
 
-impl Backward<'_> {
+impl<S: Stored> Backward<'_, S> {
     /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
     #[inline(always)]
     fn x_coefficient(self, dot: f32, scale: f32) -> f32 {
@@ -130,12 +133,12 @@ impl Backward<'_> {
             });
             while row.number < self.rows.end {
                 let scale = load(self.inverse_rms, row.number);
-                let x = Share::<HELD>::new(row, self.x, row.start, cols, 0.0);
-                let mut dy = Share::<HELD>::new(row, self.dy, row.start, cols, 0.0);
+                let x = Share::<HELD, _>::new(row, self.x, row.start, cols, 0.0);
+                let mut dy = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
                 let mut part = 1;
                 while part < self.parts {
                     stay_rolled();
-                    let more = Share::<HELD>::new(row, self.dy, row.start + part * self.x.len(), cols, 0.0);
+                    let more = Share::<HELD, _>::new(row, self.dy, row.start + part * self.x.len(), cols, 0.0);
                     for_each_vector!(HELD, row, cols, |at, column, part| {
                         dy.hold(at, dy.get(at, column, part) + more.get(at, column, part));
                     });
@@ -261,60 +264,61 @@ impl Backward<'_> {
     }
 }
 
-/// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
-///
-/// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
-/// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
-/// [`sum_rows`](fn@crate::reduce::sum_rows) adds the rows of `dgain` up.
-///
-/// A block has one chunk of [`chunk_of`] rows. It first sums the rows of one number mod [`groups_of`], ascending,
-/// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.
-#[kernel]
-pub unsafe fn rms_norm_backward(
-    x: &[f32],
-    gain: &[f32],
-    inverse_rms: &[f32],
-    dy: &[f32],
-    parts: usize,
-    cols: usize,
-    chunk: usize,
-    add: u32,
-    dx: *mut f32,
-    dgain: *mut f32,
-) {
-    let rows = RowChunk::of_block(chunk, inverse_rms.len());
-    // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
-    // Every thread comes to every barrier.
-    unsafe {
-        let sums = SharedTile::new(0, SUMS as u32);
-        let coefficients = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
-        let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, rows, sums, dgain };
-        if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
-            block.read_twice(coefficients);
-            return;
-        }
-        if let Some(row) = Row::after(rows.first, x.len(), cols) {
-            if cols > HELD_COLUMNS / 2 {
-                block.held::<8>(row.of_whole_warp());
-            } else {
-                block.held::<4>(row);
+family! {
+    /// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
+    ///
+    /// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
+    /// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
+    /// [`sum_rows`](fn@crate::reduce::sum_rows) adds the rows of `dgain` up.
+    ///
+    /// A block has one chunk of [`chunk_of`] rows. It first sums the rows of one number mod [`groups_of`], ascending,
+    /// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.
+    rms_norm_backward<S: Stored> { rms_norm_backward_f32: f32; rms_norm_backward_bf16: bf16; }
+    unsafe fn(
+        x: &[S],
+        gain: &[f32],
+        inverse_rms: &[f32],
+        dy: &[S],
+        parts: usize,
+        cols: usize,
+        chunk: usize,
+        add: u32,
+        dx: *mut S,
+        dgain: *mut f32,
+    ) {
+        let rows = RowChunk::of_block(chunk, inverse_rms.len());
+        // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
+        // Every thread comes to every barrier.
+        unsafe {
+            let sums = SharedTile::new(0, SUMS as u32);
+            let coefficients = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
+            let block = Backward { x, gain, inverse_rms, dy, parts, cols, add, dx, rows, sums, dgain };
+            if !cols.is_multiple_of(F4::LEN) || cols > HELD_COLUMNS {
+                block.read_twice(coefficients);
+                return;
             }
+            if let Some(row) = Row::after(rows.first, x.len(), cols) {
+                if cols > HELD_COLUMNS / 2 {
+                    block.held::<8>(row.of_whole_warp());
+                } else {
+                    block.held::<4>(row);
+                }
+            }
+            thread::sync_threads();
+            rows.finish(sums, 0, cols, add & ADD_DGAIN != 0, dgain);
         }
-        thread::sync_threads();
-        rows.finish(sums, 0, cols, add & ADD_DGAIN != 0, dgain);
+    }
+    // SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain` has one row, and `inverse_rms` one
+    // element for each row. `chunk` is a number of rows for which shared memory has room, and `dgain` has a row for each chunk.
+    contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("gain", k.cols, k.gain.len())?;
+        Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
+        Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
+        Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
+        Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
+        Grid::cover(rows, k.chunk)
     }
 }
-
-// SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain` has one row, and `inverse_rms` one
-// element for each row. `chunk` is a number of rows for which shared memory has room, and `dgain` has a row for each chunk.
-contract! { unsafe rms_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("gain", k.cols, k.gain.len())?;
-    Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-    Violation::unless(k.parts > 0, "parts", "at least 1", k.parts)?;
-    Violation::unless_length("dy", Size::of(k.parts).times(k.x.len()), k.dy.len())?;
-    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless(k.chunk == chunk_of(rows, k.cols), "chunk", "what `chunk_of` gives", k.chunk)?;
-    Violation::unless_length("dgain", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.dgain.len())?;
-    Grid::cover(rows, k.chunk)
-}}

@@ -312,8 +312,8 @@ impl RoundingWork<'_> {
                 let at = at + step * FRAGMENT as usize;
                 // SAFETY: `out` has room for the fragment, as the contract has checked. Words are moved as they are.
                 unsafe {
-                    F4(upper.map(f32::from_bits)).store(out.cast(), at);
-                    F4(lower.map(f32::from_bits)).store(out.cast(), at + FRAGMENT as usize / 2);
+                    F4(upper.map(f32::from_bits)).store(out.cast::<f32>(), at);
+                    F4(lower.map(f32::from_bits)).store(out.cast::<f32>(), at + FRAGMENT as usize / 2);
                 }
             }
         });

@@ -21,77 +21,81 @@ use crate::block::{ColumnTile, REDUCTION_BYTES, block_combine, chunk_fold};
 use crate::tile::SharedTile;
 use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
-use crate::{contract, for_each_row, for_each_vector};
+use crate::{contract, family, for_each_row, for_each_vector};
 use cuda_std::{GpuFloat, prelude::*};
+use half::bf16;
 
-/// `out[r] = scale sum_c x[r, c]`; `x`: `[rows, cols]`, `out`: `[rows]`.
-#[kernel]
-pub unsafe fn sum_columns(x: &[f32], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    let mut sum = F4::splat(0.0);
-    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
-    unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            sum = sum + F4::load_part(x, row.start + column, part, 0.0);
-        });
-        let total = row.sum(sum);
-        if row.is_first_lane() {
-            put(out, row.number, total * scale, accumulate);
+family! {
+    /// `out[r] = scale sum_c x[r, c]`; `x`: `[rows, cols]`, `out`: `[rows]`.
+    sum_columns<S: Stored> { sum_columns_f32: f32; sum_columns_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        let mut sum = F4::splat(0.0);
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        unsafe {
+            for_each_vector!(row, cols, |column, part| {
+                sum = sum + F4::load_part(x, row.start + column, part, 0.0);
+            });
+            let total = row.sum(sum);
+            if row.is_first_lane() {
+                put(out, row.number, total * scale, accumulate);
+            }
         }
+    }
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("out", rows, k.out.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
-contract! { unsafe sum_columns { block: crate::warp::ROW_BLOCK } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("out", rows, k.out.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.cols)
-}}
-
-/// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, in the order of a
-/// [`ColumnTile`](crate::block::ColumnTile); `x`: `[rows, cols]`, `out`: `[ceil(rows / chunk), cols]`.
-#[kernel]
-pub unsafe fn sum_rows(x: &[f32], cols: usize, chunk: usize, scale: f32, accumulate: u32, out: *mut f32) {
-    let mut sum = F4::splat(0.0);
-    // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and its places inside `out`. No thread returns early.
-    unsafe {
-        let tile = ColumnTile::new(x.len(), cols, chunk);
-        for_each_row!(tile, |index, part| {
-            sum = sum + F4::load_part(x, index, part, 0.0);
-        });
-        if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
-            put(out, place, total * scale, accumulate);
+family! {
+    /// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, in the order of a
+    /// [`ColumnTile`](crate::block::ColumnTile); `x`: `[rows, cols]`, `out`: `[ceil(rows / chunk), cols]`.
+    sum_rows<S: Stored> { sum_rows_f32: f32; sum_rows_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, chunk: usize, scale: f32, accumulate: u32, out: *mut f32) {
+        let mut sum = F4::splat(0.0);
+        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and its places inside `out`. No thread returns early.
+        unsafe {
+            let tile = ColumnTile::new(x.len(), cols, chunk);
+            for_each_row!(tile, |index, part| {
+                sum = sum + F4::load_part(x, index, part, 0.0);
+            });
+            if let Some((place, total)) = tile.finish(SharedTile::new(0, ColumnTile::BYTES / 4), sum) {
+                put(out, place, total * scale, accumulate);
+            }
         }
+    }
+    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns, and chunks end where an index can.
+    // `out` has a row for each chunk. The shared bytes are what the tile's sums fill.
+    contract unsafe { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        let grid = ColumnTile::grid(rows, k.cols, k.chunk)?;
+        Violation::unless_length("out", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.out.len())?;
+        Ok(grid)
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns, and chunks end where an index can.
-// `out` has a row for each chunk. The shared bytes are what the tile's sums fill.
-contract! { unsafe sum_rows { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    let grid = ColumnTile::grid(rows, k.cols, k.chunk)?;
-    Violation::unless_length("out", Size::of(rows).div_ceil(k.chunk).times(k.cols), k.out.len())?;
-    Ok(grid)
-}}
-
-/// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
-#[kernel]
-pub unsafe fn sum_all(x: &[f32], scale: f32, accumulate: u32, out: *mut f32) {
-    // SAFETY: a block has a place in `out`; all of its threads come here.
-    unsafe {
-        let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
-        let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
-        if thread::thread_idx_x() == 0 {
-            put(out, thread::block_idx_x() as usize, total * scale, accumulate);
+family! {
+    /// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+    sum_all<S: Stored> { sum_all_f32: f32; sum_all_bf16: bf16; }
+    unsafe fn(x: &[S], scale: f32, accumulate: u32, out: *mut f32) {
+        // SAFETY: a block has a place in `out`; all of its threads come here.
+        unsafe {
+            let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
+            let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
+            if thread::thread_idx_x() == 0 {
+                put(out, thread::block_idx_x() as usize, total * scale, accumulate);
+            }
         }
     }
+    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+        Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+        Grid::cover(k.x.len(), crate::block::CHUNK)
+    }
 }
-
-// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
-contract! { unsafe sum_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
-    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
-    Grid::cover(k.x.len(), crate::block::CHUNK)
-}}
 
 /// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](fn@sum_all)
 /// adds these up. Overwrites `out`.

@@ -48,7 +48,7 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid(k.gradients.len())
+    crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
 /// [`sgd`](fn@sgd) with settings by group. `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
@@ -81,7 +81,7 @@ contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
-    crate::block::vector_grid(k.gradients.len())
+    crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
 /// A group's settings, as the update uses them.

@@ -12,27 +12,36 @@
 //! Invariant: the order of a row's sums follows from its length alone.
 
 use crate::exps::Exps;
+use crate::stored::Stored;
 use crate::vector::F4;
 use crate::warp::{Row, Share};
-use crate::{contract, for_each_vector, with_held};
+use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// `y[r, c] = exp(x[r, c] - m) / sum_c exp(x[r, c] - m)`, `m = max_c x[r, c]`; `x`, `y`: `[rows, cols]`. A row that
-/// holds a NaN, or nothing above -infinity, becomes NaN. Overwrites `y`.
-#[kernel]
-pub unsafe fn softmax_forward(x: &[f32], cols: usize, y: *mut f32) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    // SAFETY: the row lies inside `x` and `y`; its lanes stay together.
-    unsafe { with_held!(row, cols, forward(x, cols, y)) }
+family! {
+    /// `y[r, c] = exp(x[r, c] - m) / sum_c exp(x[r, c] - m)`, `m = max_c x[r, c]`; `x`, `y`: `[rows, cols]`. A row that
+    /// holds a NaN, or nothing above -infinity, becomes NaN. Overwrites `y`.
+    softmax_forward<S: Stored> { softmax_forward_f32: f32; softmax_forward_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, y: *mut S) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: the row lies inside `x` and `y`; its lanes stay together.
+        unsafe { with_held!(row, cols, forward(x, cols, y)) }
+    }
+    // SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
+    }
 }
 
 /// # Safety
 /// The row lies inside `x` and `y`; its lanes call it together.
 #[inline(always)]
-unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f32) {
+unsafe fn forward<const HELD: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
     // SAFETY: the row lies inside `x` and `y`, and its lanes are together here, as the caller promises.
     unsafe {
-        let exps = Exps::<HELD>::new(row, x, cols);
+        let exps = Exps::<HELD, _>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
         for_each_vector!(HELD, row, cols, |at, column, part| {
             (exps.get(at, column, part) * F4::splat(inverse)).store_part(y, row.start + column, part);
@@ -40,30 +49,32 @@ unsafe fn forward<const HELD: usize>(row: Row, x: &[f32], cols: usize, y: *mut f
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread touches a row only where it begins inside `x`.
-contract! { unsafe softmax_forward { block: crate::warp::ROW_BLOCK } |k| {
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.cols)
-}}
-
-/// `dx[r, c] = y[r, c] (dy[r, c] - sum_c dy[r, c] y[r, c])`, where y is the softmax; `y`, `dy`, `dx`: `[rows, cols]`.
-/// Overwrites `dx`.
-#[kernel]
-pub unsafe fn softmax_backward(y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
-    let Some(row) = Row::new(y.len(), cols) else { return };
-    // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay together.
-    unsafe { with_held!(row, cols, backward(y, dy, cols, dx)) }
+family! {
+    /// `dx[r, c] = y[r, c] (dy[r, c] - sum_c dy[r, c] y[r, c])`, where y is the softmax; `y`, `dy`, `dx`: `[rows, cols]`.
+    /// Overwrites `dx`.
+    softmax_backward<S: Stored> { softmax_backward_f32: f32; softmax_backward_bf16: bf16; }
+    unsafe fn(y: &[S], dy: &[S], cols: usize, dx: *mut S) {
+        let Some(row) = Row::new(y.len(), cols) else { return };
+        // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay together.
+        unsafe { with_held!(row, cols, backward(y, dy, cols, dx)) }
+    }
+    // SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread touches a row only where it begins inside `y`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.y.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.y.len(), k.dx.len())?;
+        crate::warp::Row::grid("y", k.y.len(), k.cols)
+    }
 }
 
 /// # Safety
 /// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
 #[inline(always)]
-unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usize, dx: *mut f32) {
+unsafe fn backward<const HELD: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
     let mut dot = F4::splat(0.0);
     // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are together here, as the caller promises.
     unsafe {
-        let y = Share::<HELD>::new(row, y, row.start, cols, 0.0);
-        let dy = Share::<HELD>::new(row, dy, row.start, cols, 0.0);
+        let y = Share::<HELD, _>::new(row, y, row.start, cols, 0.0);
+        let dy = Share::<HELD, _>::new(row, dy, row.start, cols, 0.0);
         for_each_vector!(HELD, row, cols, |at, column, part| {
             dot = dot.fma(dy.get(at, column, part), y.get(at, column, part));
         });
@@ -74,10 +85,3 @@ unsafe fn backward<const HELD: usize>(row: Row, y: &[f32], dy: &[f32], cols: usi
         });
     }
 }
-
-// SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread touches a row only where it begins inside `y`.
-contract! { unsafe softmax_backward { block: crate::warp::ROW_BLOCK } |k| {
-    Violation::unless_length("dy", k.y.len(), k.dy.len())?;
-    Violation::unless_length("dx", k.y.len(), k.dx.len())?;
-    crate::warp::Row::grid("y", k.y.len(), k.cols)
-}}

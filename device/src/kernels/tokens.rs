@@ -13,107 +13,111 @@
 //! Invariant: tokens are summed in ascending order, whatever the shape.
 
 use crate::block::divide;
+use crate::stored::Stored;
 use crate::vector::{F4, load, store};
-use crate::{contract, for_own_vector};
+use crate::{family, for_own_vector};
 use cuda_std::prelude::*;
+use half::bf16;
 
-/// `y[b, c] = (sum_t x[b, t, c]) / tokens`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
-/// Overwrites `y`.
-#[kernel]
-pub unsafe fn mean_tokens_forward(x: &[f32], tokens: usize, cols: usize, length: usize, y: *mut f32) {
-    let divisor = tokens as f32;
-    for_own_vector!(length, |index, part| {
-        // SAFETY: the vector lies inside `y`. Its element `[b, c]` reads x[b, .., c], which the contract has checked.
-        unsafe {
-            if cols.is_multiple_of(F4::LEN) {
-                let mut at = first_token(index, tokens, cols);
-                let mut sum = F4::splat(0.0);
-                let mut token = 0;
-                // Four at a time, so that the GPU's loads overlap.
-                #[cfg(target_arch = "nvptx64")]
-                while token + 3 < tokens {
-                    let [a, b, c, d] = [0, 1, 2, 3].map(|next| F4::load(x, at + next * cols));
-                    sum = sum + a + b + c + d;
-                    at += 4 * cols;
-                    token += 4;
+family! {
+    /// `y[b, c] = (sum_t x[b, t, c]) / tokens`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
+    /// Overwrites `y`.
+    mean_tokens_forward<S: Stored> { mean_tokens_forward_f32: f32; mean_tokens_forward_bf16: bf16; }
+    unsafe fn(x: &[S], tokens: usize, cols: usize, length: usize, y: *mut S) {
+        let divisor = tokens as f32;
+        for_own_vector!(length, |index, part| {
+            // SAFETY: the vector lies inside `y`. Its element `[b, c]` reads x[b, .., c], which the contract has checked.
+            unsafe {
+                if cols.is_multiple_of(F4::LEN) {
+                    let mut at = first_token(index, tokens, cols);
+                    let mut sum = F4::splat(0.0);
+                    let mut token = 0;
+                    // Four at a time, so that the GPU's loads overlap.
+                    #[cfg(target_arch = "nvptx64")]
+                    while token + 3 < tokens {
+                        let [a, b, c, d] = [0, 1, 2, 3].map(|next| F4::load(x, at + next * cols));
+                        sum = sum + a + b + c + d;
+                        at += 4 * cols;
+                        token += 4;
+                    }
+                    while token < tokens {
+                        sum = sum + F4::load(x, at);
+                        at += cols;
+                        token += 1;
+                    }
+                    (sum / F4::splat(divisor)).store(y, index);
+                    return;
                 }
-                while token < tokens {
-                    sum = sum + F4::load(x, at);
-                    at += cols;
-                    token += 1;
+                let mut place = index;
+                while place < index + part.count() {
+                    let mut at = first_token(place, tokens, cols);
+                    let mut sum = 0.0;
+                    let mut token = 0;
+                    while token < tokens {
+                        sum += load(x, at).widen();
+                        at += cols;
+                        token += 1;
+                    }
+                    store(y, place, S::narrow(sum / divisor));
+                    place += 1;
                 }
-                (sum / F4::splat(divisor)).store(y, index);
-                return;
             }
-            let mut place = index;
-            while place < index + part.count() {
-                let mut at = first_token(place, tokens, cols);
-                let mut sum = 0.0;
-                let mut token = 0;
-                while token < tokens {
-                    sum += load(x, at);
-                    at += cols;
-                    token += 1;
-                }
-                store(y, place, sum / divisor);
-                place += 1;
-            }
-        }
-    });
+        });
+    }
+    // SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is the length of `y`. `y` has
+    // whole rows of `cols`, and `x` is `tokens` times as long, so the `tokens` elements of each lie inside `x`.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+        crate::warp::rows_in("y", k.length, k.cols)?;
+        Violation::unless_length("x", Size::of(k.length).times(k.tokens), k.x.len())?;
+        Violation::unless_length("y", k.length, k.y.len())?;
+        crate::block::vector_grid::<f32>(k.length)
+    }
 }
 
-// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is the length of `y`. `y` has
-// whole rows of `cols`, and `x` is `tokens` times as long, so the `tokens` elements of each lie inside `x`.
-contract! { unsafe mean_tokens_forward { block: crate::block::BLOCK } |k| {
-    Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
-    crate::warp::rows_in("y", k.length, k.cols)?;
-    Violation::unless_length("x", Size::of(k.length).times(k.tokens), k.x.len())?;
-    Violation::unless_length("y", k.length, k.y.len())?;
-    crate::block::vector_grid(k.length)
-}}
-
-/// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
-#[kernel]
-pub unsafe fn mean_tokens_backward(dy: &[f32], tokens: usize, cols: usize, dx: *mut f32) {
-    let divisor = tokens as f32;
-    for_own_vector!(dy.len(), |index, part| {
-        // SAFETY: the vector lies inside `dy`. Its element `[b, c]` writes dx[b, .., c], which the contract has checked.
-        unsafe {
-            if cols.is_multiple_of(F4::LEN) {
-                let share = F4::load(dy, index) / F4::splat(divisor);
-                let mut at = first_token(index, tokens, cols);
-                let mut token = 0;
-                while token < tokens {
-                    share.store(dx, at);
-                    at += cols;
-                    token += 1;
+family! {
+    /// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
+    mean_tokens_backward<S: Stored> { mean_tokens_backward_f32: f32; mean_tokens_backward_bf16: bf16; }
+    unsafe fn(dy: &[S], tokens: usize, cols: usize, dx: *mut S) {
+        let divisor = tokens as f32;
+        for_own_vector!(dy.len(), |index, part| {
+            // SAFETY: the vector lies inside `dy`. Its element `[b, c]` writes dx[b, .., c], which the contract has checked.
+            unsafe {
+                if cols.is_multiple_of(F4::LEN) {
+                    let share = F4::load(dy, index) / F4::splat(divisor);
+                    let mut at = first_token(index, tokens, cols);
+                    let mut token = 0;
+                    while token < tokens {
+                        share.store(dx, at);
+                        at += cols;
+                        token += 1;
+                    }
+                    return;
                 }
-                return;
-            }
-            let mut place = index;
-            while place < index + part.count() {
-                let share = load(dy, place) / divisor;
-                let mut at = first_token(place, tokens, cols);
-                let mut token = 0;
-                while token < tokens {
-                    store(dx, at, share);
-                    at += cols;
-                    token += 1;
+                let mut place = index;
+                while place < index + part.count() {
+                    let share = S::narrow(load(dy, place).widen() / divisor);
+                    let mut at = first_token(place, tokens, cols);
+                    let mut token = 0;
+                    while token < tokens {
+                        store(dx, at, share);
+                        at += cols;
+                        token += 1;
+                    }
+                    place += 1;
                 }
-                place += 1;
             }
-        }
-    });
+        });
+    }
+    // SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them. `dy` has whole rows of `cols`, and `dx`
+    // is `tokens` times as long, so the `tokens` elements of each lie inside `dx`.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+        crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
+        Violation::unless_length("dx", Size::of(k.dy.len()).times(k.tokens), k.dx.len())?;
+        crate::block::vector_grid::<f32>(k.dy.len())
+    }
 }
-
-// SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them. `dy` has whole rows of `cols`, and `dx`
-// is `tokens` times as long, so the `tokens` elements of each lie inside `dx`.
-contract! { unsafe mean_tokens_backward { block: crate::block::BLOCK } |k| {
-    Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
-    crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
-    Violation::unless_length("dx", Size::of(k.dy.len()).times(k.tokens), k.dx.len())?;
-    crate::block::vector_grid(k.dy.len())
-}}
 
 /// The index of `x[b, 0, c]` in `[batch, tokens, cols]` for the index `place` of `[b, c]`.
 ///

@@ -7,14 +7,15 @@ use proc_macro2::TokenStream as Tokens;
 use quote::quote;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
-use syn::{Attribute, Field, FnArg, Ident, Token, Visibility, braced, parenthesized};
+use syn::{Attribute, Field, FnArg, Ident, Token, Visibility, braced, parenthesized, token};
 
 /// What `arguments!` is given.
 pub(super) struct Family {
     documents: Vec<Attribute>,
     visibility: Visibility,
     name: Ident,
-    choice: Field,
+    stored: Option<Ident>,
+    choice: Option<Field>,
     parameters: Punctuated<FnArg, Token![,]>,
 }
 
@@ -23,18 +24,29 @@ impl Parse for Family {
         let (documents, visibility) = (input.call(Attribute::parse_outer)?, input.parse()?);
         input.parse::<Token![struct]>()?;
         let name = input.parse()?;
-        let (chosen, passed);
-        braced!(chosen in input);
+        let mut stored = None;
+        if input.parse::<Option<Token![<]>>()?.is_some() {
+            stored = Some(input.parse()?);
+            input.parse::<Token![>]>()?;
+        }
+        let mut choice = None;
+        if input.peek(token::Brace) {
+            let chosen;
+            braced!(chosen in input);
+            choice = Some(chosen.call(Field::parse_named)?);
+        }
+        let passed;
         parenthesized!(passed in input);
-        let choice = chosen.call(Field::parse_named)?;
-        Ok(Self { documents, visibility, name, choice, parameters: passed.parse_terminated(FnArg::parse, Token![,])? })
+        let parameters = passed.parse_terminated(FnArg::parse, Token![,])?;
+        Ok(Self { documents, visibility, name, stored, choice, parameters })
     }
 }
 
 impl Family {
     pub(super) fn expand(&self) -> syn::Result<Tokens> {
         let parameters = self.parameters.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
-        Ok(typed(&self.documents, &self.visibility, &self.name, Some(&self.choice), &parameters))
+        let Self { documents, visibility, name, stored, choice, .. } = self;
+        Ok(typed(documents, visibility, name, stored.as_ref(), choice.as_ref(), &parameters))
     }
 }
 
@@ -43,15 +55,21 @@ pub(super) fn borrow(parameters: &[Parameter]) -> bool {
     parameters.iter().any(|parameter| !matches!(parameter.kind, Kind::Scalar(_)))
 }
 
-/// The struct of the parameters, and how it is packed; `choice`: a field of it that no kernel is passed.
+/// The struct of the parameters, and how it is packed; `stored`: a type that parameters have and the launch chooses; `choice`: a field
+/// of it that no kernel is passed.
 pub(super) fn typed(
     documents: &[Attribute],
     visibility: &Visibility,
     name: &Ident,
+    stored: Option<&Ident>,
     choice: Option<&Field>,
     parameters: &[Parameter],
 ) -> Tokens {
-    let (lifetime, elided) = if borrow(parameters) { (quote!(<'a>), quote!(<'_>)) } else { (quote!(), quote!()) };
+    let (declared, bounded, named) = match (borrow(parameters), stored) {
+        (_, Some(stored)) => (quote!(<'a, #stored>), quote!(<#stored: ::core::fmt::Debug>), quote!(<'_, #stored>)),
+        (true, None) => (quote!(<'a>), quote!(), quote!(<'_>)),
+        (false, None) => (quote!(), quote!(), quote!()),
+    };
     let launch = quote!(::cuda_std::launch);
     let choice = choice.map(|Field { ident, ty, .. }| quote!(#[doc = "Which kernel is launched."] pub #ident: #ty,));
     let fields = parameters.iter().map(|Parameter { name, kind, docs }| {
@@ -72,11 +90,11 @@ pub(super) fn typed(
         #(#documents)*
         #[allow(non_camel_case_types)]
         #[derive(Debug)]
-        #visibility struct #name #lifetime { #choice #(#fields),* }
+        #visibility struct #name #declared { #choice #(#fields),* }
 
         // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` two words, anything else one.
         #[cfg(not(target_arch = "nvptx64"))]
-        unsafe impl #launch::Arguments for #name #elided {
+        unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;
             const POINTERS: &'static [&'static str] = &[#(#pointers),*];
             fn pack(&self, words: &mut #launch::Words) {

@@ -42,7 +42,8 @@ pub fn written_unsafe(input: TokenStream) -> TokenStream {
 }
 
 /// `arguments! { pub struct matmul { tile: Tile } (a: &[f32], out: *mut f32) }`: the struct that `#[kernel]` makes of a function with
-/// these parameters, for a family of kernels that all have them. What stands in braces chooses one; no kernel is passed it.
+/// these parameters, for a family of kernels that all have them. What stands in braces chooses one; no kernel is passed it. `struct
+/// tanh<S> (x: &[S], y: *mut S)` is the same for a family whose kernels differ in the type S.
 #[proc_macro]
 pub fn arguments(input: TokenStream) -> TokenStream {
     parse_macro_input!(input as arguments::Family).expand().unwrap_or_else(Error::into_compile_error).into()
@@ -171,7 +172,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
     let body = pointers::instrumented(&item.block, &raw.map(|p| &p.name).collect::<Vec<_>>());
     let signature = &item.sig;
     let launch = quote!(::cuda_std::launch);
-    let typed = arguments::typed(documents, visibility, name, None, parameters);
+    let typed = arguments::typed(documents, visibility, name, None, None, parameters);
     let elided = if arguments::borrow(parameters) { quote!(<'_>) } else { quote!() };
     let mut word = 0usize;
     let unpacked = parameters.iter().map(|Parameter { kind, .. }| {

@@ -1,0 +1,39 @@
+//! Casts between the types that memory holds.
+//!
+//! Invariant: f32 is rounded to the nearest BF16, ties to even; BF16 becomes f32 exactly.
+
+use crate::block::BLOCK;
+use crate::vector::F4;
+use crate::{contract, write_own_vectors};
+use cuda_std::prelude::*;
+use half::bf16;
+
+/// out = x, rounded; `x`, `out`: `[n]`. Overwrites `out`.
+#[kernel]
+pub unsafe fn cast_to_bf16(x: &[f32], out: *mut bf16) {
+    // SAFETY: the vector lies inside `x`, and `out` is as long.
+    unsafe {
+        write_own_vectors!(bf16, x.len(), out, |index, part| F4::load_part(x, index, part, 0.0));
+    }
+}
+
+// SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
+contract! { unsafe cast_to_bf16 { block: BLOCK } |k| {
+    Violation::unless_length("out", k.x.len(), k.out.len())?;
+    crate::block::vector_grid::<bf16>(k.x.len())
+}}
+
+/// out = x, exactly; `x`, `out`: `[n]`. Overwrites `out`.
+#[kernel]
+pub unsafe fn cast_to_f32(x: &[bf16], out: *mut f32) {
+    // SAFETY: the vector lies inside `x`, and `out` is as long.
+    unsafe {
+        write_own_vectors!(bf16, x.len(), out, |index, part| F4::load_part(x, index, part, 0.0));
+    }
+}
+
+// SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
+contract! { unsafe cast_to_f32 { block: BLOCK } |k| {
+    Violation::unless_length("out", k.x.len(), k.out.len())?;
+    crate::block::vector_grid::<bf16>(k.x.len())
+}}

@@ -1,0 +1,119 @@
+//! What memory holds of the numbers that kernels compute: f32, or BF16 for half the bytes.
+//!
+//! ```text
+//! memory      registers     memory
+//! f32    -->    f32    -->  f32     as it is
+//! bf16   -->    f32    -->  bf16    exact on the way in; rounded on the way out, to nearest, ties to even
+//! ```
+//! Invariant: arithmetic is f32 whatever is stored. So what a kernel writes as BF16 is what it would have written as f32 for the same
+//! operands, rounded once, and it has the same bits on every device.
+
+use crate::format::{Bf16, Format, round_bf16};
+use half::bf16;
+
+/// A type that memory may hold of f32 numbers.
+pub trait Stored: Copy + core::fmt::Debug + 'static {
+    /// The type's name, by which a family of kernels finds its own.
+    const NAME: &'static str;
+
+    /// The number, exactly.
+    fn widen(self) -> f32;
+
+    /// The nearest number of this type, ties to even.
+    fn narrow(value: f32) -> Self;
+
+    /// Four numbers, in one access.
+    ///
+    /// # Safety
+    /// `x` is valid for reads of four elements and lies on a boundary of four elements.
+    unsafe fn read4(x: *const Self) -> [f32; 4];
+
+    /// Writes the nearest of four numbers, in one access.
+    ///
+    /// # Safety
+    /// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four elements.
+    unsafe fn write4(out: *mut Self, values: [f32; 4]);
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+struct Quad([f32; 4]);
+
+impl Stored for f32 {
+    const NAME: &'static str = "f32";
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        value
+    }
+
+    #[inline(always)]
+    unsafe fn read4(x: *const Self) -> [f32; 4] {
+        // SAFETY: the four elements may be read and lie on 16 bytes, as the caller promises.
+        unsafe { x.cast::<Quad>().read().0 }
+    }
+
+    #[inline(always)]
+    unsafe fn write4(out: *mut Self, [a, b, c, d]: [f32; 4]) {
+        // SAFETY: the four elements may be written and lie on 16 bytes, as the caller promises.
+        unsafe {
+            // LLVM would merge a plain store with the one by elements of another branch, and split both.
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
+                "st.global.v4.f32 [%global], {{{1}, {2}, {3}, {4}}}; }}",
+                in(reg64) out, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            out.cast::<Quad>().write(Quad([a, b, c, d]));
+        }
+    }
+}
+
+/// Four BF16, two in each word.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Words([u32; 2]);
+
+impl Stored for bf16 {
+    const NAME: &'static str = "bf16";
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        Bf16::value(u32::from(self.to_bits()), 0)
+    }
+
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        Self::from_bits(round_bf16(value, 0.0) as u16)
+    }
+
+    #[inline(always)]
+    unsafe fn read4(x: *const Self) -> [f32; 4] {
+        // SAFETY: the four elements may be read and lie on 8 bytes, as the caller promises.
+        let Words([low, high]) = unsafe { x.cast::<Words>().read() };
+        [Bf16::value(low, 0), Bf16::value(low, 1), Bf16::value(high, 0), Bf16::value(high, 1)]
+    }
+
+    #[inline(always)]
+    unsafe fn write4(out: *mut Self, values: [f32; 4]) {
+        let [low, high] = Bf16::words(values);
+        // SAFETY: the four elements may be written and lie on 8 bytes, as the caller promises.
+        unsafe {
+            // As for f32.
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
+                "st.global.v2.b32 [%global], {{{1}, {2}}}; }}",
+                in(reg64) out, in(reg32) low, in(reg32) high, options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            out.cast::<Words>().write(Words([low, high]));
+        }
+    }
+}

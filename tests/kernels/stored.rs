@@ -1,0 +1,171 @@
+//! BF16 in memory: what an op gives of BF16 is what it gives of the same numbers as f32, rounded once.
+
+use crate::shapes::ROWS;
+use crate::support::{Random, on_each_device};
+use crate::trial::{Trial, assert_same, trial};
+use kernels::stored::Stored as _;
+use std::cell::RefCell;
+use stepscope::{Device, Element, Result, Shape, Source, Stored, Tensor, bf16, ops};
+
+/// An op's operands, and what it gave.
+struct Case<'c, 's> {
+    trial: &'c Trial<'c, 's>,
+    shape: [usize; 2],
+    random: RefCell<Random>,
+    outputs: RefCell<Vec<Output>>,
+}
+
+/// Numbers, and whether they were stored as BF16.
+type Output = (Vec<f32>, bool);
+
+impl<'s> Case<'_, 's> {
+    /// Numbers that BF16 holds, whatever S is.
+    fn of<S: Stored>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, S>> {
+        let shape = shape.into();
+        let values = self.random.borrow_mut().normals(shape.elements());
+        self.trial.upload(&values.into_iter().map(|x| S::narrow(bf16::narrow(x).widen())).collect::<Vec<_>>(), shape)
+    }
+
+    fn x<S: Stored>(&self) -> Result<Tensor<'s, S>> {
+        self.of(self.shape)
+    }
+
+    /// Any numbers, of f32: a gain or a bias.
+    fn row(&self) -> Result<Tensor<'s>> {
+        let cols = self.shape[1];
+        self.trial.upload(&self.random.borrow_mut().normals(cols), [cols])
+    }
+
+    fn keep<S: Stored>(&self, tensor: &impl Source<'s, S>) -> Result<()> {
+        let values = self.trial.output(tensor)?.into_iter().map(S::widen).collect();
+        self.outputs.borrow_mut().push((values, <S as Element>::NAME == "bf16"));
+        Ok(())
+    }
+}
+
+/// A test for each op, generic in what is stored.
+macro_rules! rounded_once {
+    ($($name:ident<$S:ident>: |$c:ident| $body:block)*) => {$(
+        mod $name {
+            use super::*;
+
+            fn run<$S: Stored>($c: &Case<'_, '_>) -> Result<()> $body
+
+            fn check(device: &Device, shape: [usize; 2]) {
+                let outputs = |run: fn(&Case<'_, '_>) -> Result<()>| {
+                    trial(device, |trial| {
+                        let random = RefCell::new(Random::new(29));
+                        let case = Case { trial, shape, random, outputs: RefCell::default() };
+                        trial.with_scratch(|| run(&case))?;
+                        Ok(case.outputs.take())
+                    })
+                };
+                let (floats, halves) = (outputs(run::<f32>), outputs(run::<bf16>));
+                assert!(!floats.is_empty() && floats.len() == halves.len());
+                for ((want, _), (got, is_rounded)) in floats.into_iter().zip(halves) {
+                    let round = |x: f32| if is_rounded { bf16::narrow(x).widen() } else { x };
+                    assert_same(format!("{shape:?}"), &got, &want.into_iter().map(round).collect::<Vec<_>>());
+                }
+            }
+
+            on_each_device! {
+                fn rounds_once(device: &Device) {
+                    ROWS.into_iter().for_each(|shape| check(device, shape));
+                }
+            }
+        }
+    )*};
+}
+
+rounded_once! {
+    add<S>: |c| { c.keep(&ops::add(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    add_assign<S>: |c| {
+        let mut out = c.x::<S>()?;
+        ops::add_assign(c.trial, &mut out, &c.x()?)?;
+        c.keep(&out)
+    }
+    scale<S>: |c| { c.keep(&ops::scale(c.trial, &c.x::<S>()?, 0.3)?) }
+    scale_by<S>: |c| { c.keep(&ops::scale_by(c.trial, &c.x::<S>()?, &c.trial.upload(&[0.7], [1])?)?) }
+    add_bias<S>: |c| { c.keep(&ops::add_bias(c.trial, &c.x::<S>()?, &c.row()?)?) }
+    copy<S>: |c| { c.keep(&ops::copy(c.trial, &c.x::<S>()?)?) }
+    tanh<S>: |c| { c.keep(&ops::tanh(c.trial, &c.x::<S>()?)?) }
+    tanh_backward<S>: |c| { c.keep(&ops::tanh_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    gelu<S>: |c| { c.keep(&ops::gelu(c.trial, &c.x::<S>()?)?) }
+    gelu_backward<S>: |c| { c.keep(&ops::gelu_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    gelu_bias_backward<S>: |c| {
+        let mut db = c.row()?;
+        c.keep(&ops::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?)?;
+        c.keep(&db)
+    }
+    softmax<S>: |c| { c.keep(&ops::softmax(c.trial, &c.x::<S>()?)?) }
+    softmax_backward<S>: |c| { c.keep(&ops::softmax_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    rms_norm<S>: |c| {
+        let (y, inverse_rms) = ops::rms_norm(c.trial, &c.x::<S>()?, &c.row()?, 1e-6)?;
+        c.keep(&y)?;
+        c.keep(&inverse_rms)
+    }
+    rms_norm_backward<S>: |c| {
+        let (x, gain, mut dgain) = (c.x::<S>()?, c.row()?, c.row()?);
+        let (_, inverse_rms) = ops::rms_norm(c.trial, &x, &gain, 1e-6)?;
+        let so_far = Some(c.x()?);
+        let dx = ops::rms_norm_backward(c.trial, &x, &gain, &inverse_rms, &c.x()?, so_far, &mut dgain, true)?;
+        c.keep(&dx)?;
+        c.keep(&dgain)
+    }
+    layer_norm<S>: |c| {
+        let out = ops::layer_norm(c.trial, &c.x::<S>()?, &c.row()?, &c.row()?, 1e-5)?;
+        c.keep(&out.y)?;
+        c.keep(&out.mean)?;
+        c.keep(&out.inverse_std)
+    }
+    layer_norm_backward<S>: |c| {
+        let (h, gain, mut sums) = (c.x::<S>()?, c.row()?, [c.row()?, c.row()?]);
+        let out = ops::layer_norm(c.trial, &h, &gain, &c.row()?, 1e-5)?;
+        let kept = [&out.mean, &out.inverse_std];
+        let so_far = Some(c.x()?);
+        let dh = ops::layer_norm_backward(c.trial, &h, &gain, kept, &c.x()?, so_far, sums.each_mut(), [true, false])?;
+        c.keep(&dh)?;
+        sums.iter().try_for_each(|sum| c.keep(sum))
+    }
+    cross_entropy<S>: |c| {
+        let [rows, classes] = c.shape;
+        let labels: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
+        let (loss, dlogits) = ops::cross_entropy(c.trial, &c.x::<S>()?, &c.trial.upload(&labels, [rows])?, 0.1)?;
+        c.keep(&loss)?;
+        c.keep(&dlogits)
+    }
+    sum_columns<S>: |c| { c.keep(&ops::sum_columns(c.trial, &c.x::<S>()?)?) }
+    sum_rows<S>: |c| { c.keep(&ops::sum_rows(c.trial, &c.x::<S>()?)?) }
+    sum<S>: |c| { c.keep(&ops::sum(c.trial, &c.x::<S>()?)?) }
+    mean_tokens<S>: |c| {
+        let [tokens, cols] = [c.shape[0].max(1), c.shape[1]];
+        c.keep(&ops::mean_tokens(c.trial, &c.of::<S>([3, tokens, cols])?)?)
+    }
+    mean_tokens_backward<S>: |c| {
+        let [tokens, cols] = [c.shape[0].max(1), c.shape[1]];
+        c.keep(&ops::mean_tokens_backward(c.trial, &c.of::<S>([3, cols])?, [3, tokens, cols])?)
+    }
+}
+
+on_each_device! {
+    /// What is normalised behind a residual is the sum as it is stored, which backward reads.
+    fn the_stored_sum_is_normalised(device: &Device) {
+        for shape in ROWS {
+            trial(device, |trial| {
+                let case = Case { trial, shape, random: RefCell::new(Random::new(31)), outputs: RefCell::default() };
+                let (x, residual, gain, bias) = (case.x::<bf16>()?, case.x()?, case.row()?, case.row()?);
+                let (h, out) = ops::layer_norm_residual(trial, &x, &residual, &gain, &bias, 1e-5)?;
+                let sum = ops::add(trial, &x, &residual)?;
+                let of_sum = ops::layer_norm(trial, &sum, &gain, &bias, 1e-5)?;
+                for [got, want] in [[&h, &sum], [&out.y, &of_sum.y]] {
+                    let [got, want] = [trial.output(got)?, trial.output(want)?].map(|x| x.into_iter().map(f32::from).collect::<Vec<_>>());
+                    assert_same(format!("{shape:?}"), &got, &want);
+                }
+                for [got, want] in [[&out.mean, &of_sum.mean], [&out.inverse_std, &of_sum.inverse_std]] {
+                    assert_same(format!("{shape:?}"), &trial.output(got)?, &trial.output(want)?);
+                }
+                Ok(())
+            });
+        }
+    }
+}
