@@ -29,13 +29,97 @@
 //!     contract unsafe { block: BLOCK, shared: 0 } |k| { .. }
 //! }
 //! ```
-//! Here the tensors' type chooses the kernel: `step.launch(tanh_forward { x, y })`.
+//! Here the tensors' type chooses the kernel: `step.launch(tanh_forward { x, y })`. A family may differ in both: `matmul_bf16<S:
+//! Stored>(tile: Tile as TILE) { matmul_of_bf16_64x64_f32: f32 = T64X64; .. }`.
 //!
 //! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
 
 /// Declares the kernels of a family; see the module.
 #[macro_export]
 macro_rules! family {
+    (
+        $(#[doc = $doc:literal])*
+        $family:ident<$S:ident: Stored>($choice:ident: $Choice:ty as $CHOICE:ident) {
+            $($kernel:ident: $T:ty = $value:expr;)*
+        }
+        unsafe fn $parameters:tt $body:tt
+        contract $unsafe:tt { block: $block:expr, shared: $shared:expr } |$arguments:ident| $grid:expr
+    ) => {
+        $(
+            #[allow(unreachable_pub)]
+            mod $kernel {
+                use super::*;
+
+                pub(super) const $CHOICE: $Choice = $value;
+                type $S = $T;
+
+                #[kernel]
+                pub unsafe fn $kernel $parameters $body
+
+                #[cfg(not(target_arch = "nvptx64"))]
+                pub(super) use contract::{ENTRY, grid};
+                #[cfg(not(target_arch = "nvptx64"))]
+                #[allow(unused_imports)]
+                mod contract {
+                    use super::*;
+                    use ::cuda_std::launch::{Entry, Grid, Listed, Size, Violation};
+
+                    pub(in super::super) static ENTRY: Entry =
+                        Entry::of::<super::$kernel<'_>>($crate::package!(), $block, $shared, $crate::ALIGN);
+                    ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
+
+                    #[deny(clippy::arithmetic_side_effects)]
+                    pub(in super::super) fn grid<$S>(
+                        $arguments: &super::super::$family<'_, $S>,
+                    ) -> Result<Grid, Violation> {
+                        $grid
+                    }
+                }
+            }
+        )*
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> { $choice: $Choice } $parameters }
+
+        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(clippy::undocumented_unsafe_blocks)]
+        const _: () = {
+            // As below.
+            ::cuda_std::written_unsafe!($unsafe);
+            use ::cuda_std::launch::{Contract, Entry, Grid, Violation};
+            use $crate::stored::Stored;
+
+            impl $family<'_, f32> {
+                /// The kernels of the family: name, choice and what is stored.
+                pub const VARIANTS: &'static [(&'static str, $Choice, &'static str)] =
+                    &[$((stringify!($kernel), $kernel::$CHOICE, <$T as Stored>::NAME)),*];
+            }
+
+            impl<$S: Stored> $family<'_, $S> {
+                fn unknown(&self) -> Violation {
+                    Violation::choice(stringify!($choice), stringify!($family), &self.$choice)
+                }
+            }
+
+            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            unsafe impl<$S: Stored> Contract for $family<'_, $S> {
+                fn entry(&self) -> Result<&'static Entry, Violation> {
+                    $(if self.$choice == $kernel::$CHOICE && $S::NAME == <$T as Stored>::NAME {
+                        return Ok(&$kernel::ENTRY);
+                    })*
+                    Err(self.unknown())
+                }
+
+                fn grid(&self) -> Result<Grid, Violation> {
+                    $(if self.$choice == $kernel::$CHOICE && $S::NAME == <$T as Stored>::NAME {
+                        return $kernel::grid(self);
+                    })*
+                    Err(self.unknown())
+                }
+            }
+        };
+    };
     (
         $(#[doc = $doc:literal])*
         $family:ident<$S:ident: Stored> { $($kernel:ident: $T:ty;)* }

@@ -54,6 +54,7 @@ mod entries {
     pub mod layer_norm;
     pub mod loss;
     pub mod matmul;
+    pub mod matmul_bf16;
     pub mod matmul_tensor;
     pub mod norm;
     pub mod precision;

@@ -18,6 +18,7 @@ use core::marker::PhantomData;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
+use half::bf16;
 
 /// What a tile may hold: values of 32 bits.
 pub trait SharedElement: Copy {
@@ -308,6 +309,61 @@ impl SharedTile<f32> {
             #[cfg(not(target_arch = "nvptx64"))]
             self.set4(index, F4::load(x, from));
         }
+    }
+}
+
+impl SharedTile<u32> {
+    /// Starts to copy `x[from..from + 8]` to the four words from `index` on. `index` is a multiple of four, and `x + from` lies on 16
+    /// bytes.
+    ///
+    /// # Safety
+    /// `from + 8 <= x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy8(self, index: u32, x: &[bf16], from: usize) {
+        // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            for word in 0..4 {
+                let half = |at: usize| u32::from(vector::load(x, from + at).to_bits());
+                self.set(index + word as u32, half(2 * word) | half(2 * word + 1) << 16);
+            }
+        }
+    }
+
+    /// Four matrices of 8 x 8 elements of 16 bits, of which lane `8 q + r` names row r of matrix q by its first word, `index`. Lane `4 g +
+    /// t` gets elements 2 t and 2 t + 1 of row g of each; of column g, if they are to be `transposed`.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together), each with a row inside the tile on 16 bytes, and with
+    /// the same `transposed`, a constant.
+    #[cfg(target_arch = "nvptx64")]
+    #[inline(always)]
+    pub(crate) unsafe fn matrices(self, index: u32, transposed: bool) -> [u32; 4] {
+        let (a, b, c, d): (u32, u32, u32, u32);
+        // SAFETY: the rows lie inside the tile, and all lanes are here, as the caller promises.
+        unsafe {
+            if transposed {
+                core::arch::asm!(
+                    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{{0}, {1}, {2}, {3}}}, [{4}];",
+                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
+                    in(reg32) self.address + index * 4, options(nostack)
+                );
+            } else {
+                core::arch::asm!(
+                    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{0}, {1}, {2}, {3}}}, [{4}];",
+                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
+                    in(reg32) self.address + index * 4, options(nostack)
+                );
+            }
+        }
+        [a, b, c, d]
     }
 }
 

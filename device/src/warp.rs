@@ -348,7 +348,7 @@ unsafe extern "C" {
 /// The lanes in `mask` call it together, and the other lane is among them.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
-unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
     use core::mem::{size_of, transmute_copy};
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;

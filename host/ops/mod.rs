@@ -33,11 +33,12 @@ pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
 pub use fill::{copy, copy_into, fill, fill_into};
+pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
 pub use loss::cross_entropy;
 pub use matmul::{
-    Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
+    Factor, Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward};
 pub use reduce::{

@@ -10,13 +10,14 @@ use super::inputs::Inputs;
 use super::products;
 use crate::error::Result;
 use crate::ops;
-use crate::tensor::{Source, Stored, Target, Tensor};
-use Listed::{Both, One, Products, Roundings, TensorProducts};
+use crate::tensor::{Element, Source, Stored, Target, Tensor};
+use Listed::{Bf16Products, Both, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::Reduced;
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
+use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::precision::round;
 use kernels::{reduce, scalars};
@@ -33,6 +34,8 @@ pub enum Case {
     Product(Tile),
     /// A multiply by a tile, of factors rounded to a format.
     TensorProduct(Reduced, TensorTile),
+    /// A multiply of BF16 tensors by a tile, into f32 or BF16.
+    Bf16Product(Bf16Tile, &'static str),
     /// Rounding to a format.
     Rounding(Reduced),
 }
@@ -44,6 +47,8 @@ impl Case {
             Self::Own(run) => run(i),
             Self::Product(tile) => products::product(i, tile),
             Self::TensorProduct(format, tile) => products::tensor_product(i, format, tile),
+            Self::Bf16Product(tile, <bf16 as Element>::NAME) => products::bf16_product::<bf16>(i, tile),
+            Self::Bf16Product(tile, _) => products::bf16_product::<f32>(i, tile),
             Self::Rounding(format) => products::rounding(i, format),
         }
     }
@@ -56,6 +61,7 @@ enum Listed {
     Both([(&'static str, Run); 2]),
     Products,
     TensorProducts,
+    Bf16Products,
     Roundings,
 }
 
@@ -71,6 +77,10 @@ impl Listed {
             TensorProducts => {
                 let case = |&(name, (format, tile)): &(_, _)| (name, Case::TensorProduct(format, tile));
                 matmul_tensor::VARIANTS.iter().map(case).collect()
+            }
+            Bf16Products => {
+                let case = |&(name, tile, stored)| (name, Case::Bf16Product(tile, stored));
+                matmul_bf16::<'_, f32>::VARIANTS.iter().map(case).collect()
             }
             Roundings => round::VARIANTS.iter().map(|&(name, format)| (name, Case::Rounding(format))).collect(),
         }
@@ -232,8 +242,9 @@ const LISTED: &[Listed] = &[
         })
     }),
     Products,
-    One("sum_splits", products::splits),
+    both!("sum_splits", <S>, |i| products::splits::<S>(i)),
     TensorProducts,
+    Bf16Products,
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;

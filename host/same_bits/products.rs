@@ -8,10 +8,11 @@ use super::Form;
 use super::inputs::Inputs;
 use crate::error::Result;
 use crate::ops;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Element, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::format::Reduced;
 use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
+use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
@@ -100,7 +101,7 @@ fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
 }
 
 /// What a multiply leaves.
-fn keep_outputs<'s>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s>, pre: &Tensor<'s>) -> Result<()> {
+fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, S>, pre: &Tensor<'s, S>) -> Result<()> {
     i.keep(out)?;
     if flags & KEEP != 0 || i.form == Form::Whole { i.keep(pre) } else { Ok(()) }
 }
@@ -133,6 +134,62 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
             batches: batches as u32,
             stride_a,
             stride_b,
+            stride_c: m * n,
+            stride_bias: n,
+            beta,
+            flags,
+        })?;
+        keep_outputs(i, flags, &out, &pre)?;
+    }
+    Ok(())
+}
+
+/// Products of BF16 tensors with and without tails, each way to store and to end them; rows that are no multiple of 16 bytes.
+const BF16_PRODUCTS: [Product; 5] = [
+    (1, [1, 8, 8], ALL, 0, 0.0),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, 1.0),
+    (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, 0.0),
+    (1, [12, 256, 192], ALL, TRANSPOSE_B | GELU, 0.0),
+    (1, [150, 275, 261], ALL, GELU | KEEP, 0.5),
+];
+
+/// Four blocks of the largest tile, and enough of GELU; whole stages and cut ones, of both kinds of rows; the ring more than once; chunks.
+const SMALLEST_BF16_PRODUCTS: [Product; 5] = [
+    (1, [129, 257, 24], ALL, GELU, 0.0),
+    (1, [256, 256, 168], ALL, TRANSPOSE_A, 0.0),
+    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, 0.5),
+    (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, 0.0),
+    (1, [4, 8, 80], 32, 0, 0.0),
+];
+
+/// The case of a tile for BF16 tensors: [`product`], on whole numbers so small that every sum is exact, as for [`tensor_product`].
+pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
+    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS) {
+        let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
+        let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
+        let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
+        let length = batches * k.div_ceil(chunk) * m * n;
+        let mut out = i.normals::<S>([length])?;
+        let mut pre = i.normals::<S>([length])?;
+        let (c, written) = out.in_place();
+        i.step.launch(matmul_bf16 {
+            tile,
+            a: a.slice(),
+            b: b.slice(),
+            bias: unless_chunked(chunk < k, &bias),
+            c,
+            out: written,
+            pre: pre.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: if flags & TRANSPOSE_A == 0 { k } else { m } as u32,
+            ldb: if flags & TRANSPOSE_B == 0 { n } else { k } as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
             stride_c: m * n,
             stride_bias: n,
             beta,
@@ -197,14 +254,15 @@ fn factors<'a>(
 }
 
 /// The case of [`sum_splits`]: multiplies that are split; in the smallest form by itself.
-pub(super) fn splits(i: &Inputs<'_, '_>) -> Result<()> {
-    if i.form == Form::Smallest {
+pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    if i.form == Form::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
         return [([3, 260], 9, GELU | KEEP, 0.5), ([2, 5], 2, 0, 0.0)]
             .into_iter()
-            .try_for_each(|(extents, splits, flags, beta)| splits_alone(i, extents, splits, flags, beta));
+            .try_for_each(|(extents, splits, flags, beta)| splits_alone::<S>(i, extents, splits, flags, beta));
     }
     for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
-        let (a, b, bias, mut out) = (i.normals([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals([m, n])?);
+        let (a, b, bias, mut out) =
+            (i.normals::<f32>([m, k])?, i.normals([k, n])?, i.normals([n])?, i.normals::<f32>([m, n])?);
         let form = ops::Gemm { beta, ..ops::Gemm::new(m, n, k) };
         ops::gemm_into(i.step, &form, &a, &b, Some(&bias), &mut out)?;
         i.keep(&out)?;
@@ -213,9 +271,9 @@ pub(super) fn splits(i: &Inputs<'_, '_>) -> Result<()> {
 }
 
 /// [`sum_splits`] of partials that no kernel has made.
-fn splits_alone(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u32, beta: f32) -> Result<()> {
+fn splits_alone<S: Stored>(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u32, beta: f32) -> Result<()> {
     let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
-    let (mut out, mut pre) = (i.normals([m, n])?, i.normals([m, n])?);
+    let (mut out, mut pre) = (i.normals::<S>([m, n])?, i.normals::<S>([m, n])?);
     let (c, written) = out.in_place();
     i.step.launch(sum_splits {
         partials: partials.slice(),

@@ -148,7 +148,7 @@ macro_rules! attack {
                     $crate::hostile::emulated(|step| {
                         let mut lengths: Vec<u64> = Vec::new();
                         $(attack!(@make step, lengths, $name, $kind, $value);)*
-                        for (name, _choice) in attack!(@choices $file $kernel $($choice)?) {
+                        for (name, _choice) in attack!(@choices $file $kernel $($choice)? $(<$S>)?) {
                             $crate::hostile::hostile_launches(name, &lengths, |numbers, launch| {
                                 let _ = &numbers;
                                 let kernel = kernels::$file::$kernel {
@@ -172,7 +172,17 @@ macro_rules! attack {
         { type $S = f32; $body }
         { type $S = stepscope::bf16; $body }
     }};
+    (@choices $file:ident $family:ident <$S:ident>) => { [(stringify!($family), ())].into_iter() };
+    (@choices $file:ident $family:ident $choice:ident <$S:ident>) => {
+        kernels::$file::$family::<'_, f32>::VARIANTS
+            .iter()
+            .filter(|(_, _, stored)| *stored == <S as stepscope::Element>::NAME)
+            .map(|&(name, choice, _)| (name, choice))
+    };
     (@choices $($of:ident)*) => { attack!(@variants $($of)*) };
+    (@variants $file:ident $family:ident $choice:ident <$S:ident>) => {
+        kernels::$file::$family::<'_, f32>::VARIANTS.iter().map(|&(name, _, _)| (name, ()))
+    };
     (@variants $file:ident $family:ident <$S:ident>) => {
         [(concat!(stringify!($family), "_f32"), ()), (concat!(stringify!($family), "_bf16"), ())].into_iter()
     };
@@ -189,6 +199,9 @@ macro_rules! attack {
     (@make $step:ident, $lengths:ident, $name:ident, out_stored, $length:expr) => {
         let mut $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $length], [$length])?;
         $lengths.push($length as u64);
+    };
+    (@make $step:ident, $lengths:ident, $name:ident, stored_pointer, $length:expr) => {
+        attack!(@make $step, $lengths, $name, stored, $length);
     };
     (@make $step:ident, $lengths:ident, $name:ident, pointer, $length:expr) => {
         attack!(@make $step, $lengths, $name, f32s, $length);
@@ -215,6 +228,7 @@ macro_rules! attack {
     };
     (@make $step:ident, $lengths:ident, $name:ident, $number:ident, $value:expr) => {};
     (@argument $numbers:ident, $name:ident, f32s, $length:expr) => { $name.slice() };
+    (@argument $numbers:ident, $name:ident, stored_pointer, $length:expr) => { $name.pointer() };
     (@argument $numbers:ident, $name:ident, stored, $length:expr) => { $name.slice() };
     (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out() };
     (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice() };

@@ -318,7 +318,7 @@ on_each_device! {
                 let mut got = vec![];
                 let names = launched(|| got = gemm(device, &case));
                 assert_same(format_args!("{shape:?}, {tile:?}"), &got, want);
-                assert_eq!(names.iter().filter(|name| *name == "sum_splits").count(), 1);
+                assert_eq!(names.iter().filter(|name| *name == "sum_splits_f32").count(), 1);
             }
             let sums: Vec<f32> = case.places().map(|(place, _)| want[place]).collect();
             closeness.check(format_args!("{shape:?}"), &sums, &case.exact());
@@ -476,8 +476,8 @@ attack! {
         lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
         stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
     }
-    matmul::sum_splits {
-        partials: f32s 180, splits: number 3, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6,
+    matmul::sum_splits<S> {
+        partials: f32s 180, splits: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
         ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
     }
 }

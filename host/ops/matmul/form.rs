@@ -1,7 +1,7 @@
 //! What is multiplied: extents, strides, and what follows the sums.
 
 use crate::precision::Precision;
-use crate::tensor::{Target, Tensor};
+use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::matmul::{GELU, KEEP, Tile};
 
@@ -47,6 +47,8 @@ pub struct Gemm {
     pub precision: Option<Precision>,
     /// Which tile computes it in a precision below f32, of [`TENSOR_TILES`](crate::ops::TENSOR_TILES); as `tile`.
     pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
+    /// Which tile computes it of BF16 tensors, of [`BF16_TILES`](crate::ops::BF16_TILES); as `tile`.
+    pub bf16_tile: Option<kernels::matmul_bf16::Tile>,
 }
 
 impl Gemm {
@@ -87,14 +89,16 @@ impl Gemm {
 }
 
 /// What is done with the sums before they are written.
-pub(in super::super) enum Epilogue<'e, 's> {
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum Epilogue<'e, 's, S: Stored> {
     Store,
-    Gelu { pre: &'e mut Tensor<'s> },
+    Gelu { pre: &'e mut Tensor<'s, S> },
 }
 
-impl<'e> Epilogue<'e, '_> {
+impl<'e, S: Stored> Epilogue<'e, '_, S> {
     /// Where the sums before gelu go, and what a kernel is told of it.
-    pub(super) fn out(self) -> (PointerMut<'e, f32>, u32) {
+    pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
         match self {
             Self::Store => (PointerMut::empty(), 0),
             Self::Gelu { pre } => (pre.out(), GELU | KEEP),

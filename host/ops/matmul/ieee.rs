@@ -18,11 +18,12 @@ pub(super) fn queue<'s>(
     bias: Option<&impl Source<'s, f32>>,
     residual: Option<&impl Source<'s, f32>>,
     out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's>,
+    epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form)?;
+    let extents = GemmExtents::new(form, kernels::matmul::chunk)?;
     let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
-    in_chunks(step, form, &extents, outputs, |outputs| multiply(step, form, &extents, a.slice(), b.slice(), outputs))
+    let multiply = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs);
+    in_chunks(step, form, &extents, outputs, multiply, multiply)
 }
 
 /// Queues the products: of all of k, or of each chunk.
@@ -33,7 +34,7 @@ fn multiply(
     extents: &GemmExtents,
     a: Slice<'_, f32>,
     b: Slice<'_, f32>,
-    outputs: Outputs<'_>,
+    outputs: Outputs<'_, f32>,
 ) -> Result<()> {
     let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;

@@ -1,12 +1,11 @@
 //! The ops: a matrix multiply, linear layers, and what is fused behind them.
 
 use super::super::same_shape;
+use super::factor::Factor;
 use super::form::{Epilogue, Gemm, Gradient};
-use super::{ieee, tensor};
 use crate::error::{Error, Result};
-use crate::precision::Precision;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
 ///
@@ -17,7 +16,11 @@ use crate::tensor::{Source, Target, Tensor};
 /// # Errors
 /// [`Error::Misuse`] when the inner extents differ; [`Error::ArenaFull`].
 #[track_caller]
-pub fn matmul<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn matmul<'s, S: Factor<S>>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     linear(step, x, w, None::<&Tensor<'s>>)
 }
 
@@ -26,12 +29,12 @@ pub fn matmul<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, w: &impl Source<'s,
 /// # Errors
 /// As for [`matmul`].
 #[track_caller]
-pub fn linear<'s>(
+pub fn linear<'s, S: Factor<S>>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    w: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
     bias: Option<&impl Source<'s, f32>>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     let (shape, form) = forward("linear", x, w)?;
     let mut out = step.empty(shape)?;
     gemm_into(step, &form, x, w, bias, &mut out)?;
@@ -43,17 +46,17 @@ pub fn linear<'s>(
 /// # Errors
 /// As for [`linear`].
 #[track_caller]
-pub fn linear_residual<'s>(
+pub fn linear_residual<'s, S: Factor<S>>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    w: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
     bias: Option<&impl Source<'s, f32>>,
-    residual: &impl Source<'s, f32>,
-) -> Result<Tensor<'s>> {
+    residual: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     let (shape, form) = forward("linear_residual", x, w)?;
     same_shape("linear_residual", shape, residual.shape())?;
     let mut out = step.empty(shape)?;
-    queue(step, &form.accumulate(), x, w, bias, Some(residual), &mut out, Epilogue::Store)?;
+    S::queue(step, &form.accumulate(), x, w, bias, Some(residual), &mut out, Epilogue::Store)?;
     Ok(out)
 }
 
@@ -62,15 +65,15 @@ pub fn linear_residual<'s>(
 /// # Errors
 /// As for [`linear`].
 #[track_caller]
-pub fn linear_gelu<'s>(
+pub fn linear_gelu<'s, S: Factor<S>>(
     step: &Step<'s>,
-    x: &impl Source<'s, f32>,
-    w: &impl Source<'s, f32>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
     bias: Option<&impl Source<'s, f32>>,
-) -> Result<(Tensor<'s>, Tensor<'s>)> {
+) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
     let (shape, form) = forward("linear_gelu", x, w)?;
     let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
-    queue(step, &form, x, w, bias, None::<&Tensor<'s>>, &mut out, Epilogue::Gelu { pre: &mut pre })?;
+    S::queue(step, &form, x, w, bias, None::<&Tensor<'s, S>>, &mut out, Epilogue::Gelu { pre: &mut pre })?;
     Ok((out, pre))
 }
 
@@ -79,15 +82,15 @@ pub fn linear_gelu<'s>(
 /// # Errors
 /// [`Error::Contract`] when a matrix does not lie inside its tensor; [`Error::Misuse`] for extents beyond 2^32.
 #[track_caller]
-pub fn gemm_into<'s>(
+pub fn gemm_into<'s, F: Factor<S>, S: Stored>(
     step: &Step<'s>,
     form: &Gemm,
-    a: &impl Source<'s, f32>,
-    b: &impl Source<'s, f32>,
+    a: &impl Source<'s, F>,
+    b: &impl Source<'s, F>,
     bias: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
+    out: &mut impl Target<'s, S>,
 ) -> Result<()> {
-    queue(step, form, a, b, bias, None::<&Tensor<'s>>, out, Epilogue::Store)
+    F::queue(step, form, a, b, bias, None::<&Tensor<'s, S>>, out, Epilogue::Store)
 }
 
 /// The gradients of `y = x w`, for any strides: `dw = x^T dy` and where it is wanted `dx = dy w^T`. Below f32 what both need is
@@ -96,26 +99,24 @@ pub fn gemm_into<'s>(
 /// # Errors
 /// As for [`gemm_into`].
 #[track_caller]
-pub fn gradients_into<'s>(
+pub fn gradients_into<'s, F: Factor<S> + Factor<f32>, S: Stored>(
     step: &Step<'s>,
-    dy: &impl Source<'s, f32>,
-    dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-    dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
+    dy: &impl Source<'s, F>,
+    dw: Gradient<'_, impl Source<'s, F>, impl Target<'s, f32>>,
+    dx: Option<Gradient<'_, impl Source<'s, F>, impl Target<'s, S>>>,
 ) -> Result<()> {
-    let none = None::<&Tensor<'s>>;
-    let Some(dx) = dx else {
-        return gemm_into(step, &dw.form, dw.of, dy, none, dw.into);
-    };
-    let precision = dw.form.precision_in(step);
-    if precision != Precision::Ieee {
-        return tensor::queue_gradients(step, precision, dy, dw, dx);
+    match dx {
+        Some(dx) => <F as Factor<S>>::queue_gradients(step, dy, dw, dx),
+        None => gemm_into(step, &dw.form, dw.of, dy, None::<&Tensor<'s>>, dw.into),
     }
-    gemm_into(step, &dw.form, dw.of, dy, none, dw.into)?;
-    gemm_into(step, &dx.form, dy, dx.of, none, dx.into)
 }
 
 /// The shape of `x w` and its form.
-fn forward<'s>(op: &'static str, x: &impl Source<'s, f32>, w: &impl Source<'s, f32>) -> Result<(crate::Shape, Gemm)> {
+fn forward<'s, S: Stored>(
+    op: &'static str,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+) -> Result<(crate::Shape, Gemm)> {
     let ([rows, inner], w_shape) = (x.shape().as_rows(), w.shape());
     let &[k, n] = w_shape.extents() else {
         return Err(Error::misuse(op, "weights of shape [in, out]", w_shape.to_string()));
@@ -128,22 +129,4 @@ fn forward<'s>(op: &'static str, x: &impl Source<'s, f32>, w: &impl Source<'s, f
         ));
     }
     Ok((x.shape().with_last(n), Gemm::new(rows, n, k)))
-}
-
-/// Queues one multiply in the precision that it is done in.
-#[track_caller]
-fn queue<'s>(
-    step: &Step<'s>,
-    form: &Gemm,
-    a: &impl Source<'s, f32>,
-    b: &impl Source<'s, f32>,
-    bias: Option<&impl Source<'s, f32>>,
-    residual: Option<&impl Source<'s, f32>>,
-    out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's>,
-) -> Result<()> {
-    match form.precision_in(step) {
-        Precision::Ieee => ieee::queue(step, form, a, b, bias, residual, out, epilogue),
-        precision => tensor::queue(step, precision, form, a, b, bias, residual, out, epilogue),
-    }
 }

@@ -1,13 +1,14 @@
 //! What multiplies of every precision share: extents for their kernels, chunks of k, and the choice of a tile.
 //!
-//! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`]).
+//! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`], for BF16 tensors
+//! [`kernels::matmul_bf16::chunk`]).
 
 use super::form::{Epilogue, Gemm};
 use crate::error::{Error, Result};
 use crate::step::Step;
-use crate::tensor::{Source, Target};
+use crate::tensor::{Source, Stored, Target};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
-use kernels::matmul::{Cost, chunk, sum_splits};
+use kernels::matmul::{Cost, sum_splits};
 use std::fmt;
 
 /// The extents of a multiply as its kernels take them.
@@ -24,7 +25,7 @@ pub(super) struct GemmExtents {
 }
 
 impl GemmExtents {
-    pub(super) fn new(form: &Gemm) -> Result<Self> {
+    pub(super) fn new(form: &Gemm, chunk: impl Fn(usize, usize, usize) -> usize) -> Result<Self> {
         let word = |what, extent: usize| {
             let refused = |_| Error::misuse("matmul", format!("`{what}` below 2^32"), extent.to_string());
             u32::try_from(extent).map_err(refused)
@@ -53,26 +54,26 @@ impl GemmExtents {
 }
 
 /// What follows the sums, and where they go.
-pub(super) struct Outputs<'o> {
+pub(super) struct Outputs<'o, S> {
     pub(super) bias: Slice<'o, f32>,
-    pub(super) c: Pointer<'o, f32>,
-    pub(super) out: PointerMut<'o, f32>,
-    pub(super) pre: PointerMut<'o, f32>,
+    pub(super) c: Pointer<'o, S>,
+    pub(super) out: PointerMut<'o, S>,
+    pub(super) pre: PointerMut<'o, S>,
     pub(super) ldc: u32,
     pub(super) stride_c: usize,
     pub(super) beta: f32,
     pub(super) flags: u32,
 }
 
-impl<'o> Outputs<'o> {
+impl<'o, S: Stored> Outputs<'o, S> {
     /// What follows the sums of a multiply into `out`, whose old content counts where there is no `residual`.
     pub(super) fn new<'s>(
         form: &Gemm,
         extents: &GemmExtents,
         bias: Option<&'o impl Source<'s, f32>>,
-        residual: Option<&'o impl Source<'s, f32>>,
-        out: &'o mut impl Target<'s, f32>,
-        epilogue: Epilogue<'o, 's>,
+        residual: Option<&'o impl Source<'s, S>>,
+        out: &'o mut impl Target<'s, S>,
+        epilogue: Epilogue<'o, 's, S>,
     ) -> Self {
         let (old, out) = out.in_place();
         let (pre, flags) = epilogue.out();
@@ -89,23 +90,24 @@ impl<'o> Outputs<'o> {
     }
 }
 
-/// Queues `multiply` for all of k; or for chunks of it, and what adds these up.
+/// Queues `whole` for all of k; or `part` for chunks of it, and what adds these up.
 #[track_caller]
-pub(super) fn in_chunks(
+pub(super) fn in_chunks<S: Stored>(
     step: &Step<'_>,
     form: &Gemm,
     extents: &GemmExtents,
-    outputs: Outputs<'_>,
-    multiply: impl FnOnce(Outputs<'_>) -> Result<()>,
+    outputs: Outputs<'_, S>,
+    whole: impl FnOnce(Outputs<'_, S>) -> Result<()>,
+    part: impl FnOnce(Outputs<'_, f32>) -> Result<()>,
 ) -> Result<()> {
     let splits = extents.k.div_ceil(extents.chunk);
     if splits < 2 {
-        return multiply(outputs);
+        return whole(outputs);
     }
     let Gemm { m, n, batches, stride_bias, .. } = *form;
     step.workspace(|step| {
         let mut partials = step.empty([batches * splits as usize, m, n])?;
-        multiply(Outputs {
+        part(Outputs {
             bias: Slice::empty(),
             c: Pointer::empty(),
             out: partials.out(),

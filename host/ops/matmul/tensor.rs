@@ -8,6 +8,7 @@ use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
+use kernels::matmul::chunk;
 use kernels::matmul_tensor::{TILES, Tile, matmul_tensor};
 use kernels::mma::Side;
 
@@ -51,9 +52,9 @@ pub(super) fn queue<'s>(
     bias: Option<&impl Source<'s, f32>>,
     residual: Option<&impl Source<'s, f32>>,
     out: &mut impl Target<'s, f32>,
-    epilogue: Epilogue<'_, 's>,
+    epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
-    let extents = GemmExtents::new(form)?;
+    let extents = GemmExtents::new(form, chunk)?;
     let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
     step.workspace(|step| {
         let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
@@ -72,7 +73,7 @@ pub(super) fn queue_gradients<'s>(
     Gradient { form: for_dx, of: w, into: dx }: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
 ) -> Result<()> {
     let none = None::<&Tensor<'s>>;
-    let extents = [GemmExtents::new(&for_dw)?, GemmExtents::new(&for_dx)?];
+    let extents = [GemmExtents::new(&for_dw, chunk)?, GemmExtents::new(&for_dx, chunk)?];
     let to_dw = Outputs::new(&for_dw, &extents[0], none, none, dw, Epilogue::Store);
     let to_dx = Outputs::new(&for_dx, &extents[1], none, none, dx, Epilogue::Store);
     let of_dy = Unrounded { along: for_dx.round_left(dy.slice()).along, ..for_dw.round_right(dy.slice()) };
@@ -92,7 +93,7 @@ fn multiply(
     form: &Gemm,
     extents: &GemmExtents,
     [left, right]: [&Fragments<'_>; 2],
-    outputs: Outputs<'_>,
+    outputs: Outputs<'_, f32>,
 ) -> Result<()> {
     let a = if form.transpose_a { &left.across } else { &left.along };
     let b = if form.transpose_b { &right.along } else { &right.across };
@@ -100,7 +101,7 @@ fn multiply(
     let stride =
         |stride: usize, fragments: &Tensor<'_, u32>| if stride == 0 { 0 } else { fragments.shape().as_rows()[1] };
     let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
-    in_chunks(step, form, extents, outputs, |outputs| {
+    let launch = |outputs: Outputs<'_, f32>| {
         let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
         let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
         let processors = step.description().processors as usize;
@@ -128,7 +129,8 @@ fn multiply(
             beta,
             flags,
         })
-    })
+    };
+    in_chunks(step, form, extents, outputs, launch, launch)
 }
 
 /// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.

@@ -34,7 +34,7 @@ pub(super) const GROUP: u32 = 8;
 pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
-    pub(super) epilogue: Epilogue<'p>,
+    pub(super) epilogue: Epilogue<'p, f32>,
     pub(super) k: Chunk,
 }
 

@@ -21,7 +21,7 @@ macro_rules! check_factors {
         checks::holds("b", $p.b.len(), $p.batches, $p.stride_b, [b_rows, b_cols], ldb)?;
     };
 }
-pub(super) use check_factors;
+pub(crate) use check_factors;
 
 /// The number of chunks of k. Where there are several, nothing may follow the sum.
 macro_rules! sum_chunks {

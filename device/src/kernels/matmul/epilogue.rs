@@ -11,6 +11,7 @@
 
 use super::{GELU, KEEP};
 use crate::block::opaque;
+use crate::stored::Stored;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector::{load_run, load_run_raw, store_run};
@@ -20,12 +21,12 @@ use cuda_std::GpuFloat;
 
 /// Where sums go, and what happens to them before; the parameters are those of the [module](super).
 #[derive(Clone, Copy)]
-pub(crate) struct Epilogue<'p> {
+pub(crate) struct Epilogue<'p, S> {
     pub(crate) bias: &'p [f32],
     pub(crate) bias_start: usize,
-    pub(crate) c: *const f32,
-    pub(crate) out: *mut f32,
-    pub(crate) pre: *mut f32,
+    pub(crate) c: *const S,
+    pub(crate) out: *mut S,
+    pub(crate) pre: *mut S,
     pub(crate) start: usize,
     pub(crate) m: u32,
     pub(crate) n: u32,
@@ -34,7 +35,7 @@ pub(crate) struct Epilogue<'p> {
     pub(crate) flags: u32,
 }
 
-impl Epilogue<'_> {
+impl<S: Stored> Epilogue<'_, S> {
     /// Finishes the sums of `ROWS` rows from `i` on. A row has groups of up to `width` neighbours, each from its own column on. Sums that
     /// lie outside the output are dropped.
     ///
@@ -120,12 +121,14 @@ impl Epilogue<'_> {
             });
         }
     }
+}
 
+#[cfg(not(target_arch = "nvptx64"))]
+impl Epilogue<'_, f32> {
     /// The same for `N` neighbours that all lie inside the output, on the CPU.
     ///
     /// # Safety
     /// As above.
-    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
         let Self { bias, bias_start, c, out, pre, start, ldc, beta, flags, .. } = *self;

@@ -19,10 +19,11 @@ use super::epilogue::Epilogue;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{KEEP, checks, checks::check_outputs};
 use crate::block::divide;
-use crate::contract;
+use crate::family;
 use crate::unroll_on_gpu;
 use crate::vector::{F4, Part};
 use cuda_std::prelude::*;
+use half::bf16;
 
 /// Products of a chain, where k is split.
 pub const CHAIN: u32 = 1024;
@@ -80,48 +81,60 @@ const THREADS: u32 = 64;
 /// Columns that such a block covers.
 const COLUMNS: usize = THREADS as usize * F4::LEN;
 
-/// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order.
-///
-/// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of a multiply. A thread has four columns of
-/// a row.
-#[kernel]
-pub unsafe fn sum_splits(
-    partials: &[f32],
-    splits: u32,
-    bias: &[f32],
-    c: *const f32,
-    out: *mut f32,
-    pre: *mut f32,
-    m: u32,
-    n: u32,
-    ldc: u32,
-    batches: u32,
-    stride_c: usize,
-    stride_bias: usize,
-    beta: f32,
-    flags: u32,
-) {
-    let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
-    // SAFETY: `cols` is not 0: without columns the grid has no block.
-    let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
-    let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
-    if batch >= batches as usize || row >= m || column >= cols {
-        return;
-    }
-    // Where rows are whole vectors, all partials are.
-    let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
-    let first = ((batch * splits as usize) * m + row) * cols + column;
-    // SAFETY: these columns of the row lie inside each partial sum's matrix.
-    let sum = unsafe {
-        match part {
-            Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
-            part => total(splits, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
+family! {
+    /// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order.
+    ///
+    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of a multiply. A thread has four columns of
+    /// a row.
+    sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
+    unsafe fn(
+        partials: &[f32],
+        splits: u32,
+        bias: &[f32],
+        c: *const S,
+        out: *mut S,
+        pre: *mut S,
+        m: u32,
+        n: u32,
+        ldc: u32,
+        batches: u32,
+        stride_c: usize,
+        stride_bias: usize,
+        beta: f32,
+        flags: u32,
+    ) {
+        let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
+        // SAFETY: `cols` is not 0: without columns the grid has no block.
+        let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
+        let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
+        if batch >= batches as usize || row >= m || column >= cols {
+            return;
         }
-    };
-    let (start, bias_start) = (batch * stride_c, batch * stride_bias);
-    let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, beta, flags };
-    // SAFETY: row and columns lie inside the output.
-    unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
+        // Where rows are whole vectors, all partials are.
+        let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
+        let first = ((batch * splits as usize) * m + row) * cols + column;
+        // SAFETY: these columns of the row lie inside each partial sum's matrix.
+        let sum = unsafe {
+            match part {
+                Part::Whole => total(splits, |split| F4::load(partials, first + split * m * cols)),
+                part => total(splits, |split| F4::load_part(partials, first + split * m * cols, part, 0.0)),
+            }
+        };
+        let (start, bias_start) = (batch * stride_c, batch * stride_bias);
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, beta, flags };
+        // SAFETY: row and columns lie inside the output.
+        unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
+    }
+    // SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has found the matrices of `out`, `c`, `pre`
+    // and `bias`, as far as they are used. A thread looks at its row and batch first, and cuts its columns off at `n`.
+    contract unsafe { block: THREADS, shared: 0 } |p| {
+        let [m, n] = [p.m, p.n].map(|x| x as usize);
+        Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;
+        let partials = Size::of(p.batches).times(p.splits);
+        checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
+        check_outputs!(p, 1);
+        Grid::new(Size::of(m).times(n.div_ceil(COLUMNS)), p.batches, 1)
+    }
 }
 
 /// The sum of `splits` partial sums, in order. Eight are loaded before the first is added.
@@ -141,14 +154,3 @@ fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
     }
     sum
 }
-
-// SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has found the matrices of `out`, `c`, `pre`
-// and `bias`, as far as they are used. A thread looks at its row and batch first, and cuts its columns off at `n`.
-contract! { unsafe sum_splits { block: THREADS } |p| {
-    let [m, n] = [p.m, p.n].map(|x| x as usize);
-    Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;
-    let partials = Size::of(p.batches).times(p.splits);
-    checks::holds("partials", p.partials.len(), partials, m.saturating_mul(n), [m, n], n)?;
-    check_outputs!(p, 1);
-    Grid::new(Size::of(m).times(n.div_ceil(COLUMNS)), p.batches, 1)
-}}

@@ -31,7 +31,7 @@ const GROUP: u32 = 16;
 pub(super) struct Problem<'p> {
     pub(super) a: PackedOperand<'p>,
     pub(super) b: PackedOperand<'p>,
-    pub(super) epilogue: Epilogue<'p>,
+    pub(super) epilogue: Epilogue<'p, f32>,
     /// The steps of k that this block adds: the first, and the one behind the last.
     pub(super) steps: [u32; 2],
 }

@@ -1,0 +1,125 @@
+//! Matrix multiply of BF16 tensors by matrix instructions, sums in f32: as [`matmul`](super::matmul), with what memory holds halved.
+//!
+//! `out = epilogue(op(A) op(B) + bias + beta C)`. The operands come straight from memory, however they are stored: nothing is rounded
+//! or packed beforehand.
+//!
+//! ```text
+//! global memory            shared memory, 4 stages of 32 k                   registers                   global memory
+//! row-major A and B  --->  rows of 16-byte chunks, swizzled  -- ldmatrix -->  fragments -- mma -->  sums  -- epilogue -->  out
+//!            cp.async                                          (.trans where
+//!            operand.rs                                         k is not contiguous)  fragment.rs
+//! ```
+//! Products are exact. The emulator adds them to the f32 sum one by one, k ascending. A GPU's instruction adds sixteen at once, as
+//! [`mma`](crate::mma) says, so bits may differ there. On one device the bits depend neither on the tile nor on the grid nor on the run.
+//!
+//! Parameters are those of [`matmul`](super::matmul). `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
+//! stage's k and S is f32.
+
+mod block;
+mod fragment;
+mod operand;
+mod tile;
+
+use super::matmul::epilogue::Epilogue;
+use super::matmul::split::Chunk;
+use super::matmul::{Cost, TRANSPOSE_A, TRANSPOSE_B};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::matmul::{
+    GELU, KEEP,
+    checks::{self, check_factors, check_outputs, sum_chunks},
+};
+use crate::family;
+use block::{Problem, compute};
+use cuda_std::prelude::*;
+use half::bf16;
+use operand::Operand;
+pub use tile::{DEPTH, Tile};
+
+/// 64 x 64, 128 threads.
+pub const T64X64: Tile = Tile { warps: [2, 2], each: [2, 2], cost: Cost::new(6, 6, 1000) };
+/// 128 x 128, 128 threads.
+pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(20, 15, 5000) };
+/// 128 x 256, 256 threads.
+pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 30, 11800) };
+
+family! {
+    /// A multiply of BF16 tensors; the parameters are the module's.
+    matmul_bf16<S: Stored>(tile: Tile as TILE) {
+        matmul_of_bf16_64x64_f32: f32 = T64X64;
+        matmul_of_bf16_128x128_f32: f32 = T128X128;
+        matmul_of_bf16_128x256_f32: f32 = T128X256;
+        matmul_of_bf16_64x64_bf16: bf16 = T64X64;
+        matmul_of_bf16_128x128_bf16: bf16 = T128X128;
+        matmul_of_bf16_128x256_bf16: bf16 = T128X256;
+    }
+    unsafe fn(
+        a: &[bf16],
+        b: &[bf16],
+        bias: &[f32],
+        c: *const S,
+        out: *mut S,
+        pre: *mut S,
+        m: u32,
+        n: u32,
+        k: u32,
+        lda: u32,
+        ldb: u32,
+        ldc: u32,
+        chunk: u32,
+        batches: u32,
+        stride_a: usize,
+        stride_b: usize,
+        stride_c: usize,
+        stride_bias: usize,
+        beta: f32,
+        flags: u32,
+    ) {
+        let z = thread::block_idx_z() as usize;
+        if z >= batches as usize {
+            return;
+        }
+        let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
+        let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
+        let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
+        // The grid has a layer along y for each chunk.
+        let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
+        let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
+        let problem = Problem { a, b, epilogue, k: [first, end] };
+        // SAFETY: the contract has checked that each batch lies inside its arguments.
+        unsafe {
+            const ROWS: usize = TILE.each[0];
+            const COLS: usize = TILE.each[1];
+            compute::<ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
+        }
+    }
+    // SAFETY: every batch of `a` and `b` lies inside its argument; every matrix of a batch and chunk lies inside `out` (and `c`, `pre`,
+    // `bias` where they are used), and none overlaps another. A chunk of k begins with a stage. For what lies beyond rows, columns or k a
+    // thread reads nothing and writes nothing.
+    contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| {
+        let chunks = sum_chunks!(p);
+        check_factors!(p);
+        check_outputs!(p, chunks);
+        Violation::unless(chunks == 1 || p.chunk.is_multiple_of(DEPTH), "chunk", "whole stages of k", p.chunk)?;
+        Grid::new(Size::of(p.m).div_ceil(TILE.rows()).times(Size::of(p.n).div_ceil(TILE.cols())), chunks, p.batches)
+    }
+}
+
+/// With more tiles of 128 x 128 than this, they keep a device busy.
+const TILES_WANTED: usize = 1024;
+/// With fewer products in a chunk, more chunks save nothing.
+const LEAST_CHUNK: usize = 512;
+const MOST_CHUNKS: usize = 64;
+
+/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+#[must_use]
+pub fn chunk(m: usize, n: usize, k: usize) -> usize {
+    let tiles = m.div_ceil(128).saturating_mul(n.div_ceil(128)).max(1);
+    let chunks = (TILES_WANTED / tiles).min(k / LEAST_CHUNK).min(MOST_CHUNKS);
+    if chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(DEPTH as usize) }
+}
+
+/// The tiles. Either type of output has all of them.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const TILES: [Tile; 3] = [T64X64, T128X128, T128X256];

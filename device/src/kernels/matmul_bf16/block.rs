@@ -1,0 +1,258 @@
+//! One block's tile of the output: stages arrive in shared memory, warps multiply them, the epilogue finishes the sums.
+//!
+//! Four stages, each of two steps, are a ring. The turn of stage s overlaps reads, copies and multiplies:
+//!
+//! ```text
+//! read fragments                 multiply           copies, by slot
+//!                                                   s: in use   s + 1, s + 2, s + 3: on their way
+//! (s, step 1)                    (s, step 0)
+//!     wait until stage s + 1 is there, barrier: no warp reads stage s any more
+//! (s + 1, step 0)                (s, step 1)        stage s + 4 into the slot of s
+//! ```
+//! Invariant: the products of an output are added in the same order in every tile.
+
+use super::fragment::{STEP, Sums, quad, quad_place};
+#[cfg(target_arch = "nvptx64")]
+use super::fragment::{Source, multiply};
+use super::operand::{Operand, Part};
+use super::tile::{DEPTH, STAGES, Tile};
+use crate::matmul::epilogue::Epilogue;
+use crate::matmul::tile::place;
+use crate::stored::Stored;
+use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::unroll_on_gpu;
+use crate::vector::F4;
+#[cfg(target_arch = "nvptx64")]
+use crate::warp::stay_together;
+use cuda_std::thread;
+
+/// Rows of tiles within which the blocks run down the columns.
+const GROUP: u32 = 16;
+
+const _: () = assert!(DEPTH == 2 * STEP, "a stage has two steps");
+
+/// One matrix multiply, as a thread sees it.
+#[derive(Clone, Copy)]
+pub(super) struct Problem<'p, S> {
+    pub(super) a: Operand<'p>,
+    pub(super) b: Operand<'p>,
+    pub(super) epilogue: Epilogue<'p, S>,
+    /// The k that this block adds: the first, and the one behind the last.
+    pub(super) k: [u32; 2],
+}
+
+/// Computes the block's tile. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES` along the columns.
+/// `A_PASSES` and `B_PASSES` are [`Tile::passes`].
+///
+/// # Safety
+/// The contract has accepted the problem, and these are the constants of `tile`.
+#[inline(always)]
+pub(super) unsafe fn compute<
+    const ROWS: usize,
+    const COLS: usize,
+    const TILES: usize,
+    const A_PASSES: usize,
+    const B_PASSES: usize,
+    S: Stored,
+>(
+    problem: Problem<'_, S>,
+    tile: Tile,
+) {
+    let epilogue = problem.epilogue;
+    let (rows, cols) = (tile.rows(), tile.cols());
+    let [row, col] = place([epilogue.m.div_ceil(rows), epilogue.n.div_ceil(cols)], GROUP);
+    let first = [row * rows, col * cols];
+    let warp = thread::thread_idx_x() / 32;
+    let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
+
+    // On a GPU how the operands lie is a constant of the loop.
+    #[cfg(target_arch = "nvptx64")]
+    macro_rules! sums {
+        ($a:literal, $b:literal) => {
+            // SAFETY: the contract has accepted the problem, whose operands lie so.
+            unsafe { sum::<$a, $b, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin) }
+        };
+    }
+    #[cfg(target_arch = "nvptx64")]
+    let sums = match (problem.a.along_k, problem.b.along_k) {
+        (true, true) => sums!(true, true),
+        (true, false) => sums!(true, false),
+        (false, true) => sums!(false, true),
+        (false, false) => sums!(false, false),
+    };
+    // SAFETY: the contract has accepted the problem.
+    #[cfg(not(target_arch = "nvptx64"))]
+    let sums = unsafe { sum::<true, true, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin) };
+    // SAFETY: the contract has accepted the problem.
+    unsafe { finish(epilogue, [first[0] + origin[0], first[1] + origin[1]], sums) };
+}
+
+/// A thread's sums of the block's tile, which begins at `first`; its warp's part begins `origin` further. `A_ALONG` and `B_ALONG` say how
+/// the operands lie; the emulator asks the operands.
+///
+/// # Safety
+/// The contract has accepted the problem, and these are the constants of `tile`.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), allow(clippy::extra_unused_type_parameters))]
+unsafe fn sum<
+    const A_ALONG: bool,
+    const B_ALONG: bool,
+    const ROWS: usize,
+    const COLS: usize,
+    const TILES: usize,
+    const A_PASSES: usize,
+    const B_PASSES: usize,
+    S: Stored,
+>(
+    problem: Problem<'_, S>,
+    tile: Tile,
+    first: [u32; 2],
+    origin: [u32; 2],
+) -> Sums<ROWS, TILES> {
+    let Problem { a, b, k: [first_k, end], .. } = problem;
+    #[cfg(target_arch = "nvptx64")]
+    let (a, b) = (Operand { along_k: A_ALONG, ..a }, Operand { along_k: B_ALONG, ..b });
+    let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
+    let stages = (end - first_k).div_ceil(DEPTH);
+    // SAFETY: the parts follow each other in what the contract declares.
+    let slot = |stage: u32, start: u32, width: u32| unsafe {
+        SharedTile::<u32>::new((stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4, width * DEPTH / 2)
+    };
+    let mut left = Part::new(a, [first[0], rows], threads, first_k);
+    let mut right = Part::new(b, [first[1], cols], threads, first_k);
+    // Stages that both operands fill: no thread need look at what it copies.
+    let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
+    macro_rules! fetch {
+        (whole $stage:expr) => {
+            // SAFETY: the contract has accepted the operands; both parts and the stage are whole.
+            unsafe {
+                left.copy_whole::<A_PASSES>(slot($stage, 0, rows));
+                right.copy_whole::<B_PASSES>(slot($stage, rows, cols));
+            }
+        };
+        ($stage:expr) => {
+            if $stage < whole {
+                fetch!(whole $stage);
+            } else if $stage < stages {
+                // SAFETY: the contract has accepted the operands.
+                unsafe {
+                    let k = [first_k + $stage * DEPTH, end];
+                    left.copy_existing::<A_PASSES>(slot($stage, 0, rows), k);
+                    right.copy_existing::<B_PASSES>(slot($stage, rows, cols), k);
+                }
+            }
+        };
+    }
+    for stage in 0..STAGES {
+        fetch!(stage);
+        commit_copies();
+    }
+    let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
+    wait_copies::<{ STAGES - 1 }>();
+    thread::sync_threads();
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let of_left = Source::<A_ALONG>::left(rows, origin[0]);
+        let of_right = Source::<B_ALONG>::right(cols, origin[1]);
+        let read = |stage: u32, step: u32| {
+            let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
+            let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
+            // SAFETY: all lanes are here: nothing in the loop parts them.
+            unsafe {
+                stay_together();
+                unroll_on_gpu!(row < ROWS => { fragments.0[row] = of_left.read(a, row as u32, step); });
+                unroll_on_gpu!(col < COLS => { fragments.1[col] = of_right.read(b, col as u32, step); });
+            }
+            fragments
+        };
+        let mut now = read(0, 0);
+        // The reads of the next fragments overlap the multiplies of these, also across the end of a stage. Fragments of a stage beyond the
+        // last are read and not used: a condition would cost more.
+        macro_rules! turn {
+            ($stage:expr, $fetch:expr) => {
+                let next = read($stage, 1);
+                // SAFETY: all lanes are here.
+                unsafe {
+                    stay_together();
+                    multiply::<ROWS, COLS, TILES>(&mut sums, &now.0, &now.1);
+                }
+                wait_copies::<{ STAGES - 2 }>();
+                thread::sync_threads();
+                // Into the slot whose last fragments all warps read before the barrier.
+                $fetch;
+                commit_copies();
+                now = read($stage + 1, 0);
+                // SAFETY: all lanes are here.
+                unsafe {
+                    stay_together();
+                    multiply::<ROWS, COLS, TILES>(&mut sums, &next.0, &next.1);
+                }
+            };
+        }
+        let mut stage = 0;
+        while stage + STAGES < whole {
+            turn!(stage, fetch!(whole stage + STAGES));
+            stage += 1;
+        }
+        if whole == stages {
+            while stage < stages {
+                turn!(stage, {});
+                stage += 1;
+            }
+        } else {
+            // One after the other: what is copied element by element needs the registers.
+            wait_copies::<0>();
+            while stage < stages {
+                thread::sync_threads();
+                for step in 0..2 {
+                    let now = read(stage, step);
+                    // SAFETY: all lanes are here.
+                    unsafe {
+                        stay_together();
+                        multiply::<ROWS, COLS, TILES>(&mut sums, &now.0, &now.1);
+                    }
+                }
+                thread::sync_threads();
+                fetch!(stage + STAGES);
+                stage += 1;
+            }
+        }
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    for stage in 0..stages {
+        let parts = [slot(stage, 0, rows), slot(stage, rows, cols)];
+        let along = [a.along_k, b.along_k];
+        for step in 0..2 {
+            super::fragment::multiply_one_by_one(&mut sums, parts, along, [rows, cols], origin, step);
+        }
+        wait_copies::<{ STAGES - 2 }>();
+        thread::sync_threads();
+        fetch!(stage + STAGES);
+    }
+    sums
+}
+
+/// Finishes a warp's sums and writes them; its first row and column are given.
+///
+/// # Safety
+/// The contract has accepted the problem.
+#[inline(always)]
+unsafe fn finish<const ROWS: usize, const TILES: usize, S: Stored>(
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    mut sums: Sums<ROWS, TILES>,
+) {
+    let [line, column] = quad_place();
+    // One row of tiles at a time; then the next takes its place. The epilogue is long code, and so it is there once.
+    for row in 0..ROWS as u32 {
+        let (mut quads, mut columns) = ([F4::splat(0.0); TILES], [0; TILES]);
+        unroll_on_gpu!(tile < TILES => {
+            // SAFETY: all lanes are here, and nothing in this loop parts them before.
+            quads[tile] = unsafe { quad(sums[0][tile]) };
+            columns[tile] = first[1] + 8 * tile as u32 + column;
+        });
+        // SAFETY: the contract has accepted the problem.
+        unsafe { epilogue.finish(first[0] + 16 * row + line, columns, F4::LEN as u32, [quads]) };
+        unroll_on_gpu!(at < ROWS - 1 => { sums[at] = sums[at + 1]; });
+    }
+}

@@ -1,0 +1,177 @@
+//! What a lane brings to the matrix instructions, and what they give it.
+//!
+//! A warp reads squares of 16 rows x 16 k of A, and of 16 columns x 16 k of B, each by one `ldmatrix.x4`: four matrices of 8 x 8, of
+//! which lane `8 q + r` names row r of matrix q. Lane `4 g + t` gets elements 2 t and 2 t + 1 of row g of each.
+//!
+//! ```text
+//!            A: k 0..7   8..15        B: k 0..7   8..15         sums of 16 x 16:   columns 0..7    8..15
+//! rows 0..7     q 0      q 2     columns 0..7   q 0    q 1          rows 0..7          tile 0    tile 1
+//! rows 8..15    q 1      q 3     columns 8..15  q 2    q 3          rows 8..15         tile 0    tile 1
+//!
+//! a tile, as the instruction gives it:                  and after the lanes have exchanged:
+//!   lane 4 g + t: row g     columns 2 t, 2 t + 1          even t: row g,      columns 2 t .. 2 t + 3
+//!                 row g + 8 columns 2 t, 2 t + 1          odd t:  row g + 8,  columns 2 t - 2 .. 2 t + 1
+//! ```
+//! Where k is not contiguous in memory, the matrices lie transposed in shared memory, and `ldmatrix.trans` turns them.
+//!
+//! Invariant: a sum's products are added by ascending k, sixteen at a time.
+
+use super::operand::place;
+#[cfg(target_arch = "nvptx64")]
+use super::tile::DEPTH;
+use super::tile::{CHUNK, CHUNK_WORDS};
+use crate::tile::SharedTile;
+use crate::vector::F4;
+use cuda_std::warp;
+
+/// The k of one instruction.
+pub(super) const STEP: u32 = 16;
+
+/// A lane's sums: of `ROWS` x `TILES` tiles of 16 x 8 outputs.
+pub(super) type Sums<const ROWS: usize, const TILES: usize> = [[[f32; 4]; TILES]; ROWS];
+
+/// Where a lane reads an operand's squares in a stage, which lies along k or across.
+#[cfg(target_arch = "nvptx64")]
+#[derive(Clone, Copy)]
+pub(super) struct Source<const ALONG_K: bool> {
+    /// The word of the lane's row in the first square of the first step.
+    word: u32,
+    /// The rows of the stage.
+    width: u32,
+}
+
+#[cfg(target_arch = "nvptx64")]
+impl<const ALONG_K: bool> Source<ALONG_K> {
+    /// A's squares of 16 rows from `first_row` on, in a stage of `width` rows.
+    #[inline(always)]
+    pub(super) fn left(width: u32, first_row: u32) -> Self {
+        let (q, r) = (warp::lane_id() / 8, warp::lane_id() % 8);
+        Self::new(width, first_row, [q % 2, q / 2], r)
+    }
+
+    /// B's squares of 16 columns from `first_col` on.
+    #[inline(always)]
+    pub(super) fn right(width: u32, first_col: u32) -> Self {
+        let (q, r) = (warp::lane_id() / 8, warp::lane_id() % 8);
+        Self::new(width, first_col, [q / 2, q % 2], r)
+    }
+
+    /// The lane names row `r` of the matrix that is `across` rows and `along` k on, in eights.
+    #[inline(always)]
+    fn new(width: u32, first: u32, [across, along]: [u32; 2], r: u32) -> Self {
+        let word = if ALONG_K {
+            place(true, width, first + 8 * across + r, along)
+        } else {
+            place(false, width, 8 * along + r, first / CHUNK + across)
+        };
+        Self { word: word * CHUNK_WORDS, width }
+    }
+
+    /// The lane's words of a square.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
+    #[inline(always)]
+    pub(super) unsafe fn read(self, part: SharedTile<u32>, square: u32, step: u32) -> [u32; 4] {
+        // The next two chunks, within what is swizzled: they flip the second bit of a chunk's number and those above it.
+        let next = 2 * CHUNK_WORDS;
+        let word = if ALONG_K {
+            (self.word ^ (step * next)) + square * 16 * (DEPTH / 2)
+        } else {
+            (self.word ^ (square * next)) + step * STEP * (self.width / 2)
+        };
+        // SAFETY: the row lies inside the stage, on 16 bytes; all lanes are here, together, as the caller promises.
+        unsafe { part.matrices(word, !ALONG_K) }
+    }
+}
+
+/// Adds a step's products to the sums of `ROWS` x `TILES` tiles.
+///
+/// # Safety
+/// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES: usize>(
+    sums: &mut Sums<ROWS, TILES>,
+    a: &[[u32; 4]; ROWS],
+    b: &[[u32; 4]; COLS],
+) {
+    use crate::format::{Bf16, Format};
+    use crate::unroll;
+    unroll!(row < ROWS => {
+        unroll!(tile < TILES => {
+            let [b0, b1, b2, b3] = b[tile / 2];
+            let pair = if tile % 2 == 0 { [b0, b1] } else { [b2, b3] };
+            // SAFETY: all lanes are here, together, as the caller promises.
+            sums[row][tile] = unsafe { Bf16::mma(a[row], pair, sums[row][tile]) };
+        });
+    });
+}
+
+/// The sums of a tile as four neighbours of one row each: what the lanes exchange two by two. See [`quad_place`].
+///
+/// # Safety
+/// All lanes of the warp make the call, with the sums of the same tile.
+#[inline(always)]
+pub(super) unsafe fn quad(sums: [f32; 4]) -> F4 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        // By masks: a condition would become a branch, and part the lanes.
+        let odd = (warp::lane_id() % 2).wrapping_neg();
+        let choose = |if_odd: u32, if_even: u32| if_odd & odd | if_even & !odd;
+        let [a, b, c, d] = sums.map(f32::to_bits);
+        // SAFETY: all lanes are here, as the caller promises.
+        let [x, y] = unsafe { crate::warp::of_other_lane(u32::MAX, [choose(a, c), choose(b, d)], 1) };
+        F4([choose(x, a), choose(y, b), choose(c, x), choose(d, y)].map(f32::from_bits))
+    }
+    // The emulator's lanes have summed them so.
+    #[cfg(not(target_arch = "nvptx64"))]
+    F4(sums)
+}
+
+/// The row and the first column of a lane's four neighbours in a tile of 16 x 8.
+#[inline(always)]
+pub(super) fn quad_place() -> [u32; 2] {
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    [g + 8 * (t % 2), t / 2 * 4]
+}
+
+/// Adds the products of a stage's step to a lane's four neighbours of each tile, one by one, k ascending: what the emulator does in
+/// place of [`multiply`].
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
+    sums: &mut Sums<ROWS, TILES>,
+    [a, b]: [SharedTile<u32>; 2],
+    [along_a, along_b]: [bool; 2],
+    [rows, cols]: [u32; 2],
+    [first_row, first_col]: [u32; 2],
+    step: u32,
+) {
+    use cuda_std::GpuFloat;
+    let element = |part: SharedTile<u32>, along_k, width, row: u32, k: u32| {
+        let (down, along) = if along_k { (row, k) } else { (k, row) };
+        let word = place(along_k, width, down, along / CHUNK) * CHUNK_WORDS + along % CHUNK / 2;
+        f32::from_bits(if along % 2 == 0 { part.get(word) << 16 } else { part.get(word) & 0xffff_0000 })
+    };
+    let [line, column] = quad_place();
+    for k in STEP * step..STEP * (step + 1) {
+        let mut left = [0.0; ROWS];
+        let mut right = [[0.0; 4]; TILES];
+        for (row, left) in left.iter_mut().enumerate() {
+            *left = element(a, along_a, rows, first_row + 16 * row as u32 + line, k);
+        }
+        for (tile, right) in right.iter_mut().enumerate() {
+            for (at, right) in right.iter_mut().enumerate() {
+                *right = element(b, along_b, cols, first_col + 8 * tile as u32 + column + at as u32, k);
+            }
+        }
+        for (sums, left) in sums.iter_mut().zip(left) {
+            for (sums, right) in sums.iter_mut().zip(right) {
+                for (sum, right) in sums.iter_mut().zip(right) {
+                    *sum = GpuFloat::mul_add(left, right, *sum);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Operands, and how a block copies a stage of one to shared memory.
+//!
+//! A "row" is a row of op(A) or a column of op(B). A stage lies as the operand does, in chunks of eight elements (16 bytes):
+//!
+//! ```text
+//! contiguous along k: 4 chunks a row                      contiguous along the rows: a k has width / 8 chunks
+//!   row 0   | c 0 | c 1 | c 2 | c 3 |                       k 0   | rows 0..7 | rows 8..15 | ..
+//!   row 1   | c 0 | c 1 | c 2 | c 3 |                       k 1   | rows 8..15 | rows 0..7 | ..
+//!   row 2   | c 1 | c 0 | c 3 | c 2 |                       ..
+//!   row 3   | c 1 | c 0 | c 3 | c 2 |
+//!   chunk c of row r stands at c xor (r / 2 mod 4)          chunk c of k p stands at c xor (p mod 8)
+//! ```
+//! Eight rows of one chunk, which a matrix instruction reads together, lie in 32 banks either way.
+//!
+//! Invariant: every place of a stage is written, with zero beyond the rows and beyond k.
+
+use super::tile::{CHUNK, CHUNK_WORDS, DEPTH};
+use crate::tile::SharedTile;
+use crate::unroll_on_gpu;
+use crate::vector::load;
+use cuda_std::thread;
+use half::bf16;
+
+/// Chunks along k of a stage.
+const ALONG: u32 = DEPTH / CHUNK;
+
+/// One operand: `rows` x k, from `start` on. It is contiguous along k (`along_k`) or along the rows; `stride` elements lie between two
+/// rows, or between two k.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'p> {
+    pub(super) values: &'p [bf16],
+    pub(super) start: usize,
+    pub(super) rows: u32,
+    pub(super) stride: u32,
+    pub(super) along_k: bool,
+}
+
+/// Where a chunk stands in a stage of `width` rows: of row `row` the `along`th along k, or of k `row` the `along`th along the rows.
+#[inline(always)]
+pub(super) fn place(along_k: bool, width: u32, row: u32, along: u32) -> u32 {
+    if along_k { row * ALONG + (along ^ (row / 2 % ALONG)) } else { row * (width / CHUNK) + (along ^ (row % 8)) }
+}
+
+/// A block's part of an operand, as one thread copies it: the rows from `first_row` on, `width` of them.
+#[derive(Clone, Copy)]
+pub(super) struct Part<'p> {
+    operand: Operand<'p>,
+    first_row: u32,
+    width: u32,
+    /// Threads that copy.
+    threads: u32,
+    /// The word of this thread's first chunk in a stage. The others follow `threads` chunks apart: what is swizzled stays within less.
+    to: u32,
+    /// The thread's first element in the next stage to come.
+    from: usize,
+    /// Elements from one of the thread's chunks to the next, and from behind the last to the first of the next stage, modulo 2^64.
+    chunk_stride: usize,
+    stage_stride: usize,
+}
+
+impl<'p> Part<'p> {
+    /// The part, at the stage that begins with `first_k`.
+    #[inline(always)]
+    pub(super) fn new(operand: Operand<'p>, [first_row, width]: [u32; 2], threads: u32, first_k: u32) -> Self {
+        let Operand { start, stride, along_k, .. } = operand;
+        let (down, along) = divide(thread::thread_idx_x(), chunks(along_k, width));
+        let to = place(along_k, width, down, along) * CHUNK_WORDS;
+        let (across, within) = if along_k { (first_row, first_k) } else { (first_k, first_row) };
+        let from = start + (across + down) as usize * stride as usize + (within + along * CHUNK) as usize;
+        let chunk_stride = divide(threads, chunks(along_k, width)).0 as usize * stride as usize;
+        let stage = if along_k { DEPTH as usize } else { DEPTH as usize * stride as usize };
+        let passes = (width * DEPTH / CHUNK / threads) as usize;
+        let stage_stride = stage.wrapping_sub(passes * chunk_stride);
+        Self { operand, first_row, width, threads, to, from, chunk_stride, stage_stride }
+    }
+
+    /// Whether chunks lie on 16 bytes and all rows exist.
+    #[inline(always)]
+    pub(super) fn is_whole(&self) -> bool {
+        let Operand { start, rows, stride, .. } = self.operand;
+        (start | stride as usize).is_multiple_of(CHUNK as usize) && self.first_row + self.width <= rows
+    }
+
+    /// Starts this thread's copies of the next stage, `PASSES` chunks.
+    ///
+    /// # Safety
+    /// The contract has accepted the operand. The part is [whole](Self::is_whole), and so is the stage.
+    #[inline(always)]
+    pub(super) unsafe fn copy_whole<const PASSES: usize>(&mut self, stage: SharedTile<u32>) {
+        unroll_on_gpu!(pass < PASSES => {
+            let to = self.to + pass as u32 * self.threads * CHUNK_WORDS;
+            // SAFETY: eight elements that lie inside the operand, on 16 bytes, as the caller promises.
+            unsafe { stage.copy8(to, self.operand.values, self.from) };
+            // Step by step, so that one register has the place of all chunks.
+            self.from = opaque_place(self.from.wrapping_add(self.chunk_stride));
+        });
+        self.from = self.from.wrapping_add(self.stage_stride);
+    }
+
+    /// Copies this thread's chunks of the stage of the k from `first_k` up to `end`, as far as they exist; zeros elsewhere.
+    ///
+    /// # Safety
+    /// The contract has accepted the operand.
+    #[inline(always)]
+    pub(super) unsafe fn copy_existing<const PASSES: usize>(&self, stage: SharedTile<u32>, [first_k, end]: [u32; 2]) {
+        let Operand { values, start, rows, stride, along_k } = self.operand;
+        let mut pass = 0;
+        while pass < PASSES as u32 {
+            let (down, along) = divide(thread::thread_idx_x() + pass * self.threads, chunks(along_k, self.width));
+            let across = if along_k { self.first_row } else { first_k } + down;
+            let within = if along_k { first_k } else { self.first_row } + along * CHUNK;
+            let (most, length) = if along_k { (rows, end) } else { (end, rows) };
+            let count = if across < most && within < length { length - within } else { 0 };
+            let from = start + across as usize * stride as usize + within as usize;
+            let half = |at: u32| {
+                // SAFETY: the element lies in a row and at a k that exist.
+                if at < count { u32::from(unsafe { load(values, from + at as usize) }.to_bits()) } else { 0 }
+            };
+            let mut pair = 0;
+            while pair < CHUNK_WORDS {
+                let to = self.to + pass * self.threads * CHUNK_WORDS + pair;
+                stage.set(to, half(2 * pair) | half(2 * pair + 1) << 16);
+                pair += 1;
+            }
+            pass += 1;
+        }
+    }
+}
+
+/// Chunks side by side in a stage: of a row along k, or of a k along the rows. A power of two.
+#[inline(always)]
+fn chunks(along_k: bool, width: u32) -> u32 {
+    if along_k { ALONG } else { width / CHUNK }
+}
+
+/// The same number, of which the compiler knows nothing: it would keep a register for each sum that it sees.
+#[inline(always)]
+fn opaque_place(place: usize) -> usize {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut place = place;
+        // SAFETY: no instruction.
+        unsafe { core::arch::asm!("// {0}", inout(reg64) place, options(pure, nomem, nostack, preserves_flags)) };
+        place
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    place
+}
+
+/// `number / divisor` and the remainder, for a power of two.
+#[inline(always)]
+fn divide(number: u32, divisor: u32) -> (u32, u32) {
+    (number >> divisor.trailing_zeros(), number & (divisor - 1))
+}

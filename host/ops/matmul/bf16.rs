@@ -1,0 +1,118 @@
+//! Multiplies of BF16 tensors by matrix instructions, straight from memory.
+
+use super::form::{Epilogue, Gemm};
+use super::split::{self, GemmExtents, Outputs, in_chunks};
+use crate::error::Result;
+use crate::step::Step;
+use crate::tensor::{Source, Stored, Target};
+use half::bf16;
+use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
+use kernels::matmul_bf16::{TILES, Tile, chunk, matmul_bf16};
+
+#[track_caller]
+pub(super) fn queue<'s, S: Stored>(
+    step: &Step<'s>,
+    form: &Gemm,
+    a: &impl Source<'s, bf16>,
+    b: &impl Source<'s, bf16>,
+    bias: Option<&impl Source<'s, f32>>,
+    residual: Option<&impl Source<'s, S>>,
+    out: &mut impl Target<'s, S>,
+    epilogue: Epilogue<'_, 's, S>,
+) -> Result<()> {
+    let extents = GemmExtents::new(form, chunk)?;
+    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
+    let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a, b, outputs);
+    let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
+    in_chunks(step, form, &extents, outputs, whole, part)
+}
+
+/// Queues the products: of all of k, or of each chunk.
+#[track_caller]
+fn multiply<'s, S: Stored>(
+    step: &Step<'s>,
+    form: &Gemm,
+    extents: &GemmExtents,
+    a: &impl Source<'s, bf16>,
+    b: &impl Source<'s, bf16>,
+    outputs: Outputs<'_, S>,
+) -> Result<()> {
+    let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
+    let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
+    let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
+    for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
+        flags |= if set { flag } else { 0 };
+    }
+    let processors = step.description().processors as usize;
+    let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
+        fastest(extents.of_a_chunk(), extents.matrices(), processors)
+    })?;
+    let (a, b) = (a.slice(), b.slice());
+    step.launch(matmul_bf16 {
+        tile,
+        a,
+        b,
+        bias,
+        c,
+        out,
+        pre,
+        m,
+        n,
+        k,
+        lda,
+        ldb,
+        ldc,
+        chunk,
+        batches,
+        stride_a,
+        stride_b,
+        stride_c,
+        stride_bias,
+        beta,
+        flags,
+    })
+}
+
+/// The tile whose last block should end first, of so many matrices of `m` x `n`, sums of k products.
+fn fastest(extents: [usize; 3], matrices: usize, processors: usize) -> Tile {
+    let costs = |tile: Tile| ([tile.rows(), tile.cols()], tile.cost);
+    split::fastest(&TILES, extents, matrices, processors, costs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::matmul_bf16::{T64X64, T128X128, T128X256};
+
+    /// The shapes of CrossAsset, of GPT-2 and of large squares, on an H200.
+    #[test]
+    fn the_fastest_tile_suits_the_shape() {
+        for (m, n, k, want) in [
+            (256, 1024, 3072, T64X64),
+            (12, 256, 1024, T64X64),
+            (16384, 2304, 768, T128X128),
+            (16384, 768, 3072, T128X128),
+            (768, 3072, 16384, T128X128),
+            (8192, 8192, 8192, T128X256),
+        ] {
+            let chunk = chunk(m, n, k);
+            assert_eq!(fastest([m, n, chunk], k.div_ceil(chunk), 132), want, "{m} x {n}, k {k}");
+        }
+    }
+
+    #[test]
+    fn k_is_split_where_tiles_are_few() {
+        for ([m, n, k], want) in [
+            ([768, 3072, 16384], 2368),
+            ([1024, 256, 49152], 768),
+            ([256, 256, 3072], 512),
+            ([16384, 768, 3072], 3072),
+            ([1024, 1024, 1024], 512),
+            ([12, 256, 511], 511),
+            ([0, 3, 4096], 512),
+            ([3, 4, 0], 1),
+        ] {
+            assert_eq!(chunk(m, n, k), want, "[{m}, {k}] [{k}, {n}]");
+        }
+    }
+}

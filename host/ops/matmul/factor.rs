@@ -1,0 +1,97 @@
+//! Which kernels multiply tensors of a type, and into what.
+//!
+//! Invariant: the tensors' types alone say which kernels run: f32 by [`ieee`](super::ieee) or, in a precision below it,
+//! [`tensor`](super::tensor); BF16 by [`bf16`](super::bf16).
+
+use super::form::{Epilogue, Gemm, Gradient};
+use super::{bf16 as of_bf16, ieee, tensor};
+use crate::error::Result;
+use crate::precision::Precision;
+use crate::step::Step;
+use crate::tensor::{Source, Stored, Target, Tensor};
+use half::bf16;
+
+/// What a matrix multiply takes: tensors of f32, which give f32, or of BF16, which give either.
+pub trait Factor<S: Stored>: Stored {
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, Self>,
+        b: &impl Source<'s, Self>,
+        bias: Option<&impl Source<'s, f32>>,
+        residual: Option<&impl Source<'s, S>>,
+        out: &mut impl Target<'s, S>,
+        epilogue: Epilogue<'_, 's, S>,
+    ) -> Result<()>;
+
+    /// Both gradients of a product: that of its right factor in f32, that of its left as the factor.
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, Self>,
+        dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
+        dx: Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>,
+    ) -> Result<()>;
+}
+
+impl Factor<f32> for f32 {
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, f32>,
+        b: &impl Source<'s, f32>,
+        bias: Option<&impl Source<'s, f32>>,
+        residual: Option<&impl Source<'s, f32>>,
+        out: &mut impl Target<'s, f32>,
+        epilogue: Epilogue<'_, 's, f32>,
+    ) -> Result<()> {
+        match form.precision_in(step) {
+            Precision::Ieee => ieee::queue(step, form, a, b, bias, residual, out, epilogue),
+            precision => tensor::queue(step, precision, form, a, b, bias, residual, out, epilogue),
+        }
+    }
+
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, f32>,
+        dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+        dx: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+    ) -> Result<()> {
+        let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
+        if precision != Precision::Ieee {
+            // What both need is rounded once.
+            return tensor::queue_gradients(step, precision, dy, dw, dx);
+        }
+        ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
+        ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)
+    }
+}
+
+impl<S: Stored> Factor<S> for bf16 {
+    fn queue<'s>(
+        step: &Step<'s>,
+        form: &Gemm,
+        a: &impl Source<'s, bf16>,
+        b: &impl Source<'s, bf16>,
+        bias: Option<&impl Source<'s, f32>>,
+        residual: Option<&impl Source<'s, S>>,
+        out: &mut impl Target<'s, S>,
+        epilogue: Epilogue<'_, 's, S>,
+    ) -> Result<()> {
+        of_bf16::queue(step, form, a, b, bias, residual, out, epilogue)
+    }
+
+    fn queue_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, bf16>,
+        dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+        dx: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, S>>,
+    ) -> Result<()> {
+        let bias = None::<&Tensor<'s>>;
+        of_bf16::queue(step, &dw.form, dw.of, dy, bias, None::<&Tensor<'s>>, dw.into, Epilogue::Store)?;
+        of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
+    }
+}

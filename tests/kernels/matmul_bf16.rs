@@ -1,0 +1,134 @@
+//! Products of BF16 tensors: every tile, each way to store the operands, against sums in float64 and bit for bit where sums are exact.
+
+use crate::hostile::attack;
+use crate::support::{Random, on_each_device};
+use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
+use kernels::stored::Stored as _;
+use stepscope::{Device, Result, Saved, Stored, Tensor, bf16, ops};
+
+/// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
+const EXTENTS: [[usize; 3]; 8] = [
+    [1, 1, 1],
+    [3, 8, 5],
+    [64, 64, 32],
+    [65, 130, 40],
+    [128, 72, 129],
+    [130, 260, 96],
+    [17, 300, 200],
+    [256, 256, 160],
+];
+
+/// A is stored so, B so.
+const FORMS: [[bool; 2]; 4] = [[false, false], [true, false], [false, true], [true, true]];
+
+/// Random numbers that BF16 holds; whole ones from -4 to 4 where sums must be exact.
+fn numbers(seed: u64, length: usize, whole: bool) -> Vec<bf16> {
+    let mut random = Random::new(seed);
+    let values = random.normals(length);
+    values.into_iter().map(|x| bf16::narrow(if whole { (2.0 * x).round().clamp(-4.0, 4.0) } else { x })).collect()
+}
+
+/// The product in float64 and the sum of the sizes of what it adds.
+fn reference([m, n, k]: [usize; 3], [across_a, across_b]: [bool; 2], a: &[bf16], b: &[bf16]) -> Vec<[f64; 2]> {
+    let a = |i: usize, p: usize| f64::from(a[if across_a { p * m + i } else { i * k + p }]);
+    let b = |p: usize, j: usize| f64::from(b[if across_b { j * k + p } else { p * n + j }]);
+    let sum =
+        |i, j| (0..k).fold([0.0; 2], |[sum, size], p| [sum + a(i, p) * b(p, j), size + (a(i, p) * b(p, j)).abs()]);
+    (0..m * n).map(|at| sum(at / n, at % n)).collect()
+}
+
+fn form([m, n, k]: [usize; 3], [across_a, across_b]: [bool; 2], tile: ops::Bf16Tile) -> ops::Gemm {
+    let form = ops::Gemm { bf16_tile: Some(tile), ..ops::Gemm::new(m, n, k) };
+    let form = if across_a { form.transpose_a() } else { form };
+    if across_b { form.transpose_b() } else { form }
+}
+
+fn product<S: Stored>(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16]) -> Vec<f32> {
+    let run = |trial: &Trial<'_, '_>| {
+        let (a, b) = (trial.upload(a, [a.len()])?, trial.upload(b, [b.len()])?);
+        let mut out = trial.empty::<S>([form.m, form.n])?;
+        trial.with_scratch(|| ops::gemm_into(trial, form, &a, &b, None::<&Saved<'_>>, &mut out))?;
+        Ok(trial.output(&out)?.into_iter().map(S::widen).collect())
+    };
+    trial_of_one(device, run)
+}
+
+fn read<'s>(trial: &Trial<'_, 's>, tensor: &Tensor<'s, bf16>) -> Result<Vec<f32>> {
+    Ok(trial.output(tensor)?.into_iter().map(f32::from).collect())
+}
+
+on_each_device! {
+    /// Whole numbers: no order of sums changes a bit, so every tile and form has those of the exact sums.
+    fn exact_sums_have_their_bits(device: &Device) {
+        for extents in EXTENTS {
+            let [m, n, k] = extents;
+            let (a, b) = (numbers(1, m * k, true), numbers(2, k * n, true));
+            for across in FORMS {
+                let want: Vec<f32> = reference(extents, across, &a, &b).into_iter().map(|[sum, _]| sum as f32).collect();
+                let rounded: Vec<f32> = want.iter().map(|&x| bf16::narrow(x).widen()).collect();
+                for tile in ops::BF16_TILES {
+                    let form = form(extents, across, tile);
+                    assert_same(format!("{extents:?} {across:?} {tile:?}"), &product::<f32>(device, &form, &a, &b), &want);
+                    assert_same(format!("{extents:?} {across:?} {tile:?}"), &product::<bf16>(device, &form, &a, &b), &rounded);
+                }
+            }
+        }
+    }
+
+    /// Within k 2^-22 of the sum of the sizes, and the bits are those of any other tile.
+    fn sums_are_within_the_bound(device: &Device) {
+        for extents in EXTENTS {
+            let [m, n, k] = extents;
+            let (a, b) = (numbers(3, m * k, false), numbers(4, k * n, false));
+            let want = reference(extents, [false, false], &a, &b);
+            let of_tiles = ops::BF16_TILES.map(|tile| product::<f32>(device, &form(extents, [false, false], tile), &a, &b));
+            for got in &of_tiles {
+                assert_same(format!("{extents:?}"), got, &of_tiles[0]);
+                for (&got, [sum, size]) in got.iter().zip(&want) {
+                    let bound = k as f64 * f64::from(2.0f32.powi(-22)) * size;
+                    assert!((f64::from(got) - sum).abs() <= bound, "{extents:?}: {got} for {sum}, bound {bound}");
+                }
+            }
+        }
+    }
+
+    /// Bias, residual, GELU and what it keeps, and k in chunks: the same as one after the other on f32 sums.
+    fn what_follows_the_sums(device: &Device) {
+        let [m, n, k] = [48, 72, 2100];
+        let (x, w) = (numbers(5, m * k, true), numbers(6, k * n, true));
+        let (residual, bias) = (numbers(7, m * n, true), Random::new(8).normals(n));
+        let sums: Vec<f32> = reference([m, n, k], [false, false], &x, &w).into_iter().map(|[sum, _]| sum as f32).collect();
+        assert!(kernels::matmul_bf16::chunk(m, n, k) < k);
+        let round = |x: f32| bf16::narrow(x).widen();
+        let (linear, kept, gelu) = trial(device, |trial| {
+            let (x, w) = (trial.upload(&x, [m, k])?, trial.upload(&w, [k, n])?);
+            let (residual, bias) = (trial.upload(&residual, [m, n])?, trial.upload(&bias, [n])?);
+            trial.with_scratch(|| {
+                let linear = ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?;
+                let (gelu, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
+                Ok((read(trial, &linear)?, read(trial, &pre)?, read(trial, &gelu)?))
+            })
+        });
+        let with_bias = |at: usize| sums[at] + bias[at % n];
+        let of = |f: &dyn Fn(usize) -> f32| (0..m * n).map(|at| round(f(at))).collect::<Vec<f32>>();
+        assert_same("linear_residual", &linear, &of(&|at| 1.0f32.mul_add(residual[at].widen(), with_bias(at))));
+        assert_same("pre", &kept, &of(&with_bias));
+        assert_same("gelu", &gelu, &of(&|at| kernels::math::gelu(with_bias(at))));
+    }
+
+    fn extents_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (x, w) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 10], [5, 2])?);
+            assert_refused(ops::linear(trial, &x, &w, None::<&Saved<'_>>), &["[.., 5]", "[3, 4]"]);
+            Ok(())
+        });
+    }
+}
+
+attack! {
+    matmul_bf16::matmul_bf16 by tile <S> {
+        a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5,
+        n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
+        stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+    }
+}
