@@ -213,7 +213,8 @@ impl Checkpoint {
     fn region(&self, layout: &Layout, prefix: &str) -> Result<Vec<&[u8]>> {
         let bytes = |entry: &LayoutEntry| {
             let name = format!("{prefix}{}", entry.name());
-            self.tensors.expect(&name, entry.shape().extents()).map_err(|reason| Error::file(&self.path, reason))
+            let found = self.tensors.expect(&name, entry.shape().extents(), &[Dtype::F32]);
+            found.map(|(bytes, _)| bytes).map_err(|reason| Error::file(&self.path, reason))
         };
         layout.entries().iter().map(bytes).collect()
     }

@@ -109,7 +109,7 @@ on_each_device! {
         let before = parameters.sha256().unwrap();
         for (file, reason) in [
             (model(&|_| ()), "has no `head.bias`"),
-            (model(&bias(4)), "`head.bias`: expected F32 [3], got F32 [4]"),
+            (model(&bias(4)), "`head.bias`: expected F32 or BF16 [3], got F32 [4]"),
             (model(&|layout| {
                 bias(3)(layout);
                 layout.add("norm.gain", [3], Initializer::ONE);

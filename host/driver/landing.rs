@@ -1,5 +1,10 @@
-//! Where results of the device land on the host while it goes on: words of page-locked memory.
+//! Where results of the device land on the host while it goes on: words of page-locked memory, each an f32.
 //!
+//! ```text
+//! word    | 0 1 2 3 |
+//! f32     | 0 1 2 3 |
+//! BF16    | . . 0 1 |     the upper half of the same number's f32; the lower half is zero
+//! ```
 //! Invariant: a word is read only when the device has passed the fence behind its copy, and the memory goes back only when no copy to
 //! it can be queued. On a lost device it stays.
 
@@ -37,21 +42,24 @@ impl Landing {
         self.filled = 0;
     }
 
-    /// Queues a copy of a word on the device.
+    /// Queues a copy of a number on the device: of f32, or of BF16 by its size.
     ///
     /// # Safety
-    /// `from` is device memory of at least 4 bytes.
+    /// `from` is device memory of at least `bytes` bytes.
     ///
     /// # Panics
-    /// When there is no room.
-    pub(crate) unsafe fn queue(&mut self, from: u64) -> Result<()> {
+    /// When there is no room, or a number has more bytes than a word.
+    pub(crate) unsafe fn queue(&mut self, from: u64, bytes: usize) -> Result<()> {
         assert!(self.filled < self.words, "a landing of {} words is full", self.words);
-        let to = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
+        let word = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
+        let to = word + size_of::<u32>().checked_sub(bytes).expect("a number fits a word") as u64;
         self.filled += 1;
+        // SAFETY: a word of our own page-locked slot; no copy to it is queued, since `clear` is called when all were waited for.
+        unsafe { (word as *mut u32).write(0) };
         let queue = move |driver: &dyn Driver| {
-            // SAFETY: `from` is 4 bytes of device memory, as this function asks; `to` is a word of our own page-locked slot, read
-            // behind the fence alone.
-            unsafe { driver.queue_download(from, to, size_of::<u32>()) }
+            // SAFETY: `from` is so many bytes of device memory, as this function asks; `to` is the end of a word of our own page-locked
+            // slot, read behind the fence alone.
+            unsafe { driver.queue_download(from, to, bytes) }
         };
         self.device.call("queue_download", self.device.deadline(), queue)
     }

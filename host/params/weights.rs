@@ -33,7 +33,7 @@ impl Layout {
         let contents: Vec<_> = regions
             .iter()
             .zip(&fills)
-            .map(|((buffer, _), fill)| Content { memory: buffer.memory().cast(), fill, name: &name })
+            .map(|((buffer, _), fill)| Content::new(buffer.memory(), fill, &name))
             .collect();
         transfer.run(first.device(), &contents)
     }
@@ -99,7 +99,8 @@ impl Parameters {
             });
         };
         let values = Buffer::allocate(device, layout.elements())?;
-        let content = Content { memory: values.memory().cast(), fill: &fill, name: &|offset| layout.name_at(offset) };
+        let name = |offset| layout.name_at(offset);
+        let content = Content::new(values.memory(), &fill, &name);
         Transfer::new().run(device, &[content])?;
         Ok(Self { flat: Flat { layout: layout.clone(), values } })
     }

@@ -15,7 +15,7 @@ use Listed::{Both, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::Reduced;
-use kernels::guard::{guard_check, guard_write};
+use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::precision::round;
@@ -156,7 +156,7 @@ const LISTED: &[Listed] = &[
             i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
         let (x, mut sums) =
             (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
-        i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
+        i.step.launch(checksum { x: x.slice(), first: u32::MAX << 16, last: 0xffff, out: sums.out() })?;
         i.keep(&sums)
     }),
     One("clip_factor", |i| {
@@ -189,15 +189,17 @@ const LISTED: &[Listed] = &[
     }),
     both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
     One("guard_write", |i| {
-        let mut block = i.step.upload(&[7; 200], [200])?;
-        i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
+        let block = i.step.upload(&[bf16::ONE; 200], [200])?;
+        let guard = block.memory().part(101, 98);
+        i.step.launch(guard_write { guard: guard.as_out(), length: guard.len() })?;
         i.keep(&block)
     }),
     One("guard_check", |i| {
-        let words: Vec<u32> = (0..200).map(|at| if at == 150 { 7 } else { kernels::guard::PATTERN }).collect();
-        let (block, mut found) = (i.step.upload(&words, [200])?, i.step.upload(&[0; 3], [3])?);
-        for (place, start) in [100, 151, 200].into_iter().enumerate() {
-            i.step.launch(guard_check { block: block.slice(), start, place, found: found.out() })?;
+        let halves: Vec<bf16> = (0..200).map(|at| if at == 150 { bf16::ONE } else { PATTERN }).collect();
+        let (block, mut found) = (i.step.upload(&halves, [200])?, i.step.upload(&[0; 3], [3])?);
+        for (place, start) in [101, 151, 200].into_iter().enumerate() {
+            let guard = block.memory().part(start, 200 - start);
+            i.step.launch(guard_check { guard: guard.as_slice(), place, found: found.out() })?;
         }
         i.keep(&found)
     }),
