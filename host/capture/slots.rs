@@ -300,3 +300,29 @@ impl Ports {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn the_first_number_that_is_not_finite_is_found_in_any_type() {
+        let (sound, labels) = ([1.0f32; 6], [u32::MAX; 3]);
+        let halves = |at: usize, value: f32| {
+            let mut halves = [bf16::ONE; 15];
+            halves[at] = bf16::from_f32(value);
+            halves
+        };
+        for (at, value) in [(0, f32::NAN), (4, f32::INFINITY), (14, f32::NEG_INFINITY)] {
+            let halves = halves(at, value);
+            let inputs = Inputs::new().with(&sound, [3, 2]).unwrap().with(&labels, [3]).unwrap();
+            let inputs = inputs.with(&halves, [3, 5]).unwrap();
+            assert_eq!(inputs.first_not_finite(), Some((2, at / 5)), "{at}");
+        }
+        let halves = halves(3, 2.0);
+        assert_eq!(Inputs::new().with(&halves, [3, 5]).unwrap().first_not_finite(), None);
+        let key = Inputs::new().with(&halves, [3, 5]).unwrap().with(&labels, [3]).unwrap().key();
+        assert_eq!(key.to_string(), "bf16[3, 5] u32[3] #0");
+    }
+}

@@ -90,3 +90,37 @@ impl Drop for Landing {
         unsafe { self.device.retire(Retired::Slot { slot, bytes }) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::DeviceKind;
+    use crate::memory::Buffer;
+    use half::bf16;
+
+    /// Twice, so that the second time each word has the other type's bits before.
+    #[test]
+    fn numbers_of_either_type_land_in_order() {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let halves = Buffer::from_slice(&device, &[bf16::from_f32(1.5), bf16::from_f32(-3.0)]).unwrap();
+        let words = Buffer::from_slice(&device, &[0.1f32, -f32::MIN_POSITIVE]).unwrap();
+        let mut landing = Landing::new(&device, 4).unwrap();
+        for round in 0..2 {
+            landing.clear();
+            for place in 0..2 {
+                let (half, word) = (halves.memory().part(place, 1), words.memory().part(place, 1));
+                let landed = if round == 0 {
+                    half.land(&mut landing).and_then(|()| word.land(&mut landing))
+                } else {
+                    word.land(&mut landing).and_then(|()| half.land(&mut landing))
+                };
+                landed.unwrap();
+            }
+            landing.seal().unwrap();
+            let got = landing.wait(device.deadline()).unwrap();
+            let pairs = [[1.5, 0.1], [-3.0, -f32::MIN_POSITIVE]];
+            let expected = pairs.map(|[half, word]| if round == 0 { [half, word] } else { [word, half] });
+            assert_eq!(got, expected.as_flattened(), "{round}");
+        }
+    }
+}

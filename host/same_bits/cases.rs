@@ -325,8 +325,10 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
     let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::adamw(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &norm)?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }
 
 fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
@@ -345,8 +347,20 @@ fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     ];
     let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::adamw_groups(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::adamw_groups(
+        i.step,
+        &mut weights,
+        Some(&mut copy),
+        &gradients,
+        &mut first,
+        &mut second,
+        &hyper,
+        &groups,
+        &norm,
+    )?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }
 
 /// Both kinds of momentum, with and without clipping.
@@ -354,8 +368,10 @@ fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
         let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
         let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
-        ops::sgd(i.step, &mut weights, &gradients, &mut velocity, &hyper, &norm)?;
+        let mut copy = i.step.empty([length])?;
+        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &norm)?;
         [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+        i.keep(&copy)?;
     }
     Ok(())
 }
@@ -366,6 +382,8 @@ fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
     let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::sgd_groups(i.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
-    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::sgd_groups(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &groups, &norm)?;
+    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }

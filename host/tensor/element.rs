@@ -95,7 +95,10 @@ mod tests {
     fn poison_is_nan_in_every_part_of_a_word() {
         assert!(f32::from_bits(f32::POISON).is_nan() && f32::from_bits(STALE).is_nan());
         for word in [bf16::POISON, STALE] {
-            assert!([word as u16, (word >> 16) as u16].into_iter().all(|half| bf16::from_bits(half).is_nan()), "{word:#x}");
+            assert!(
+                [word as u16, (word >> 16) as u16].into_iter().all(|half| bf16::from_bits(half).is_nan()),
+                "{word:#x}"
+            );
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::hostile::attack;
 use crate::support::on_each_device;
 use crate::trial::assert_same;
-use stepscope::{Arena, Capacity, Device, bf16, ops};
+use stepscope::{Arena, Capacity, bf16, ops};
 
 /// The nearest BF16, ties to even, from the definition: of the two neighbours the nearer, or the even one.
 fn nearest(x: f32) -> f32 {
