@@ -6,7 +6,7 @@ mod support;
 
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::*;
-use support::{bits, on_each_device};
+use support::{Random, bits, on_each_device};
 
 const ROWS: usize = 6;
 const COLS: usize = 7;
@@ -35,7 +35,7 @@ impl UpdateRule for Descent {
 }
 
 /// Two parameters, of which one does not end where a vector does, and what trains them.
-struct Model<R: UpdateRule> {
+struct Trained<R: UpdateRule> {
     w: Parameter,
     b: Parameter,
     weights: Parameters,
@@ -50,7 +50,7 @@ fn layout() -> (Layout, Parameter, Parameter) {
     (layout.build().unwrap(), w, b)
 }
 
-impl<R: UpdateRule> Model<R> {
+impl<R: UpdateRule> Trained<R> {
     fn new(device: &Device, rule: R, groups: bool, copied: bool) -> Self {
         let (layout, w, b) = layout();
         let weights = Parameters::new(device, &layout, 3).unwrap();
@@ -98,6 +98,84 @@ impl<R: UpdateRule> Model<R> {
     }
 }
 
+/// A linear classifier of samples that S stores, without rounding of its own.
+struct Linear {
+    w: Parameter,
+}
+
+impl Linear {
+    fn learner(device: &Device) -> Learner<Self> {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
+        let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+        Learner::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
+    }
+}
+
+impl Model for Linear {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let x = match batch.input::<bf16>(0) {
+            Ok(halves) => tape.to_f32(&tape.input(halves))?,
+            Err(_) => tape.input(batch.input::<f32>(0)?),
+        };
+        tape.linear(&x, self.w, None)
+    }
+}
+
+/// Samples, and their labels.
+struct Points<S> {
+    x: Vec<S>,
+    labels: Vec<u32>,
+}
+
+impl<S: Stored> Points<S> {
+    /// Three batches of an odd number of samples, of numbers that BF16 holds, and with `wrong` in a sample of the last.
+    fn batches(wrong: Option<f32>) -> Vec<Vec<Self>> {
+        let mut random = Random::new(5);
+        let mut batches: Vec<_> = (0..3)
+            .map(|_| {
+                let x = random.normals(5 * ROWS).into_iter().map(|x| S::narrow(bf16::from_f32(x).to_f32())).collect();
+                vec![Self { x, labels: random.belows(5, COLS as u32) }]
+            })
+            .collect();
+        if let Some(wrong) = wrong {
+            batches[2][0].x[3 * ROWS + 1] = S::narrow(wrong);
+        }
+        batches
+    }
+
+    /// Looks at the learner behind an epoch of these; then how one ends whose last batch has an infinity.
+    fn train(
+        device: &Device,
+        learner: Learner<Linear>,
+        captured: bool,
+        look: impl FnOnce(&Learner<Linear>),
+    ) -> Result<Ended> {
+        let mut arena = arena(device);
+        let mut trainer = match captured {
+            true => Trainer::captured(&mut arena, learner, &Self::batches(None)[0][0])?,
+            false => Trainer::eager(&mut arena, learner),
+        };
+        let epoch = |trainer: &mut Trainer<'_, _>, wrong| {
+            let batches = Self::batches(wrong).into_iter().map(Ok);
+            trainer.epoch(batches, &mut EpochProgress::default(), &mut ())
+        };
+        assert_eq!(epoch(&mut trainer, None), Ok(Ended::Finished));
+        look(trainer.learner());
+        epoch(&mut trainer, Some(f32::INFINITY))
+    }
+}
+
+impl<S: Stored> Samples for Points<S> {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
+    }
+}
+
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
 }
@@ -116,15 +194,15 @@ fn assert_rounded(weights: &Parameters) {
 on_each_device! {
     fn updates_write_it(device: &Device) {
         for groups in [false, true] {
-            Model::updates(device, || AdamWConfig { learning_rate: 0.01, clip: Some(0.5), ..AdamWConfig::default() }, groups);
-            Model::updates(device, || SgdConfig { learning_rate: 0.01, momentum: 0.9, ..SgdConfig::default() }, groups);
+            Trained::updates(device, || AdamWConfig { learning_rate: 0.01, clip: Some(0.5), ..AdamWConfig::default() }, groups);
+            Trained::updates(device, || SgdConfig { learning_rate: 0.01, momentum: 0.9, ..SgdConfig::default() }, groups);
         }
     }
 
     /// For a rule that does not know of it.
     fn it_follows_any_rule(device: &Device) {
-        Model::updates(device, || Descent { fails: false }, false);
-        let mut model = Model::new(device, Descent { fails: true }, false, true);
+        Trained::updates(device, || Descent { fails: false }, false);
+        let mut model = Trained::new(device, Descent { fails: true }, false, true);
         let before = copy(&model.weights);
         model.optimizer.advance().unwrap();
         arena(device).step(|step| model.update(step)).unwrap_err();
@@ -135,14 +213,14 @@ on_each_device! {
     fn loads_write_it(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
         let [checkpoint, state_dict, halves] = ["checkpoint", "state", "halves"].map(|name| folder.path().join(name));
-        let source = Model::new(device, AdamWConfig::default(), false, true);
+        let source = Trained::new(device, AdamWConfig::default(), false, true);
         assert_rounded(&source.weights);
         Checkpoint::save(&checkpoint, &source.weights, Some(&source.optimizer), &[]).unwrap();
         source.weights.save_state_dict(&state_dict).unwrap();
         source.weights.save_state_dict_as::<bf16>(&halves).unwrap();
 
-        let mut model = Model::new(device, AdamWConfig::default(), false, true);
-        let change = |model: &mut Model<AdamWConfig>, load: &dyn Fn(&mut Model<AdamWConfig>)| {
+        let mut model = Trained::new(device, AdamWConfig::default(), false, true);
+        let change = |model: &mut Trained<AdamWConfig>, load: &dyn Fn(&mut Trained<AdamWConfig>)| {
             model.weights.write(model.b, &[0.3; COLS]).unwrap();
             assert_rounded(&model.weights);
             let before = copy(&model.weights);
@@ -166,7 +244,7 @@ on_each_device! {
     fn it_follows_a_load_that_fails(device: &Device) {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
-        let mut model = Model::new(&device, AdamWConfig::default(), false, true);
+        let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
         let words = vec![[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });
         let transfer = Transfer::new().progress(&mut stop);
@@ -185,7 +263,7 @@ on_each_device! {
     /// Between replays and inside of them.
     fn a_captured_step_reads_what_was_loaded(device: &Device) {
         let mut arena = arena(device);
-        let model = Model::new(device, SgdConfig { learning_rate: 0.5, ..SgdConfig::default() }, false, true);
+        let model = Trained::new(device, SgdConfig { learning_rate: 0.5, ..SgdConfig::default() }, false, true);
         let none = Inputs::new();
         let mut captured = arena.capture(model, &none, |step, model, slots| {
             let before = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
@@ -204,6 +282,26 @@ on_each_device! {
             let weights = model.weights.read(model.b).unwrap();
             assert_eq!(after, weights.into_iter().map(bf16::from_f32).collect::<Vec<_>>());
             assert_ne!(before, after);
+        }
+    }
+
+    /// The samples of BF16 train the same weights as the same numbers of f32, captured or not, with a copy and without.
+    fn a_trainer_keeps_it_and_takes_batches_of_bf16(device: &Device) {
+        let weights = |learner: &Learner<Linear>| bits(&learner.parameters.flat().read().unwrap());
+        let mut plain = weights(&Linear::learner(device));
+        let started = plain.clone();
+        let tensor = "input 0 of the batch, sample 3".to_owned();
+        let ends = Err(Error::NotFinite { update: Some(6), what: Quantity::Loss, tensor });
+        let ended = Points::<f32>::train(device, Linear::learner(device), false, |learner| plain = weights(learner));
+        assert_eq!(ended, ends);
+        assert_ne!(plain, started);
+        for captured in [false, true] {
+            let copied = Linear::learner(device).with_bf16_copy().unwrap();
+            let ended = Points::<bf16>::train(device, copied, captured, |learner| {
+                assert_eq!(weights(learner), plain);
+                assert_rounded(&learner.parameters);
+            });
+            assert_eq!(ended, ends);
         }
     }
 
