@@ -22,7 +22,7 @@ use kernels::update::RUN;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Shape, Source, Tensor, ops};
+use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Shape, Source, Tensor, bf16, ops};
 use support::{Random, tolerance};
 use tensor_file::TensorFile;
 
@@ -256,7 +256,16 @@ const CASES: &[(&str, Run)] = &[
         // Learning rate, beta1, beta2, epsilon, decay, the corrections of update 2, the largest norm.
         let hyper = c.given("hyper", [8], &[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0])?;
         let squared_norm = ops::squared_norm(c.step, &gradients)?;
-        ops::adamw(c.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+        ops::adamw(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut first,
+            &mut second,
+            &hyper,
+            &squared_norm,
+        )?;
         let updated = [("weights", &weights), ("first", &first), ("second", &second)];
         updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
     }),
@@ -271,7 +280,17 @@ const CASES: &[(&str, Run)] = &[
             [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.0199, 2.0]];
         let (hyper, groups) = (c.given("hyper", [2, 8], hyper.as_flattened())?, c.groups(shape[0], 2)?);
         let norm = ops::squared_norm(c.step, &gradients)?;
-        ops::adamw_groups(c.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+        ops::adamw_groups(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut first,
+            &mut second,
+            &hyper,
+            &groups,
+            &norm,
+        )?;
         let updated = [("weights", &weights), ("first", &first), ("second", &second)];
         updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
     }),
@@ -283,7 +302,15 @@ const CASES: &[(&str, Run)] = &[
         // Learning rate, momentum, decay, the largest norm, and whether it is Nesterov's.
         let hyper = c.given("hyper", [5], &[0.3, 0.9, 0.1, 1.0, (c.seed % 2) as f32])?;
         let squared_norm = ops::squared_norm(c.step, &gradients)?;
-        ops::sgd(c.step, &mut weights, &gradients, &mut velocity, &hyper, &squared_norm)?;
+        ops::sgd(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut velocity,
+            &hyper,
+            &squared_norm,
+        )?;
         c.result("weights", &weights)?;
         c.result("velocity", &velocity)
     }),
@@ -295,7 +322,16 @@ const CASES: &[(&str, Run)] = &[
         let hyper = [[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, 0.0, 2.0, 1.0]];
         let (hyper, groups) = (c.given("hyper", [2, 5], hyper.as_flattened())?, c.groups(shape[0], 2)?);
         let norm = ops::squared_norm(c.step, &gradients)?;
-        ops::sgd_groups(c.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
+        ops::sgd_groups(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut velocity,
+            &hyper,
+            &groups,
+            &norm,
+        )?;
         c.result("weights", &weights)?;
         c.result("velocity", &velocity)
     }),

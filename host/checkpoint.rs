@@ -193,11 +193,10 @@ impl Checkpoint {
         for (region, prefix) in state.iter().flat_map(|(_, state)| state) {
             check(Quantity::OptimizerState, prefix, region)?;
         }
-        let mut regions = vec![(parameters.flat_mut(), weights)];
-        if let (Some(optimizer), Some((updates, state))) = (optimizer, state) {
-            regions.extend(optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region)));
-        }
-        layout.overwrite(&regions, transfer)
+        let others = optimizer.zip(state).into_iter().flat_map(|(optimizer, (updates, state))| {
+            optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region))
+        });
+        parameters.overwrite(weights, others, transfer)
     }
 
     /// An error unless the optimiser's state is that of the optimiser `expected`.
@@ -213,7 +212,8 @@ impl Checkpoint {
     fn region(&self, layout: &Layout, prefix: &str) -> Result<Vec<&[u8]>> {
         let bytes = |entry: &LayoutEntry| {
             let name = format!("{prefix}{}", entry.name());
-            self.tensors.expect(&name, entry.shape().extents()).map_err(|reason| Error::file(&self.path, reason))
+            let found = self.tensors.expect(&name, entry.shape().extents(), &[Dtype::F32]);
+            found.map(|(bytes, _)| bytes).map_err(|reason| Error::file(&self.path, reason))
         };
         layout.entries().iter().map(bytes).collect()
     }

@@ -13,9 +13,8 @@ use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackElement, Managed, ManagedTensorBase};
 use kernels::fill::copy;
+use std::marker::PhantomData;
 
-/// Bytes of an element, of whatever type.
-const WORD: usize = size_of::<u32>();
 /// What a copy on the GPU needs.
 const ALIGN_BYTES: usize = kernels::ALIGN as usize;
 
@@ -50,7 +49,7 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
             let expected = format!("a shape of {} elements", self.len());
             return Err(Error::misuse("into_dlpack", expected, shape.to_string()));
         }
-        self.device().hand_over(self.address(), self.len() * WORD)?;
+        self.device().hand_over(self.address(), self.bytes())?;
         let (address, place) = (self.address(), place(self.device()));
         let mut tensor = Dynamic::compact(shape.extents())
             .initialize_as::<M>(Box::new(self))
@@ -106,15 +105,18 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
         if on_host {
             let flat = ([elements as i64], [1]);
             let (extents, strides) = if row_major { (&flat.0[..], &flat.1[..]) } else { (extents, &*strides) };
-            let values = Strided { first: first.cast(), extents, strides };
+            let values = Strided::<T> { first: first.cast(), extents, strides, element: PhantomData };
             // SAFETY: the places of all elements follow from the extents and strides that `validate` accepted; they can be read, and
             // nobody writes them, as this function asks. There are as many as the buffer has.
-            buffer.write_with(0, elements, &|offset, place| unsafe { values.read(offset / WORD, place) })?;
+            buffer.write_with(0, elements, &|offset, place| unsafe { values.read(offset / size_of::<T>(), place) })?;
         } else {
             // SAFETY: memory of this GPU, row-major, that can be read for as long as the tensor is there, as this function asks; the
-            // tensor outlives the wait below.
-            let values = unsafe { Memory::<f32>::new(device.identity(), first.addr() as u64, elements) };
-            let queued = launch_on(device, &copy { x: values.as_slice(), out: buffer.memory().cast().as_out() });
+            // tensor outlives the wait below. Where its last word has room behind the last element, the word can be read as well: it
+            // lies in one page with the element. What that half holds is ours to drop.
+            let values = unsafe { Memory::<T>::new(device.identity(), first.addr() as u64, elements) };
+            // By words, since bits are to survive: a copy of BF16 may make another NaN of one.
+            let (from, to) = (values.words().cast::<f32>(), buffer.memory().words().cast());
+            let queued = launch_on(device, &copy { x: from.as_slice(), out: to.as_out() });
             if let Err(error) = queued.and_then(|()| device.synchronize(device.deadline())) {
                 std::mem::forget(tensor);
                 return Err(error);
@@ -124,23 +126,29 @@ impl<T: Element + DlpackElement + Send> Buffer<T> {
     }
 }
 
-/// Words in memory of the host, at least one, so many words apart in each dimension.
-struct Strided<'t> {
-    first: *const [u8; WORD],
+/// Elements in memory of the host, at least one, at any alignment, so many elements apart in each dimension.
+struct Strided<'t, T> {
+    first: *const u8,
     extents: &'t [i64],
     strides: &'t [i64],
+    element: PhantomData<fn() -> T>,
 }
 
 // SAFETY: it is only read, by `read`, whose caller promises that nobody writes.
-unsafe impl Sync for Strided<'_> {}
+unsafe impl<T> Sync for Strided<'_, T> {}
 
-impl Strided<'_> {
+impl<T> Strided<'_, T> {
+    /// The address so many elements behind another.
+    fn behind(from: *const u8, elements: isize) -> *const u8 {
+        from.wrapping_offset(elements * size_of::<T>() as isize)
+    }
+
     /// Where an element is, counted in the order of the indices.
-    fn address(&self, mut element: usize) -> *const [u8; WORD] {
+    fn address(&self, mut element: usize) -> *const u8 {
         self.extents.iter().zip(self.strides).rev().fold(self.first, |address, (&extent, &stride)| {
             let index = element % extent as usize;
             element /= extent as usize;
-            address.wrapping_offset(index as isize * stride as isize)
+            Self::behind(address, index as isize * stride as isize)
         })
     }
 
@@ -150,23 +158,25 @@ impl Strided<'_> {
     /// There are so many, in memory that may be read and that nobody writes.
     unsafe fn read(&self, mut start: usize, place: &mut [u8]) {
         let (Some(&extent), Some(&stride)) = (self.extents.last(), self.strides.last()) else { return };
-        let (mut words, _) = place.as_chunks_mut::<WORD>();
-        while !words.is_empty() {
+        let mut left = place;
+        while !left.is_empty() {
             // To the end of the innermost dimension.
-            let run = (extent as usize - start % extent as usize).min(words.len());
-            let (row, rest) = std::mem::take(&mut words).split_at_mut(run);
+            let run = (extent as usize - start % extent as usize).min(left.len() / size_of::<T>());
+            let (row, rest) = std::mem::take(&mut left).split_at_mut(run * size_of::<T>());
             let from = self.address(start);
             if stride == 1 {
                 // SAFETY: `run` elements lie side by side from `from` on, all of them the tensor's, which can be read; `row` is a slot of
-                // ours.
-                unsafe { from.copy_to_nonoverlapping(row.as_mut_ptr(), run) };
+                // ours, of as many bytes.
+                unsafe { from.copy_to_nonoverlapping(row.as_mut_ptr(), row.len()) };
             } else {
-                for (index, word) in row.iter_mut().enumerate() {
-                    // SAFETY: `index` is inside the innermost dimension, so this is an element of the tensor, which can be read.
-                    *word = unsafe { from.wrapping_offset(index as isize * stride as isize).read() };
+                for (index, element) in row.chunks_exact_mut(size_of::<T>()).enumerate() {
+                    let from = Self::behind(from, index as isize * stride as isize);
+                    // SAFETY: `index` is inside the innermost dimension, so this is an element of the tensor, which can be read; `element`
+                    // is a place of ours, of as many bytes.
+                    unsafe { from.copy_to_nonoverlapping(element.as_mut_ptr(), size_of::<T>()) };
                 }
             }
-            (start, words) = (start + run, rest);
+            (start, left) = (start + run, rest);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Weights as PyTorch's `state_dict` names and lays them out, in safetensors files.
 //!
 //! A matrix `[in, out]` of ours is `[out, in]` there, as `torch.nn.Linear` has it; and the `gain` of a norm is its `weight`, as
-//! `torch.nn.RMSNorm` has it. Everything else is the same. Invariant: what is written by one is read by the other, bit for bit, and a
+//! `torch.nn.RMSNorm` has it. Everything else is the same. Weights are f32; a file may hold some or all of them as BF16, which are read
+//! exactly, and it is written so when asked, rounded. Invariant: what is written by one is read by the other, bit for bit, and a
 //! file that does not fit changes nothing.
 
 #![forbid(unsafe_code)]
@@ -10,8 +11,10 @@ use crate::error::{Error, Quantity, Result, short};
 use crate::files::replace_file;
 use crate::finite::Numbers;
 use crate::params::{Layout, LayoutEntry, Parameters};
+use crate::tensor::{Element, Stored};
 use crate::tensors::Tensors;
 use crate::upload::Transfer;
+use half::bf16;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -45,11 +48,11 @@ fn shape(entry: &LayoutEntry) -> Vec<usize> {
     }
 }
 
-/// The words of a matrix `[rows, cols]` as those of `[cols, rows]`; of anything else as they are.
-fn transposed(words: &[[u8; 4]], extents: &[usize]) -> Vec<u8> {
+/// What `convert` makes of the elements: of a matrix `[rows, cols]` those of `[cols, rows]`, of anything else as they are.
+fn transposed<T: Copy, U>(values: &[T], extents: &[usize], convert: impl Fn(T) -> U) -> Vec<U> {
     match *extents {
-        [rows, cols] => (0..cols).flat_map(|col| (0..rows).flat_map(move |row| words[row * cols + col])).collect(),
-        _ => words.as_flattened().to_vec(),
+        [rows, cols] => (0..rows * cols).map(|at| convert(values[at % rows * cols + at / rows])).collect(),
+        _ => values.iter().map(|&value| convert(value)).collect(),
     }
 }
 
@@ -61,18 +64,29 @@ impl Parameters {
     /// [`Error::Misuse`] when two parameters have one name there; [`Error::NotFinite`] for weights that are not finite; [`Error::File`]
     /// with the system's reason.
     pub fn save_state_dict(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.save_state_dict_as::<f32>(path)
+    }
+
+    /// [`Parameters::save_state_dict`] in a type of the caller's choice: as [`bf16`](crate::bf16), each weight is rounded to the nearest,
+    /// ties to even, and the file has half the bytes.
+    ///
+    /// # Errors
+    /// As for [`Parameters::save_state_dict`]; [`Error::NotFinite`] also for a weight that is rounded to an infinity.
+    pub fn save_state_dict_as<S: Stored>(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let values = self.flat().read()?;
+        let values: Vec<f32> = self.flat().read()?.into_iter().map(|value| S::narrow(value).widen()).collect();
         Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
+        let dtype = if <S as Element>::NAME == <bf16 as Element>::NAME { Dtype::BF16 } else { Dtype::F32 };
         let tensor = |(name, entry): (String, &LayoutEntry)| {
-            let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
-            (name, shape(entry), transposed(&words, entry.shape().extents()))
+            let values = transposed(&values[entry.range()], entry.shape().extents(), S::narrow);
+            (name, shape(entry), values)
         };
         let tensors: Vec<_> = names(self.layout())?.into_iter().map(tensor).collect();
         let refused = |reason: safetensors::SafeTensorError| Error::file(path, reason);
         let mut views = Vec::new();
-        for (name, shape, bytes) in &tensors {
-            views.push((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(refused)?));
+        for (name, shape, values) in &tensors {
+            let bytes = bytemuck::cast_slice(values);
+            views.push((name, TensorView::new(dtype, shape.clone(), bytes).map_err(refused)?));
         }
         // What PyTorch's own files say of themselves, and some of its readers ask for.
         let notes = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -80,13 +94,13 @@ impl Parameters {
     }
 
     /// Overwrites all weights with those of a file as [`Parameters::save_state_dict`] or `safetensors.torch.save_file(
-    /// model.state_dict(), path)` writes it. Such a file has no digest, so what it holds is taken as it is; but each byte is read once, all
+    /// model.state_dict(), path)` writes it, of F32 or BF16, which becomes f32 exactly, each tensor by itself. Such a file has no digest, so what it holds is taken as it is; but each byte is read once, all
     /// of them before any is used, and a file that changes meanwhile is refused as far as its length and its time of modification tell.
-    /// Takes twice the file's bytes of the host's memory meanwhile.
+    /// Takes the file's bytes and those of the weights of the host's memory meanwhile.
     ///
     /// # Errors
     /// [`Error::File`], before anything is changed, when the file is no plain file, cannot be read whole, lacks a parameter, has one more, or
-    /// has one of another shape or type than f32; [`Error::Misuse`] when two parameters have one name there; as for [`Parameters::load`].
+    /// has one of another shape or type; [`Error::Misuse`] when two parameters have one name there; as for [`Parameters::load`].
     pub fn load_state_dict(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let names = names(self.layout())?;
@@ -94,12 +108,17 @@ impl Parameters {
         let mut sources = HashMap::new();
         for (name, entry) in &names {
             let shape = shape(entry);
-            let bytes = file.expect(name, &shape).map_err(|reason| Error::file(path, reason))?;
-            sources.insert(entry.name().to_owned(), transposed(bytes.as_chunks().0, &shape));
+            let found = file.expect(name, &shape, &[Dtype::F32, Dtype::BF16]);
+            let (bytes, dtype) = found.map_err(|reason| Error::file(path, reason))?;
+            let values = match dtype {
+                Dtype::BF16 => transposed(bytes.as_chunks().0, &shape, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+                _ => transposed(bytes.as_chunks().0, &shape, f32::from_le_bytes),
+            };
+            sources.insert(entry.name().to_owned(), values);
         }
         if let Some((more, ..)) = file.iter().find(|(name, ..)| !names.contains_key(*name)) {
             return Err(Error::file(path, format!("has `{}`, which is no parameter of this model", short(more))));
         }
-        self.load(|entry| sources.get(entry.name()).map(Vec::as_slice), Transfer::new())
+        self.load(|entry| sources.get(entry.name()).map(|values| bytemuck::cast_slice(values)), Transfer::new())
     }
 }

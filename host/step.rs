@@ -137,7 +137,7 @@ impl<'s> Step<'s> {
     pub(crate) fn borrow<T: Element>(&self, buffer: &Buffer<T>, written: bool) -> Result<()> {
         let device = buffer.device();
         if self.device().reaches(device.identity()) {
-            self.region.lend(buffer.address(), buffer.len() * size_of::<T>(), written);
+            self.region.lend(buffer.address(), buffer.bytes(), written);
             return Ok(());
         }
         let name = |device: &Device| device.description().name.clone();

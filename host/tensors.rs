@@ -61,18 +61,19 @@ impl Tensors {
         &self.header.notes
     }
 
-    /// The bytes of a tensor of f32.
+    /// The bytes of a tensor, and which of these types it has.
     ///
     /// # Errors
     /// Says what is there when there is none of this name, or one of another shape or type.
-    pub(crate) fn expect(&self, name: &str, shape: &[usize]) -> Result<&[u8], String> {
+    pub(crate) fn expect(&self, name: &str, shape: &[usize], types: &[Dtype]) -> Result<(&[u8], Dtype), String> {
         match self.header.tensors.get(name) {
             None => Err(format!("has no `{}`", short(name))),
-            Some(info) if info.shape != shape || info.dtype != Dtype::F32 => {
+            Some(info) if info.shape != shape || !types.contains(&info.dtype) => {
+                let types = types.iter().map(|dtype| format!("{dtype:?}")).collect::<Vec<_>>().join(" or ");
                 let got = format!("{:?} {:?}", info.dtype, info.shape);
-                Err(format!("`{}`: expected F32 {shape:?}, got {}", short(name), short(&got)))
+                Err(format!("`{}`: expected {types} {shape:?}, got {}", short(name), short(&got)))
             }
-            Some(info) => Ok(self.bytes(info)),
+            Some(info) => Ok((self.bytes(info), info.dtype)),
         }
     }
 

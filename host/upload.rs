@@ -1,7 +1,8 @@
 //! Uploads to buffers, of a slice or of whole regions: progress, a deadline, and in checked mode the proof that the bytes arrived.
 //!
 //! Invariant: everything passes through the ring of page-locked slots, piece by piece, whatever the source; on a checked device
-//! an upload succeeds only when the device's own checksums of its memory are those of the bytes that were staged.
+//! an upload succeeds only when the device's own checksums of its memory are those of the bytes that were staged. Checksums are of words; an
+//! upload may begin and end inside one, and of such a word its own bytes count.
 
 #![forbid(unsafe_code)]
 
@@ -134,8 +135,8 @@ impl<T: Element> Buffer<T> {
     /// # Panics
     /// When there are not so many.
     pub(crate) fn write_with(&mut self, start: usize, len: usize, fill: &Fill<'_>) -> Result<()> {
-        let name = |_| (format!("{}[{}]", T::NAME, self.len()), 0);
-        let content = Content { memory: self.memory().part(start, len).cast(), fill, name: &name };
+        let name = |offset| (format!("{}[{}]", T::NAME, self.len()), start * size_of::<T>() + offset);
+        let content = Content::new(self.memory().part(start, len), fill, &name);
         Transfer::new().deadline(self.device().deadline()).run(self.device(), &[content])
     }
 }
@@ -146,18 +147,27 @@ impl fmt::Debug for Transfer<'_> {
     }
 }
 
+/// What a byte of an upload belongs to, and its place within that.
+pub(crate) type Name<'c> = dyn Fn(usize) -> (String, usize) + 'c;
+
 /// What device memory is to hold.
 pub(crate) struct Content<'c> {
-    pub(crate) memory: Memory<u32>,
+    memory: Memory<u8>,
+    /// Bytes of an element, which are damaged together.
+    element_bytes: usize,
     /// The same bytes whenever it is asked.
-    pub(crate) fill: &'c Fill<'c>,
-    /// What a byte belongs to, and where that starts.
-    pub(crate) name: &'c dyn Fn(usize) -> (String, usize),
+    fill: &'c Fill<'c>,
+    name: &'c Name<'c>,
 }
 
-impl Content<'_> {
+impl<'c> Content<'c> {
+    /// What `fill` writes, which is the same whenever it is asked.
+    pub(crate) fn new<T: Element>(memory: Memory<T>, fill: &'c Fill<'c>, name: &'c Name<'c>) -> Self {
+        Self { memory: memory.bytes(), element_bytes: size_of::<T>(), fill, name }
+    }
+
     fn bytes(&self) -> usize {
-        self.memory.len() * WORD
+        self.memory.len()
     }
 
     /// Uploads, and compares checksums of what was staged with the device's of what it got.
@@ -167,19 +177,21 @@ impl Content<'_> {
         deadline: Duration,
         staged: &mut dyn FnMut(usize) -> Result<()>,
     ) -> Result<()> {
-        let chunks = self.memory.len().div_ceil(CHUNK);
+        let (x, before) = (self.memory.words(), self.bytes_before());
+        let behind = x.len() * WORD - before - self.bytes();
+        let chunks = x.len().div_ceil(CHUNK);
         let expected: Vec<AtomicU64> = (0..chunks).map(|_| AtomicU64::new(0)).collect();
         let fill = |offset: usize, place: &mut [u8]| {
             (self.fill)(offset, place);
-            // A slot's part may start and end inside a chunk; its words are whole.
-            let (words, _) = place.as_chunks::<WORD>();
-            for (index, word) in (offset / WORD..).zip(words) {
-                expected[index / CHUNK].fetch_add(weighted(index, u32::from_le_bytes(*word)), Ordering::Relaxed);
+            // A slot's part may start and end inside a chunk, and inside a word: the sum of a word's parts is the word.
+            for (index, word) in words_of(before + offset, place) {
+                expected[index / CHUNK].fetch_add(weighted(index, word), Ordering::Relaxed);
             }
         };
         self.memory.copy_with(device, &fill, deadline, staged)?;
         let sums = Buffer::<u32>::zeros(device, 2 * chunks)?;
-        launch_on(device, &checksum { x: self.memory.as_slice(), out: sums.memory().as_out() })?;
+        let (first, last) = (u32::MAX << (8 * before), u32::MAX >> (8 * behind));
+        launch_on(device, &checksum { x: x.as_slice(), first, last, out: sums.memory().as_out() })?;
         let got = sums.read()?;
         let (got, _) = got.as_chunks::<2>();
         let pairs = expected.into_iter().map(AtomicU64::into_inner).zip(got.iter().map(|&[low, high]| join(low, high)));
@@ -189,22 +201,41 @@ impl Content<'_> {
         }
     }
 
-    /// Which tensor a chunk with the wrong sum means: that of the first word that differs.
+    /// Bytes of the first word that lie before the upload.
+    fn bytes_before(&self) -> usize {
+        (self.memory.address() - self.memory.words().address()) as usize
+    }
+
+    /// Which tensor a chunk with the wrong sum means: that of the first element that differs.
     fn damaged(&self, device: &Device, chunk: usize, expected: u64, got: u64) -> Error {
-        let start = chunk * CHUNK;
-        let part = self.memory.part(start, CHUNK.min(self.memory.len() - start));
-        let there = match part.download(device, device.deadline()) {
+        let place = |word: usize| (word * WORD).saturating_sub(self.bytes_before()).min(self.bytes());
+        let (start, end) = (place(chunk * CHUNK), place((chunk + 1) * CHUNK));
+        let there = match self.memory.part(start, end - start).download(device, device.deadline()) {
             Ok(there) => there,
             Err(error) => return error,
         };
-        let mut here = vec![0; part.len() * WORD];
-        (self.fill)(start * WORD, &mut here);
-        let (here, _) = here.as_chunks::<WORD>();
-        let differs = here.iter().zip(there).position(|(here, there)| u32::from_le_bytes(*here) != there);
-        let offset = (start + differs.unwrap_or(0)) * WORD;
-        let (tensor, first) = (self.name)(offset);
-        Error::Damaged { tensor, offset_bytes: offset - first, expected, got }
+        let mut here = vec![0; end - start];
+        (self.fill)(start, &mut here);
+        let differs = start + here.iter().zip(there).position(|(&here, there)| here != there).unwrap_or(0);
+        let (tensor, offset_bytes) = (self.name)(differs - differs % self.element_bytes);
+        Error::Damaged { tensor, offset_bytes, expected, got }
     }
+}
+
+/// The words that `bytes` fill from byte `start` on, by their places: of the first and the last, zeros where other bytes are.
+fn words_of(start: usize, bytes: &[u8]) -> impl Iterator<Item = (usize, u32)> {
+    let filled = start % WORD;
+    let (head, rest) = bytes.split_at(if filled == 0 { 0 } else { bytes.len().min(WORD - filled) });
+    let (words, tail) = rest.as_chunks::<WORD>();
+    let part = |place: usize, part: &[u8]| {
+        let mut word = [0; WORD];
+        word[place..][..part.len()].copy_from_slice(part);
+        u32::from_le_bytes(word)
+    };
+    let first = start.div_ceil(WORD);
+    let head = (!head.is_empty()).then(|| (start / WORD, part(filled, head)));
+    let tail = (!tail.is_empty()).then(|| (first + words.len(), part(0, tail)));
+    head.into_iter().chain((first..).zip(words.iter().map(|word| u32::from_le_bytes(*word)))).chain(tail)
 }
 
 fn join(low: u32, high: u32) -> u64 {

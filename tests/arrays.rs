@@ -6,7 +6,7 @@
 mod support;
 
 use ndarray::{Array, Array0, Array2, Array3, ArrayD, Axis, IxDyn, Slice};
-use stepscope::{Arena, Capacity, ops};
+use stepscope::{Arena, Capacity, bf16, ops};
 use support::on_each_device;
 
 on_each_device! {
@@ -28,6 +28,11 @@ on_each_device! {
                 }
                 let labels = Array::from_vec(vec![3u32, 1, 2]);
                 assert_eq!(step.read_array(&step.upload_array(labels.view())?)?, labels.into_dyn());
+                // Three columns of five, an odd number of halves.
+                let mut halves = Array2::from_shape_fn((5, 7), |(row, col)| bf16::from_f32((10 * row + col) as f32));
+                halves.slice_axis_inplace(Axis(1), Slice::new(1, None, 2));
+                assert!(halves.as_slice().is_none());
+                assert_eq!(step.read_array(&step.upload_array(halves.view())?)?, halves.into_dyn());
                 let one = Array0::from_elem((), 7.0f32);
                 assert_eq!(step.read_array(&step.upload_array(one.view())?)?, one.into_dyn());
                 Ok(())

@@ -110,5 +110,5 @@ fn another_devices_memory_is_refused() {
             step.launch(kernels::fill::copy { x: x.slice(), out: y.out() })
         })
     });
-    assert!(matches!(refused, Err(Error::Contract { kernel: "copy", .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Contract { kernel: "copy_f32", .. })), "{refused:?}");
 }

@@ -7,14 +7,14 @@
 
 mod support;
 
-use dlpark::ffi::{DLDataType, DLDevice, DLDeviceType, DLManagedTensor, DLManagedTensorVersioned};
+use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackElement, Managed, ManagedTensorBase, versioned};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Inputs, Shape, ops};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Error, Inputs, Shape, bf16, ops};
 use support::{Random, SPECIAL, bits, on_each_device};
 
 /// Memory of a library that makes tensors; counts how often it is given back.
@@ -92,12 +92,20 @@ fn round_trip<M: ManagedTensorBase>(device: &Device, shape: Shape, random: &mut 
     // SAFETY: our own memory, of which nobody else knows.
     let back: Buffer<u32> = unsafe { Buffer::from_dlpack(device, tensor) }.unwrap();
     assert_eq!(back.read().unwrap(), words, "{shape}");
+
+    // All patterns, those of NaNs too.
+    let halves: Vec<bf16> = words.iter().map(|&word| bf16::from_bits(word as u16)).collect();
+    let tensor = Buffer::from_slice(device, &halves).unwrap().into_dlpack::<M>(shape).unwrap();
+    assert_eq!(tensor.validate().unwrap().dtype(), DLDataType { code: DLDataTypeCode::BFLOAT, bits: 16, lanes: 1 });
+    // SAFETY: as above.
+    let back: Buffer<bf16> = unsafe { Buffer::from_dlpack(device, tensor) }.unwrap();
+    assert!(back.read().unwrap().iter().zip(&halves).all(|(got, want)| got.to_bits() == want.to_bits()), "{shape}");
 }
 
 on_each_device! {
     fn round_trips_keep_bits(device: &Device) {
         let mut random = Random::new(1);
-        let fixed: [Shape; 6] = [[].into(), [1].into(), [0x2_0003].into(), [1, 1, 1, 1].into(), [3, 1].into(), [1, 5].into()];
+        let fixed: [Shape; 8] = [[].into(), [1].into(), [257].into(), [4097].into(), [0x2_0003].into(), [1, 1, 1, 1].into(), [3, 1].into(), [1, 5].into()];
         for shape in fixed {
             round_trip::<DLManagedTensorVersioned>(device, shape, &mut random);
             round_trip::<DLManagedTensor>(device, shape, &mut random);
@@ -138,6 +146,12 @@ on_each_device! {
                 expected = expected.iter().flat_map(|at| (0..extent).map(move |index| at + index * stride)).collect();
             }
             let expected: Vec<f32> = expected.into_iter().map(|at| values[at as usize]).collect();
+            let halves: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+            let (tensor, _) = foreign::<DLManagedTensorVersioned, _>(halves, first, &extents, &strides);
+            // SAFETY: the tensor describes memory of its own, which nobody writes.
+            let got = unsafe { Buffer::<bf16>::from_dlpack(device, tensor) }.unwrap().read().unwrap();
+            assert!(got.iter().zip(&expected).all(|(got, &want)| *got == bf16::from_f32(want)), "case {case} of BF16");
+            assert_eq!(got.len(), expected.len());
             let (tensor, given_back) = foreign::<DLManagedTensorVersioned, _>(values, first, &extents, &strides);
             let got = taken(device, tensor).read().unwrap();
             assert_eq!(bits(&got), bits(&expected), "case {case}: {extents:?} {strides:?}");
@@ -217,6 +231,7 @@ on_each_device! {
         refused(plain(vec![1.0f64; 4], &[4]), |_| (), &format!("from_dlpack: {types}float64"));
         refused(plain(vec![1i32; 4], &[4]), |_| (), &format!("{types}int32"));
         refused(plain(vec![1u32; 4], &[4]), |_| (), &format!("{types}uint32"));
+        refused(plain(vec![bf16::ONE; 4], &[4]), |_| (), &format!("{types}bfloat16"));
         refused(four(), |tensor| tensor.dl_tensor.dtype.lanes = 2, &format!("{types}float32x2"));
         refused(four(), |tensor| tensor.dl_tensor.dtype.code.0 = 77, &format!("{types}DLPack's element type 77 of 32 bits"));
         let places = format!("expected memory of the host{here}: copy it there first, got ");

@@ -23,7 +23,7 @@ use witness::{AT_ONCE, SLACK, Watch};
 const PATIENCE: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Kernels whose launches are the first, in between and late.
-const KERNELS: [&str; 3] = ["guard_write", "softmax_forward", "mean_tokens_forward"];
+const KERNELS: [&str; 3] = ["guard_write", "softmax_forward_f32", "mean_tokens_forward_f32"];
 
 fn open(kind: DeviceKind, plan: &FaultPlan) -> Device {
     Device::builder(kind).deadline(DEADLINE).faults(plan.clone()).open().unwrap()
@@ -82,7 +82,7 @@ on_each_device! {
     fn a_kernel_that_does_not_end_is_named_in_time_and_nothing_waits_for_it(device: &Device) {
         let kind = device.description().kind;
         for (call, fault) in [(Call::Launch, Fault::Never), (Call::Poll, Fault::Stalls)] {
-            for kernel in ["guard_write", "softmax_forward"] {
+            for kernel in ["guard_write", "softmax_forward_f32"] {
                 let number = before(kind, call, kernel) + 1;
                 let planted = open(kind, &FaultPlan::new().on(call, number, fault));
                 let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
@@ -109,14 +109,14 @@ on_each_device! {
     fn an_opening_is_refused_when_the_test_is_asked_for(device: &Device) {
         let kind = device.description().kind;
         let planted = |kind| {
-            let launch = before(device.description().kind, Call::Launch, "softmax_forward") + 1;
+            let launch = before(device.description().kind, Call::Launch, "softmax_forward_f32") + 1;
             Device::builder(kind).deadline(DEADLINE).faults(FaultPlan::new().on(Call::Launch, launch, Fault::Fail))
         };
-        names(&planted(kind).self_test(SelfTest::Always).open().unwrap_err(), "softmax_forward", "planted", device);
+        names(&planted(kind).self_test(SelfTest::Always).open().unwrap_err(), "softmax_forward_f32", "planted", device);
         if kind == DeviceKind::Cuda {
             // No other device takes its place.
             let error = planted(DeviceKind::Auto).self_test(SelfTest::Always).open().unwrap_err();
-            names(&error, "softmax_forward", "planted", device);
+            names(&error, "softmax_forward_f32", "planted", device);
         }
         for when in [SelfTest::WhenNew, SelfTest::Never] {
             planted(kind).self_test(when).open().unwrap();

@@ -65,6 +65,77 @@ on_each_device! {
         assert_eq!(other.sha256().unwrap(), parameters.sha256().unwrap());
     }
 
+    /// A file of BF16, of F32 and of both is read exactly; what is written as BF16 is rounded once, and has half the bytes.
+    fn weights_of_bf16_are_read_exactly_and_written_rounded(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let [whole, halves, mixed] = ["whole", "halves", "mixed"].map(|name| folder.path().join(name));
+        let layout = layout();
+        let parameters = Parameters::new(device, &layout, 7).unwrap();
+        parameters.save_state_dict(&whole).unwrap();
+        parameters.save_state_dict_as::<bf16>(&halves).unwrap();
+        let [file, rounded] = [&whole, &halves].map(|path| std::fs::read(path).unwrap());
+        let [file, rounded] = [&file, &rounded].map(|file| safetensors::SafeTensors::deserialize(file).unwrap());
+        for (name, tensor) in file.tensors() {
+            let half = rounded.tensor(&name).unwrap();
+            assert_eq!((half.dtype(), half.shape()), (safetensors::Dtype::BF16, tensor.shape()));
+            let numbers = tensor.data().as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+            let expected: Vec<[u8; 2]> = numbers.map(|number| bf16::from_f32(number).to_le_bytes()).collect();
+            assert_eq!(half.data(), expected.as_flattened(), "{name}");
+        }
+        assert_eq!(rounded.len(), file.len());
+        let ours = parameters.flat().read().unwrap();
+        let expected: Vec<f32> = ours.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
+        assert_ne!(ours, expected);
+        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        other.load_state_dict(&halves).unwrap();
+        assert_eq!(other.flat().read().unwrap(), expected);
+
+        // Every other tensor of each.
+        let tensors = file.names().into_iter().enumerate().map(|(number, name)| {
+            (name, [&file, &rounded][number % 2].tensor(name).unwrap())
+        });
+        std::fs::write(&mixed, safetensors::serialize(tensors, None).unwrap()).unwrap();
+        let mut other = Parameters::new(device, &layout, 8).unwrap();
+        other.load_state_dict(&mixed).unwrap();
+        let got = other.flat().read().unwrap();
+        for entry in layout.entries() {
+            let is = |values: &[f32]| got[entry.range()] == values[entry.range()];
+            assert!(is(&ours) || is(&expected), "{}", entry.name());
+        }
+        assert!(got != ours && got != expected);
+    }
+
+    /// The largest f32 is finite and has no BF16.
+    fn a_weight_that_is_rounded_to_infinity_is_refused(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut builder = Layout::builder();
+        let [_, b] = ["a", "b"].map(|name| builder.add(name, [3], Initializer::ONE));
+        let mut parameters = Parameters::new(device, &builder.build().unwrap(), 7).unwrap();
+        parameters.write(b, &[0.0, -f32::MAX, 0.0]).unwrap();
+        parameters.save_state_dict(&path).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let expected = Error::NotFinite { update: None, what: Quantity::Weight, tensor: "`b`".to_owned() };
+        assert_eq!(parameters.save_state_dict_as::<bf16>(&path), Err(expected));
+        assert_eq!(std::fs::read(&path).unwrap(), before);
+    }
+
+    fn other_types_are_refused_by_name(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut builder = Layout::builder();
+        builder.add("w", [3], Initializer::ONE);
+        let mut parameters = Parameters::new(device, &builder.build().unwrap(), 7).unwrap();
+        for (dtype, bytes) in [(safetensors::Dtype::F16, 2), (safetensors::Dtype::F64, 8), (safetensors::Dtype::I32, 4)] {
+            let zeros = vec![0; 3 * bytes];
+            let tensor = safetensors::tensor::TensorView::new(dtype, vec![3], &zeros).unwrap();
+            std::fs::write(&path, safetensors::serialize([("w", tensor)], None).unwrap()).unwrap();
+            let error = parameters.load_state_dict(&path).unwrap_err().to_string();
+            assert!(error.contains(&format!("`w`: expected F32 or BF16 [3], got {dtype:?} [3]")), "{error}");
+        }
+        assert_eq!(parameters.flat().read().unwrap()[..3], [1.0; 3]);
+    }
+
     /// Neither written nor read; there is no way to ask for it.
     fn numbers_that_are_not_finite_are_refused_by_name(device: &Device) {
         let folder = tempfile::tempdir().unwrap();
@@ -109,7 +180,7 @@ on_each_device! {
         let before = parameters.sha256().unwrap();
         for (file, reason) in [
             (model(&|_| ()), "has no `head.bias`"),
-            (model(&bias(4)), "`head.bias`: expected F32 [3], got F32 [4]"),
+            (model(&bias(4)), "`head.bias`: expected F32 or BF16 [3], got F32 [4]"),
             (model(&|layout| {
                 bias(3)(layout);
                 layout.add("norm.gain", [3], Initializer::ONE);

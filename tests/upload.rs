@@ -419,7 +419,7 @@ on_each_device! {
         let mut buffer = Buffer::from_slice(&device, &[1u32, 2, 3, 4]).unwrap();
         let _ = plan.clone().on(Call::Upload, plan.count(Call::Upload) + 1, Fault::Flips);
         let error = buffer.write(1, &[7, 8, 9]).unwrap_err();
-        let Error::Damaged { tensor, offset_bytes: 4, .. } = &error else { panic!("{error}") };
+        let Error::Damaged { tensor, offset_bytes: 8, .. } = &error else { panic!("{error}") };
         assert_eq!(tensor, "u32[4]");
         buffer.write(1, &[7, 8, 9]).unwrap();
         assert_eq!(buffer.read().unwrap(), [1, 7, 8, 9]);

@@ -3,7 +3,7 @@
 //! Invariant: `peers/kernels.py` has a function of the same name for each case, which does the same.
 
 use kernels::adamw::slot;
-use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, ops};
+use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, Tensor, bf16, ops};
 
 /// Columns of what is taken as rows.
 pub(crate) const COLUMNS: usize = 1024;
@@ -77,6 +77,7 @@ fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
     ops::adamw(
         step,
         &mut step.lend_mut(x, [elements])?,
+        None::<&mut Tensor<'_, bf16>>,
         &step.lend(dy, [elements])?,
         &mut step.lend_mut(first, [elements])?,
         &mut step.lend_mut(second, [elements])?,

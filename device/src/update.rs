@@ -1,4 +1,4 @@
-//! What the kernels of optimisers share: clipping by the global norm, and groups of parameters.
+//! What the kernels of optimisers share: weights and their BF16 copy, clipping by the global norm, and groups of parameters.
 //!
 //! Each group has settings of its own: `LEN` floats of a slot.
 //!
@@ -10,11 +10,58 @@
 //! Invariant: the four elements of a vector belong to one group. A group is given for whole runs of [`RUN`] elements, and a vector
 //! starts at a multiple of four.
 
-use crate::vector::load;
+use crate::vector::{F4, Part, load};
 use cuda_std::GpuFloat;
+use half::bf16;
 
 /// Elements that share one entry of `groups`. The host starts each parameter at a multiple of this.
 pub const RUN: usize = 64;
+
+/// The weights that a kernel updates, and their copy, rounded to BF16, where there is one.
+#[derive(Clone, Copy)]
+pub struct Weights {
+    /// Of all parameters, flat.
+    pub weights: *mut f32,
+    /// At the same places.
+    pub copy: *mut bf16,
+    /// Not 0: there is a copy.
+    pub copied: u32,
+}
+
+impl Weights {
+    /// The old weights of the thread's vector.
+    ///
+    /// # Safety
+    /// The vector lies inside the weights.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load(self, index: usize, part: Part) -> F4 {
+        // SAFETY: the vector lies inside, as the caller promises.
+        unsafe { F4::load_part_raw(self.weights, index, part, 0.0) }
+    }
+
+    /// Writes the new weights, and the nearest BF16 of each.
+    ///
+    /// # Safety
+    /// The vector lies inside the weights, and inside the copy if there is one.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store(self, weights: F4, index: usize, part: Part) {
+        // SAFETY: the vector lies inside, as the caller promises.
+        unsafe {
+            weights.store_part(self.weights, index, part);
+            if self.copied != 0 {
+                weights.store_part(self.copy, index, part);
+            }
+        }
+    }
+
+    /// What a contract asks of a copy: it is as long as the weights, or there is none.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn copies(elements: usize, copied: u32, copy: usize) -> Result<(), cuda_std::launch::Violation> {
+        cuda_std::launch::Violation::unless_length("copy", if copied == 0 { 0 } else { elements }, copy)
+    }
+}
 
 /// The factor that brings gradients with this squared global norm to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`
 /// computes it. It is 1 where `max_norm` is 0; else it is NaN for a norm that is NaN.

@@ -128,7 +128,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device than the step, or the handle is another layout's.
     pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
-        self.parameters.lend(self.step, parameter).map_err(|error| error.in_op(self.op))
+        self.weights_as(parameter)
+    }
+
+    /// The weights of a parameter as S stores them: of BF16, from the copy that [`Parameters::with_bf16_copy`] makes.
+    ///
+    /// # Errors
+    /// As for [`Backward::weights`]; [`Error::Misuse`] when there is no copy.
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
 
     /// A stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
@@ -136,7 +144,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// # Errors
     /// As for [`Backward::weights`]; [`Error::Misuse`] for a stack without members.
     pub fn stack_weights(&self, stack: &Stack) -> Result<Lent<'t, 's>> {
-        self.parameters.lend_stack(self.step, stack).map_err(|error| error.in_op(self.op))
+        self.stack_weights_as(stack)
+    }
+
+    /// A stack's weights as S stores them, flat.
+    ///
+    /// # Errors
+    /// As for [`Backward::stack_weights`]; [`Error::Misuse`] when there is no copy.
+    pub fn stack_weights_as<S: Stored>(&self, stack: &Stack) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
     }
 
     /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not. So the gradients of

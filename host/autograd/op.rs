@@ -45,8 +45,15 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device than the step, or the handle is another layout's.
     pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
-        let lent = self.tape.parameters.lend(self.tape.step, parameter);
-        lent.map_err(|error| error.in_op(self.name))
+        self.weights_as(parameter)
+    }
+
+    /// The weights of a parameter as S stores them: of BF16, from the copy that [`Parameters::with_bf16_copy`](crate::Parameters::with_bf16_copy) makes.
+    ///
+    /// # Errors
+    /// As for [`Op::weights`]; [`Error::Misuse`] when there is no copy.
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))
     }
 
     /// A stack's weights from the first member's start to the last one's end, flat; [`Op::stack`] tells where each stands.
@@ -54,8 +61,15 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// As for [`Op::weights`]; [`Error::Misuse`] for a stack without members.
     pub fn stack_weights(&self, stack: &Stack) -> Result<Lent<'t, 's>> {
-        let lent = self.tape.parameters.lend_stack(self.tape.step, stack);
-        lent.map_err(|error| error.in_op(self.name))
+        self.stack_weights_as(stack)
+    }
+
+    /// A stack's weights as S stores them, flat.
+    ///
+    /// # Errors
+    /// As for [`Op::stack_weights`]; [`Error::Misuse`] when there is no copy.
+    pub fn stack_weights_as<S: Stored>(&self, stack: &Stack) -> Result<Lent<'t, 's, S>> {
+        self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))
     }
 
     /// The shape of each member of a stack, and the elements from one's start to the next one's.

@@ -18,7 +18,7 @@ use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
 use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section, Turns};
 use crate::step::Step;
-use crate::tensor::Element;
+use crate::tensor::{Element, Stored};
 use serde::Serialize;
 use slots::{Key, Ports};
 use state::{Event, State};
@@ -369,7 +369,7 @@ impl<R> Replay<'_, R> {
     }
 
     /// Queues a copy of a result of one element to the next word of `landing`, to be waited for when other replays have followed.
-    pub(crate) fn land(&self, output: Output, landing: &mut Landing) -> Result<()> {
+    pub(crate) fn land<S: Stored>(&self, output: Output<S>, landing: &mut Landing) -> Result<()> {
         self.recording.ports.find(output)?.land(landing)
     }
 

@@ -9,7 +9,7 @@ use crate::driver::{Device, DeviceKind, Pins};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Labels, Region};
 use crate::step::Eager;
-use crate::tensor::{Brand, Element, Memory, Saved, Shape, Source};
+use crate::tensor::{Brand, Element, Memory, Saved, Shape, Source, Values};
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
@@ -33,13 +33,15 @@ pub struct Inputs<'i> {
 #[derive(Clone, Copy, Debug)]
 struct Value<'i> {
     form: Form,
-    bytes: &'i [u8],
+    values: Values<'i>,
 }
 
 /// What decides how a step is recorded, of one input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
     element: &'static str,
+    /// Bytes of an element.
+    element_bytes: usize,
     shape: Shape,
 }
 
@@ -58,7 +60,8 @@ impl<'i> Inputs<'i> {
         if shape.checked_elements() != Some(values.len()) {
             return Err(Error::misuse("inputs", format!("a shape of {} elements", values.len()), shape.to_string()));
         }
-        self.values.push(Value { form: Form { element: T::NAME, shape }, bytes: bytemuck::cast_slice(values) });
+        let form = Form { element: T::NAME, element_bytes: size_of::<T>(), shape };
+        self.values.push(Value { form, values: T::erase_values(values) });
         Ok(self)
     }
 
@@ -71,14 +74,11 @@ impl<'i> Inputs<'i> {
 
     /// The first number that is not finite: its input, and the place of what it belongs to along the first extent.
     pub(crate) fn first_not_finite(&self) -> Option<(usize, usize)> {
-        self.values.iter().enumerate().filter(|(_, value)| value.form.element == f32::NAME).find_map(
-            |(input, value)| {
-                let values: &[f32] = bytemuck::cast_slice(value.bytes);
-                let first = values.iter().position(|value| !value.is_finite())?;
-                let rows = value.form.shape.extents().first().copied().unwrap_or(1);
-                Some((input, first / (values.len() / rows.max(1)).max(1)))
-            },
-        )
+        self.values.iter().enumerate().find_map(|(input, Value { form, values })| {
+            let first = values.first_not_finite()?;
+            let rows = form.shape.extents().first().copied().unwrap_or(1);
+            Some((input, first / (form.shape.elements() / rows.max(1)).max(1)))
+        })
     }
 
     pub(super) fn key(&self) -> Key {
@@ -125,7 +125,7 @@ impl<T: Element> fmt::Debug for Output<T> {
 /// Inputs on the device, by their place.
 #[derive(Clone, Debug)]
 pub struct Batch<'s> {
-    inputs: Vec<(Memory<u32>, Form)>,
+    inputs: Vec<(Memory<u8>, Form)>,
     brand: Brand<'s>,
 }
 
@@ -155,11 +155,11 @@ impl<'s> Eager<'s> {
     #[track_caller]
     pub fn upload_inputs(&self, inputs: &Inputs<'_>) -> Result<Batch<'s>> {
         let mut batch = Batch { inputs: Vec::new(), brand: PhantomData };
-        for Value { form, bytes } in &inputs.values {
-            let memory = if form.element == f32::NAME {
-                self.upload::<f32>(bytemuck::cast_slice(bytes), form.shape)?.memory().cast()
-            } else {
-                self.upload::<u32>(bytemuck::cast_slice(bytes), form.shape)?.memory()
+        for Value { form, values } in &inputs.values {
+            let memory = match *values {
+                Values::F32(values) => self.upload(values, form.shape)?.memory().bytes(),
+                Values::Bf16(values) => self.upload(values, form.shape)?.memory().bytes(),
+                Values::U32(values) => self.upload(values, form.shape)?.memory().bytes(),
             };
             batch.inputs.push((memory, *form));
         }
@@ -199,7 +199,7 @@ impl<'s> Slots<'s> {
         let memory = tensor.memory();
         pins.add([memory.as_slice().address()]);
         let mut outputs = outputs.borrow_mut();
-        outputs.push(memory.cast());
+        outputs.push(memory.bytes());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
     }
 }
@@ -210,7 +210,7 @@ const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 /// The place of an input, and another where it waits while the replay before still reads that one.
 #[derive(Debug)]
 struct Port {
-    memory: Memory<u32>,
+    memory: Memory<u8>,
     transit: Option<Buffer<u32>>,
     /// The classes that its values name, if they are labels.
     classes: Option<usize>,
@@ -222,14 +222,18 @@ pub(super) struct Ports {
     recording: u64,
     key: Key,
     inputs: Vec<Port>,
-    outputs: RefCell<Vec<Memory<u32>>>,
+    outputs: RefCell<Vec<Memory<u8>>>,
     pins: Pins,
 }
 
 impl Ports {
     /// Slots at the region's start, which no scope gives back.
     pub(super) fn new(region: &Region, key: &Key, recording: u64, pins: &Pins) -> Result<Self> {
-        let port = |form: &Form| Ok(Port { memory: region.slot(form.shape)?, transit: None, classes: None });
+        let port = |form: &Form| {
+            // Values of so many bytes were there when the key was made.
+            let memory = region.slot(form.shape.elements() * form.element_bytes)?;
+            Ok(Port { memory, transit: None, classes: None })
+        };
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
     }
@@ -245,7 +249,7 @@ impl Ports {
     /// Looks at the labels among the inputs.
     pub(super) fn check(&self, inputs: &Inputs<'_>) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match port.classes {
-            Some(classes) => Labels::check(bytemuck::cast_slice(value.bytes), classes),
+            Some(classes) => Labels::check(bytemuck::cast_slice(value.values.bytes()), classes),
             None => Ok(()),
         })
     }
@@ -257,9 +261,9 @@ impl Ports {
         if description.kind != DeviceKind::Cuda || description.integrated {
             return Ok(());
         }
-        let large = |port: &&mut Port| port.memory.len() * size_of::<u32>() >= LEAST_TRANSIT_BYTES;
+        let large = |port: &&mut Port| port.memory.len() >= LEAST_TRANSIT_BYTES;
         self.inputs.iter_mut().filter(large).try_for_each(|port| {
-            port.transit = Some(Buffer::allocate(device, port.memory.len())?);
+            port.transit = Some(Buffer::allocate(device, port.memory.words().len())?);
             Ok(())
         })
     }
@@ -283,7 +287,8 @@ impl Ports {
     /// Queues copies of the inputs to their slots.
     pub(super) fn fill(&self, device: &Device, inputs: &Inputs<'_>, deadline: Duration) -> Result<()> {
         self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
-            port.memory.copy_bytes(port.transit.as_ref().map(Buffer::memory), device, value.bytes, deadline)
+            let transit = port.transit.as_ref().map(|transit| transit.memory().bytes());
+            port.memory.copy_bytes(transit, device, value.values.bytes(), deadline)
         })
     }
 
@@ -293,5 +298,31 @@ impl Ports {
             Some(memory) if output.recording == self.recording => Ok(memory.cast()),
             _ => Err(Error::misuse("replay.read", "an output of this replay", "one of another recording")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn the_first_number_that_is_not_finite_is_found_in_any_type() {
+        let (sound, labels) = ([1.0f32; 6], [u32::MAX; 3]);
+        let halves = |at: usize, value: f32| {
+            let mut halves = [bf16::ONE; 15];
+            halves[at] = bf16::from_f32(value);
+            halves
+        };
+        for (at, value) in [(0, f32::NAN), (4, f32::INFINITY), (14, f32::NEG_INFINITY)] {
+            let halves = halves(at, value);
+            let inputs = Inputs::new().with(&sound, [3, 2]).unwrap().with(&labels, [3]).unwrap();
+            let inputs = inputs.with(&halves, [3, 5]).unwrap();
+            assert_eq!(inputs.first_not_finite(), Some((2, at / 5)), "{at}");
+        }
+        let halves = halves(3, 2.0);
+        assert_eq!(Inputs::new().with(&halves, [3, 5]).unwrap().first_not_finite(), None);
+        let key = Inputs::new().with(&halves, [3, 5]).unwrap().with(&labels, [3]).unwrap().key();
+        assert_eq!(key.to_string(), "bf16[3, 5] u32[3] #0");
     }
 }

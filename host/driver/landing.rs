@@ -1,5 +1,10 @@
-//! Where results of the device land on the host while it goes on: words of page-locked memory.
+//! Where results of the device land on the host while it goes on: words of page-locked memory, each an f32.
 //!
+//! ```text
+//! word    | 0 1 2 3 |
+//! f32     | 0 1 2 3 |
+//! BF16    | . . 0 1 |     the upper half of the same number's f32; the lower half is zero
+//! ```
 //! Invariant: a word is read only when the device has passed the fence behind its copy, and the memory goes back only when no copy to
 //! it can be queued. On a lost device it stays.
 
@@ -37,21 +42,24 @@ impl Landing {
         self.filled = 0;
     }
 
-    /// Queues a copy of a word on the device.
+    /// Queues a copy of a number on the device: of f32, or of BF16 by its size.
     ///
     /// # Safety
-    /// `from` is device memory of at least 4 bytes.
+    /// `from` is device memory of at least `bytes` bytes.
     ///
     /// # Panics
-    /// When there is no room.
-    pub(crate) unsafe fn queue(&mut self, from: u64) -> Result<()> {
+    /// When there is no room, or a number has more bytes than a word.
+    pub(crate) unsafe fn queue(&mut self, from: u64, bytes: usize) -> Result<()> {
         assert!(self.filled < self.words, "a landing of {} words is full", self.words);
-        let to = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
+        let word = self.slot.address() + (self.filled * size_of::<u32>()) as u64;
+        let to = word + size_of::<u32>().checked_sub(bytes).expect("a number fits a word") as u64;
         self.filled += 1;
+        // SAFETY: a word of our own page-locked slot; no copy to it is queued, since `clear` is called when all were waited for.
+        unsafe { (word as *mut u32).write(0) };
         let queue = move |driver: &dyn Driver| {
-            // SAFETY: `from` is 4 bytes of device memory, as this function asks; `to` is a word of our own page-locked slot, read
-            // behind the fence alone.
-            unsafe { driver.queue_download(from, to, size_of::<u32>()) }
+            // SAFETY: `from` is so many bytes of device memory, as this function asks; `to` is the end of a word of our own page-locked
+            // slot, read behind the fence alone.
+            unsafe { driver.queue_download(from, to, bytes) }
         };
         self.device.call("queue_download", self.device.deadline(), queue)
     }
@@ -80,5 +88,39 @@ impl Drop for Landing {
         let (slot, bytes) = (self.slot, self.words * size_of::<u32>());
         // SAFETY: the slot is this device's, of so many bytes, and nobody reads it after this; copies to it are queued at most.
         unsafe { self.device.retire(Retired::Slot { slot, bytes }) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::DeviceKind;
+    use crate::memory::Buffer;
+    use half::bf16;
+
+    /// Twice, so that the second time each word has the other type's bits before.
+    #[test]
+    fn numbers_of_either_type_land_in_order() {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let halves = Buffer::from_slice(&device, &[bf16::from_f32(1.5), bf16::from_f32(-3.0)]).unwrap();
+        let words = Buffer::from_slice(&device, &[0.1f32, -f32::MIN_POSITIVE]).unwrap();
+        let mut landing = Landing::new(&device, 4).unwrap();
+        for round in 0..2 {
+            landing.clear();
+            for place in 0..2 {
+                let (half, word) = (halves.memory().part(place, 1), words.memory().part(place, 1));
+                let landed = if round == 0 {
+                    half.land(&mut landing).and_then(|()| word.land(&mut landing))
+                } else {
+                    word.land(&mut landing).and_then(|()| half.land(&mut landing))
+                };
+                landed.unwrap();
+            }
+            landing.seal().unwrap();
+            let got = landing.wait(device.deadline()).unwrap();
+            let pairs = [[1.5, 0.1], [-3.0, -f32::MIN_POSITIVE]];
+            let expected = pairs.map(|[half, word]| if round == 0 { [half, word] } else { [word, half] });
+            assert_eq!(got, expected.as_flattened(), "{round}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Memory that outlives steps: weights, gradients, moments, hyperparameters.
 //!
-//! Invariant: a buffer owns its memory, and no reset reaches it.
+//! Invariant: a buffer owns its memory, whole words of it, and no reset reaches it.
 
 use crate::driver::{Device, Retired};
 use crate::error::{Error, Result};
@@ -8,6 +8,9 @@ use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
 use kernels::fill::fill;
 use std::marker::PhantomData;
+
+/// Bytes of a word, which a buffer's last elements may leave room in.
+const WORD: usize = size_of::<u32>();
 
 /// `len` elements of device memory, owned.
 #[derive(Debug)]
@@ -26,14 +29,14 @@ impl<T: Element> Buffer<T> {
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
         let buffer = Self::allocate(device, len)?;
         // The bits of zero are the same in every element type.
-        let memory = buffer.memory().cast::<f32>();
-        launch_on(device, &fill { out: memory.as_out(), length: len, value: 0.0 })?;
+        let memory = buffer.memory().words().cast::<f32>();
+        launch_on(device, &fill { out: memory.as_out(), length: memory.len(), value: 0.0 })?;
         Ok(buffer)
     }
 
     /// A buffer that holds whatever was there.
     pub(crate) fn allocate(device: &Device, len: usize) -> Result<Self> {
-        let bytes = len.checked_mul(size_of::<T>());
+        let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_next_multiple_of(WORD));
         let Some(bytes) = bytes.filter(|&bytes| bytes > 0) else {
             return Err(Error::misuse(
                 "buffer",
@@ -64,9 +67,14 @@ impl<T: Element> Buffer<T> {
         self.address
     }
 
+    /// Bytes that the buffer owns.
+    pub(crate) fn bytes(&self) -> usize {
+        (self.len * size_of::<T>()).next_multiple_of(WORD)
+    }
+
     /// The whole buffer as memory; whoever holds it must hold a borrow of the buffer too.
     pub(crate) fn memory(&self) -> Memory<T> {
-        // SAFETY: the buffer owns `len` elements at its address until it is dropped.
+        // SAFETY: the buffer owns the words of `len` elements at its address until it is dropped.
         unsafe { Memory::new(self.device.identity(), self.address, self.len) }
     }
 
@@ -98,7 +106,7 @@ impl<T: Element> Buffer<T> {
 
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
-        let memory = Retired::Memory { address: self.address, bytes: self.len * size_of::<T>() };
+        let memory = Retired::Memory { address: self.address, bytes: self.bytes() };
         // SAFETY: this is what `allocate` took; the buffer owns it, work that used it was queued before, and graphs pin it.
         unsafe { self.device.retire(memory) };
     }

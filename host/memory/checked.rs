@@ -1,8 +1,8 @@
 //! Checked mode: guards behind every tensor, and NaN where nothing has been written.
 //!
-//! A tensor's memory is poisoned when it is made (f32 NaN, u32 0xdeadbeef) and again when its step is over, so a read
-//! of what was never written, or no longer is, shows. Behind the tensor at least 256 bytes hold a pattern; kernels check
-//! them when the step ends. Invariant: what a sound step computes is the same with checks and without.
+//! A tensor's memory is poisoned when it is made (f32 and BF16 NaN, u32 0xdeadbeef) and again when its step is over, so a read
+//! of what was never written, or no longer is, shows. Right behind the tensor, wherever it ends, at least 256 bytes hold a pattern;
+//! kernels check them when the step ends. Invariant: what a sound step computes is the same with checks and without.
 
 #![forbid(unsafe_code)]
 
@@ -12,6 +12,7 @@ use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::tensor::Memory;
+use half::bf16;
 use kernels::fill::fill;
 use kernels::guard::{guard_check, guard_write};
 use std::panic::Location;
@@ -33,9 +34,8 @@ pub(crate) struct Checks {
 /// A tensor and what is behind it.
 #[derive(Clone, Copy, Debug)]
 struct Guard {
-    block: Memory<u32>,
-    /// The first word behind the tensor.
-    start: usize,
+    /// From the tensor's end on, in halves of a word.
+    behind: Memory<bf16>,
     request: Request,
     site: &'static Location<'static>,
 }
@@ -55,14 +55,14 @@ impl Checks {
     pub(crate) fn made(
         &mut self,
         device: &Device,
-        block: Memory<u32>,
+        block: Memory<u8>,
         request: Request,
         site: &'static Location<'static>,
     ) -> Result<()> {
-        let start = request.bytes / size_of::<u32>();
-        poison(device, block, request.poison)?;
-        launch_on(device, &guard_write { block: block.as_out(), length: block.len(), start })?;
-        self.guards.push(Guard { block, start, request, site });
+        let behind = block.part(request.bytes, block.len() - request.bytes).cast::<bf16>();
+        poison(device, block.cast(), request.poison)?;
+        launch_on(device, &guard_write { guard: behind.as_out(), length: behind.len() })?;
+        self.guards.push(Guard { behind, request, site });
         Ok(())
     }
 
@@ -100,9 +100,9 @@ impl Checks {
 /// Queues a check of each guard; what it finds goes to `found`, from `place` on.
 fn queue_guard_checks(device: &Device, guards: &[Guard], found: &Buffer<u32>, place: usize) -> Result<()> {
     let found = found.memory();
-    for (number, Guard { block, start, .. }) in guards.iter().enumerate() {
+    for (number, Guard { behind, .. }) in guards.iter().enumerate() {
         let place = place + number;
-        launch_on(device, &guard_check { block: block.as_slice(), start: *start, place, found: found.as_out() })?;
+        launch_on(device, &guard_check { guard: behind.as_slice(), place, found: found.as_out() })?;
     }
     Ok(())
 }
@@ -110,13 +110,13 @@ fn queue_guard_checks(device: &Device, guards: &[Guard], found: &Buffer<u32>, pl
 /// An error for the first guard that was hit.
 fn refuse_overrun(guards: &[Guard], found: &Buffer<u32>) -> Result<()> {
     let found = found.read_range(0, guards.len())?;
-    match guards.iter().zip(found).find(|(guard, found)| (*found as usize) < guard.block.len()) {
+    match guards.iter().zip(found).find(|(guard, found)| (*found as usize) < guard.behind.len()) {
         None => Ok(()),
         Some((Guard { request: Request { element, shape, bytes, .. }, site, .. }, found)) => Err(Error::Overrun {
             tensor: format!("{element}{shape}"),
             site: site.to_string(),
             bytes: *bytes,
-            offset_bytes: found as usize * size_of::<u32>(),
+            offset_bytes: bytes + found as usize * size_of::<bf16>(),
         }),
     }
 }

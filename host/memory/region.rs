@@ -16,7 +16,7 @@ use crate::admission::Situation;
 use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
-use crate::tensor::{Element, Memory, Shape};
+use crate::tensor::{Element, Memory, STALE, Shape};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
@@ -156,11 +156,11 @@ impl Region {
 
     /// Memory for a recorded step's input, before the step begins: no scope gives it back, and checked mode leaves it alone.
     #[track_caller]
-    pub(crate) fn slot(&self, shape: Shape) -> Result<Memory<u32>> {
-        let bytes = shape.checked_elements().and_then(|elements| elements.checked_mul(size_of::<u32>()));
-        let address = self.take_bytes(bytes.unwrap_or(usize::MAX), Location::caller())?;
-        // SAFETY: these bytes were just taken, and nothing else uses them; whoever lent the region keeps them.
-        Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
+    pub(crate) fn slot(&self, bytes: usize) -> Result<Memory<u8>> {
+        let address = self.take_bytes(bytes, Location::caller())?;
+        // SAFETY: these bytes were just taken, with those up to the next multiple of 256, and nothing else uses them; whoever lent the
+        // region keeps them.
+        Ok(unsafe { Memory::new(self.device.identity(), address, bytes) })
     }
 
     /// Memory for a tensor of the running step, with whatever was there.
@@ -174,8 +174,8 @@ impl Region {
             return Err(Error::misuse("tensor", "a shape whose bytes fit an address", shape.to_string()));
         };
         let address = self.take(Request { bytes, shape, element: T::NAME, poison: T::POISON }, site)?;
-        // SAFETY: these bytes were just taken, and nothing else uses them until the rewind past them; `Step::empty` brands the tensor
-        // that it makes of them, so none is left then.
+        // SAFETY: these bytes were just taken, with those up to the next multiple of 256, and nothing else uses them until the rewind past
+        // them; `Step::empty` brands the tensor that it makes of them, so none is left then.
         Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
     }
 
@@ -298,7 +298,7 @@ impl Region {
         self.note(Kind::Allocate, origin, address, request.bytes, site, label());
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
-            let block = unsafe { Memory::<u32>::new(self.device.identity(), address, bytes / size_of::<u32>()) };
+            let block = unsafe { Memory::new(self.device.identity(), address, bytes) };
             let made = checks.borrow_mut().made(&self.device, block, request, site);
             made.map_err(|error| self.with_report(error))?;
         }
@@ -350,7 +350,7 @@ impl Region {
         let memory = unsafe {
             Memory::<u32>::new(self.device.identity(), self.address + mark.offset as u64, used / size_of::<u32>())
         };
-        poison(&self.device, memory, f32::POISON)
+        poison(&self.device, memory, STALE)
     }
 
     fn rewind(&self, mark: Mark) -> Result<()> {

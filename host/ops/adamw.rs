@@ -4,6 +4,8 @@ use super::same_shape;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
+use cuda_std::launch::PointerMut;
+use half::bf16;
 use kernels::adamw as kernel;
 
 /// One AdamW update (Loshchilov and Hutter, 2019, as PyTorch computes it), in place, in one launch:
@@ -12,7 +14,7 @@ use kernels::adamw as kernel;
 /// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6))`.
 ///
 /// `weights`, `gradients`, `first`, `second`: one shape; `hyper`: `[8]`, by the places of `kernels::adamw::slot`;
-/// `squared_norm`: `[1]`. Queued, no scratch.
+/// `squared_norm`: `[1]`. `copy`: of the same shape, gets the new weights, each rounded once. Queued, no scratch.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
@@ -20,6 +22,7 @@ use kernels::adamw as kernel;
 pub fn adamw<'s>(
     step: &Step<'s>,
     weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
     gradients: &impl Source<'s, f32>,
     first: &mut impl Target<'s, f32>,
     second: &mut impl Target<'s, f32>,
@@ -29,8 +32,13 @@ pub fn adamw<'s>(
     for shape in [gradients.shape(), first.shape(), second.shape()] {
         same_shape("adamw", weights.shape(), shape)?;
     }
+    if let Some(copy) = &copy {
+        same_shape("adamw", weights.shape(), copy.shape())?;
+    }
     step.launch(kernel::adamw {
         weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         m: first.out(),
         v: second.out(),
@@ -49,6 +57,7 @@ pub fn adamw<'s>(
 pub fn adamw_groups<'s>(
     step: &Step<'s>,
     weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
     gradients: &impl Source<'s, f32>,
     first: &mut impl Target<'s, f32>,
     second: &mut impl Target<'s, f32>,
@@ -59,8 +68,13 @@ pub fn adamw_groups<'s>(
     for shape in [gradients.shape(), first.shape(), second.shape()] {
         same_shape("adamw_groups", weights.shape(), shape)?;
     }
+    if let Some(copy) = &copy {
+        same_shape("adamw_groups", weights.shape(), copy.shape())?;
+    }
     step.launch(kernel::adamw_groups {
         weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         m: first.out(),
         v: second.out(),

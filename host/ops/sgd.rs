@@ -4,14 +4,16 @@ use super::same_shape;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
+use cuda_std::launch::PointerMut;
+use half::bf16;
 use kernels::sgd as kernel;
 
 /// One update of SGD with momentum, as PyTorch computes it with a dampening of 0, in place, in one launch:
 /// `velocity = momentum velocity + g`, `w = w - rate velocity` or, with Nesterov's momentum, `w - rate (g + momentum velocity)`, with
 /// `g = gradients * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + decay w`.
 ///
-/// `weights`, `gradients`, `velocity`: one shape; `hyper`: `[5]`, by the places of `kernels::sgd::slot`; `squared_norm`: `[1]`. Queued,
-/// no scratch.
+/// `weights`, `gradients`, `velocity`: one shape; `hyper`: `[5]`, by the places of `kernels::sgd::slot`; `squared_norm`: `[1]`. `copy`: of
+/// the weights' shape, gets the new weights, each rounded once. Queued, no scratch.
 ///
 /// # Errors
 /// [`Error::Misuse`](crate::Error::Misuse) when shapes differ.
@@ -19,6 +21,7 @@ use kernels::sgd as kernel;
 pub fn sgd<'s>(
     step: &Step<'s>,
     weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
     gradients: &impl Source<'s, f32>,
     velocity: &mut impl Target<'s, f32>,
     hyper: &impl Source<'s, f32>,
@@ -27,8 +30,13 @@ pub fn sgd<'s>(
     for shape in [gradients.shape(), velocity.shape()] {
         same_shape("sgd", weights.shape(), shape)?;
     }
+    if let Some(copy) = &copy {
+        same_shape("sgd", weights.shape(), copy.shape())?;
+    }
     step.launch(kernel::sgd {
         weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
         hyper: hyper.slice(),
@@ -46,6 +54,7 @@ pub fn sgd<'s>(
 pub fn sgd_groups<'s>(
     step: &Step<'s>,
     weights: &mut impl Target<'s, f32>,
+    mut copy: Option<&mut impl Target<'s, bf16>>,
     gradients: &impl Source<'s, f32>,
     velocity: &mut impl Target<'s, f32>,
     hyper: &impl Source<'s, f32>,
@@ -55,8 +64,13 @@ pub fn sgd_groups<'s>(
     for shape in [gradients.shape(), velocity.shape()] {
         same_shape("sgd_groups", weights.shape(), shape)?;
     }
+    if let Some(copy) = &copy {
+        same_shape("sgd_groups", weights.shape(), copy.shape())?;
+    }
     step.launch(kernel::sgd_groups {
         weights: weights.out(),
+        copied: u32::from(copy.is_some()),
+        copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
         hyper: hyper.slice(),

@@ -73,6 +73,10 @@ impl UpdateRule for AdamWConfig {
         true
     }
 
+    fn writes_copy(&self) -> bool {
+        true
+    }
+
     fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
         let correction = |beta: f32| (1.0 - power(f64::from(beta), number)) as f32;
         let mut hyper = vec![0.0; slot::LEN];
@@ -88,13 +92,21 @@ impl UpdateRule for AdamWConfig {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, gradients, mut state, settings, groups, squared_norm } = arguments;
+        let UpdateArguments { mut weights, mut copy, gradients, mut state, settings, groups, squared_norm } = arguments;
         let [first, second] = &mut state[..] else { unreachable!("the two that `state` names") };
         match groups {
-            None => ops::adamw(step, &mut weights, &gradients, first, second, &settings, squared_norm),
-            Some(groups) => {
-                ops::adamw_groups(step, &mut weights, &gradients, first, second, &settings, &groups, squared_norm)
-            }
+            None => ops::adamw(step, &mut weights, copy.as_mut(), &gradients, first, second, &settings, squared_norm),
+            Some(groups) => ops::adamw_groups(
+                step,
+                &mut weights,
+                copy.as_mut(),
+                &gradients,
+                first,
+                second,
+                &settings,
+                &groups,
+                squared_norm,
+            ),
         }
     }
 }

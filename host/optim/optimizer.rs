@@ -127,15 +127,19 @@ impl<R: UpdateRule> Optimizer<R> {
     fn queue<'s>(&mut self, step: &Step<'s>, parameters: &mut Parameters, gradients: &Gradients) -> Result<Tensor<'s>> {
         let elements = [parameters.layout().elements()];
         let gradients = step.lend(gradients.flat(), elements)?;
-        let weights = parameters.lend_flat_mut(step)?;
+        let (weights, copy) = parameters.lend_flat_mut(step)?;
+        let copy = copy.filter(|_| self.rule.writes_copy());
         let state = self.state.iter_mut().map(|state| step.lend_mut(state, elements)).collect::<Result<_>>()?;
         let settings = step.lend(&self.settings, [self.settings.len()])?;
         let groups = self.runs.as_ref().map(|runs| step.lend(runs, [runs.len()])).transpose()?;
         let _phase = step.enter(Phase::Optimizer);
         let norm = ops::squared_norm(step, &gradients)?;
         let squared_norm = &norm;
-        self.rule.queue(step, UpdateArguments { weights, gradients, state, settings, groups, squared_norm })?;
-        Ok(norm)
+        let queued =
+            self.rule.queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm });
+        // A rule that failed may have queued a part of its launches.
+        let copied = if self.rule.writes_copy() { Ok(()) } else { parameters.queue_copy(step) };
+        queued.and(copied).map(|()| norm)
     }
 }
 

@@ -9,6 +9,7 @@ use super::groups::Group;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Tensor};
+use half::bf16;
 
 /// How an optimiser updates weights. Its settings implement it: [`AdamWConfig`](crate::AdamWConfig), [`SgdConfig`](crate::SgdConfig), or
 /// a struct of yours; [`Optimizer`](crate::Optimizer) does the rest.
@@ -75,6 +76,12 @@ pub trait UpdateRule: 'static {
         false
     }
 
+    /// Whether [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If not, it gets none, and [`Optimizer`](crate::Optimizer) queues a
+    /// launch behind it that rounds all weights.
+    fn writes_copy(&self) -> bool {
+        false
+    }
+
     /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number, and
     /// always as many. They are on the device when the update runs.
     fn settings(&self, number: u64, group: &Group) -> Vec<f32>;
@@ -93,6 +100,8 @@ pub trait UpdateRule: 'static {
 pub struct UpdateArguments<'b, 's> {
     /// All weights: keep the space between parameters zero.
     pub weights: LentMut<'b, 's>,
+    /// The BF16 copy of the weights, if these have one and [`UpdateRule::writes_copy`] is true: write each new weight to it, rounded.
+    pub copy: Option<LentMut<'b, 's, bf16>>,
     /// All gradients, not clipped.
     pub gradients: Lent<'b, 's>,
     /// What [`UpdateRule::state`] names, in its order.

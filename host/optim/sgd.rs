@@ -71,6 +71,10 @@ impl UpdateRule for SgdConfig {
         true
     }
 
+    fn writes_copy(&self) -> bool {
+        true
+    }
+
     fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
         let mut hyper = vec![0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = self.schedule.rate(self.learning_rate, number, group);
@@ -82,11 +86,20 @@ impl UpdateRule for SgdConfig {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, gradients, mut state, settings, groups, squared_norm } = arguments;
+        let UpdateArguments { mut weights, mut copy, gradients, mut state, settings, groups, squared_norm } = arguments;
         let [velocity] = &mut state[..] else { unreachable!("the one that `state` names") };
         match groups {
-            None => ops::sgd(step, &mut weights, &gradients, velocity, &settings, squared_norm),
-            Some(groups) => ops::sgd_groups(step, &mut weights, &gradients, velocity, &settings, &groups, squared_norm),
+            None => ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, squared_norm),
+            Some(groups) => ops::sgd_groups(
+                step,
+                &mut weights,
+                copy.as_mut(),
+                &gradients,
+                velocity,
+                &settings,
+                &groups,
+                squared_norm,
+            ),
         }
     }
 }

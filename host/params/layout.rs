@@ -244,10 +244,10 @@ impl Layout {
         take(usize::MAX).fill(0);
     }
 
-    /// The name of what holds byte `offset` of a flat region, or precedes it, and where that starts.
+    /// The name of what holds byte `offset` of a flat region, or precedes it, and the byte's place from there on.
     pub(super) fn name_at(&self, offset: usize) -> (String, usize) {
         let entry = &self.entries()[self.entries().partition_point(|entry| entry.bytes().start <= offset) - 1];
-        (entry.name.clone(), entry.bytes().start)
+        (entry.name.clone(), offset - entry.bytes().start)
     }
 
     /// The shape of each member of a stack, and the elements from one's start to the next one's.

@@ -15,7 +15,7 @@ use Listed::{Bf16Products, Both, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::format::Reduced;
-use kernels::guard::{guard_check, guard_write};
+use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
 use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
@@ -166,7 +166,7 @@ const LISTED: &[Listed] = &[
             i.random.borrow_mut().normals(chunks * CHUNK + 5).into_iter().map(f32::to_bits).collect::<Vec<u32>>();
         let (x, mut sums) =
             (i.step.upload(&words, [words.len()])?, i.step.upload(&vec![0u32; 2 * chunks + 2], [2 * chunks + 2])?);
-        i.step.launch(checksum { x: x.slice(), out: sums.out() })?;
+        i.step.launch(checksum { x: x.slice(), first: u32::MAX << 16, last: 0xffff, out: sums.out() })?;
         i.keep(&sums)
     }),
     One("clip_factor", |i| {
@@ -199,15 +199,17 @@ const LISTED: &[Listed] = &[
     }),
     both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
     One("guard_write", |i| {
-        let mut block = i.step.upload(&[7; 200], [200])?;
-        i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
+        let block = i.step.upload(&[bf16::ONE; 200], [200])?;
+        let guard = block.memory().part(101, 98);
+        i.step.launch(guard_write { guard: guard.as_out(), length: guard.len() })?;
         i.keep(&block)
     }),
     One("guard_check", |i| {
-        let words: Vec<u32> = (0..200).map(|at| if at == 150 { 7 } else { kernels::guard::PATTERN }).collect();
-        let (block, mut found) = (i.step.upload(&words, [200])?, i.step.upload(&[0; 3], [3])?);
-        for (place, start) in [100, 151, 200].into_iter().enumerate() {
-            i.step.launch(guard_check { block: block.slice(), start, place, found: found.out() })?;
+        let halves: Vec<bf16> = (0..200).map(|at| if at == 150 { bf16::ONE } else { PATTERN }).collect();
+        let (block, mut found) = (i.step.upload(&halves, [200])?, i.step.upload(&[0; 3], [3])?);
+        for (place, start) in [101, 151, 200].into_iter().enumerate() {
+            let guard = block.memory().part(start, 200 - start);
+            i.step.launch(guard_check { guard: guard.as_slice(), place, found: found.out() })?;
         }
         i.keep(&found)
     }),
@@ -334,8 +336,10 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
     let hyper = i.step.upload(&[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [8])?;
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::adamw(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &norm)?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::adamw(i.step, &mut weights, Some(&mut copy), &gradients, &mut first, &mut second, &hyper, &norm)?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }
 
 fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
@@ -354,8 +358,20 @@ fn adamw_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     ];
     let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [3, 8])?, i.groups(length, 3)?);
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::adamw_groups(i.step, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
-    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::adamw_groups(
+        i.step,
+        &mut weights,
+        Some(&mut copy),
+        &gradients,
+        &mut first,
+        &mut second,
+        &hyper,
+        &groups,
+        &norm,
+    )?;
+    [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }
 
 /// Both kinds of momentum, with and without clipping.
@@ -363,8 +379,10 @@ fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     for hyper in [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]] {
         let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
         let (hyper, norm) = (i.step.upload(&hyper, [5])?, ops::squared_norm(i.step, &gradients)?);
-        ops::sgd(i.step, &mut weights, &gradients, &mut velocity, &hyper, &norm)?;
+        let mut copy = i.step.empty([length])?;
+        ops::sgd(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &norm)?;
         [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+        i.keep(&copy)?;
     }
     Ok(())
 }
@@ -375,6 +393,8 @@ fn sgd_groups(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
     let hyper = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-3, 0.5, 0.0, 0.0, 1.0]];
     let (hyper, groups) = (i.step.upload(hyper.as_flattened(), [2, 5])?, i.groups(length, 2)?);
     let norm = ops::squared_norm(i.step, &gradients)?;
-    ops::sgd_groups(i.step, &mut weights, &gradients, &mut velocity, &hyper, &groups, &norm)?;
-    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))
+    let mut copy = i.step.empty([length])?;
+    ops::sgd_groups(i.step, &mut weights, Some(&mut copy), &gradients, &mut velocity, &hyper, &groups, &norm)?;
+    [&weights, &velocity].into_iter().try_for_each(|tensor| i.keep(tensor))?;
+    i.keep(&copy)
 }

@@ -11,23 +11,73 @@ pub trait Element: bytemuck::Pod + fmt::Debug + PartialEq + sealed::Sealed {
     const NAME: &'static str;
     /// The word that checked mode leaves where nothing has been written.
     const POISON: u32;
+
+    #[doc(hidden)]
+    fn erase_values(values: &[Self]) -> Values<'_>;
+}
+
+/// The word that checked mode leaves where a step was, whatever its tensors held: NaN as f32 and as either of two BF16.
+pub(crate) const STALE: u32 = bf16::POISON;
+
+/// Values of the host, of any element type.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub enum Values<'v> {
+    /// Of f32.
+    F32(&'v [f32]),
+    /// Of BF16.
+    Bf16(&'v [bf16]),
+    /// Of u32.
+    U32(&'v [u32]),
+}
+
+impl<'v> Values<'v> {
+    /// Their bytes.
+    pub(crate) fn bytes(self) -> &'v [u8] {
+        match self {
+            Self::F32(values) => bytemuck::cast_slice(values),
+            Self::Bf16(values) => bytemuck::cast_slice(values),
+            Self::U32(values) => bytemuck::cast_slice(values),
+        }
+    }
+
+    /// The place of the first that is not finite.
+    pub(crate) fn first_not_finite(self) -> Option<usize> {
+        match self {
+            Self::F32(values) => values.iter().position(|value| !value.is_finite()),
+            Self::Bf16(values) => values.iter().position(|value| !value.is_finite()),
+            Self::U32(_) => None,
+        }
+    }
 }
 
 impl Element for f32 {
     const NAME: &'static str = "f32";
     // A quiet NaN that no operation makes by itself.
     const POISON: u32 = 0x7fc0_dead;
+
+    fn erase_values(values: &[Self]) -> Values<'_> {
+        Values::F32(values)
+    }
 }
 
 impl Element for bf16 {
     const NAME: &'static str = "bf16";
     // Two quiet NaNs.
     const POISON: u32 = 0x7fde_7fde;
+
+    fn erase_values(values: &[Self]) -> Values<'_> {
+        Values::Bf16(values)
+    }
 }
 
 impl Element for u32 {
     const NAME: &'static str = "u32";
     const POISON: u32 = 0xdead_beef;
+
+    fn erase_values(values: &[Self]) -> Values<'_> {
+        Values::U32(values)
+    }
 }
 
 mod sealed {
@@ -35,4 +85,20 @@ mod sealed {
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}
     impl Sealed for u32 {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn poison_is_nan_in_every_part_of_a_word() {
+        assert!(f32::from_bits(f32::POISON).is_nan() && f32::from_bits(STALE).is_nan());
+        for word in [bf16::POISON, STALE] {
+            assert!(
+                [word as u16, (word >> 16) as u16].into_iter().all(|half| bf16::from_bits(half).is_nan()),
+                "{word:#x}"
+            );
+        }
+    }
 }

@@ -1,8 +1,15 @@
 //! Device memory by address and length: what tensors and kernels' arguments are made of.
 //!
-//! Invariant: whoever makes a [`Memory`] says that it is memory, and for how long; nothing here asks a device.
+//! Invariant: whoever makes a [`Memory`] says that it is memory, and for how long; nothing here asks a device. Memory is made of words of
+//! 4 bytes, whatever the elements are: a device hands it out in multiples of 256 bytes, from multiples of 256 on.
+//!
+//! ```text
+//! words              |   0   |   1   |   2   |   3   | ..
+//! BF16               | 0 | 1 | 2 | 3 | 4 | 5 | 6 |   |          7 elements: the last word has room behind them
+//! part(1, 4)             |   1 2   3   4 |                      its words are 0, 1 and 2
+//! ```
 
-use super::element::Element;
+use bytemuck::Pod;
 use cuda_std::launch::{PointerMut, Slice};
 use std::fmt;
 use std::marker::PhantomData;
@@ -29,12 +36,12 @@ impl<T> fmt::Debug for Memory<T> {
     }
 }
 
-impl<T: Element> Memory<T> {
+impl<T: Pod> Memory<T> {
     /// Memory that the caller owns.
     ///
     /// # Safety
-    /// `len` elements at `address` are memory of the device of the identity `device`, aligned for `T`, for as long as any holder of
-    /// this value lives.
+    /// `len` elements at `address`, and the rest of the words that they begin and end in, are memory of the device of the identity
+    /// `device`, aligned for `T`, for as long as any holder of this value lives.
     pub(crate) unsafe fn new(device: u64, address: u64, len: usize) -> Self {
         Self { device, address, len, element: PhantomData }
     }
@@ -64,10 +71,33 @@ impl<T: Element> Memory<T> {
         unsafe { PointerMut::new(self.device, self.address, self.len) }
     }
 
-    /// The same memory as elements of another type of the same size.
-    pub(crate) fn cast<U: Element>(self) -> Memory<U> {
-        const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
-        Memory { device: self.device, address: self.address, len: self.len, element: PhantomData }
+    /// Bytes of all elements.
+    fn byte_len(self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// The same memory as elements of another type.
+    ///
+    /// # Panics
+    /// When it is not whole elements of that type, on a boundary of theirs.
+    pub(crate) fn cast<U: Pod>(self) -> Memory<U> {
+        let (bytes, size, align) = (self.byte_len(), size_of::<U>(), align_of::<U>());
+        let whole = bytes.is_multiple_of(size) && self.address.is_multiple_of(align as u64);
+        assert!(whole, "{bytes} bytes at {:#x} as elements of {size}, on multiples of {align}", self.address);
+        Memory { device: self.device, address: self.address, len: bytes / size, element: PhantomData }
+    }
+
+    /// The same memory, whatever its elements are.
+    pub(crate) fn bytes(self) -> Memory<u8> {
+        self.cast()
+    }
+
+    /// The whole words that it lies in: the first may begin before it, and the last end behind it.
+    pub(crate) fn words(self) -> Memory<u32> {
+        const WORD: u64 = size_of::<u32>() as u64;
+        let start = self.address - self.address % WORD;
+        let end = (self.address + self.byte_len() as u64).next_multiple_of(WORD);
+        Memory { device: self.device, address: start, len: ((end - start) / WORD) as usize, element: PhantomData }
     }
 
     /// The part of `len` elements from `start` on.

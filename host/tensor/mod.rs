@@ -15,6 +15,7 @@ mod stored;
 pub use access::{Source, Target};
 pub(crate) use brand::Brand;
 pub use element::Element;
+pub(crate) use element::{STALE, Values};
 pub use lent::{Lent, LentMut};
 pub(crate) use memory::Memory;
 pub use owned::{Saved, Tensor};

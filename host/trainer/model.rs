@@ -85,6 +85,14 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         Ok(Self { optimizer: self.optimizer.with_groups(groups)?, ..self })
     }
 
+    /// The same, with a BF16 copy of the weights; see [`Parameters::with_bf16_copy`].
+    ///
+    /// # Errors
+    /// As for [`Parameters::with_bf16_copy`].
+    pub fn with_bf16_copy(self) -> Result<Self> {
+        Ok(Self { parameters: self.parameters.with_bf16_copy()?, ..self })
+    }
+
     /// Forward, backward and, at the end of a batch, the update that [`Optimizer::advance`] has set up.
     #[track_caller]
     pub(super) fn learn<'s>(

@@ -4,10 +4,15 @@ use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
-use crate::trial::{assert_refused, trial};
+use crate::trial::{assert_refused, assert_same, trial};
 use kernels::adamw::slot;
 use kernels::update::RUN;
-use stepscope::{Device, ops};
+use stepscope::{Device, Tensor, bf16, ops};
+
+/// For weights without a copy.
+pub(crate) fn no_copy<'t, 's>() -> Option<&'t mut Tensor<'s, bf16>> {
+    None
+}
 
 /// Weights, gradients, first and second moments, all of one length.
 struct State([Vec<f32>; 4]);
@@ -25,8 +30,15 @@ impl State {
             let upload = |part: usize| trial.upload(&self.0[part], [self.0[part].len()]);
             let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
             let (hyper, squared_norm) = (trial.upload(&hyper, [slot::LEN])?, trial.upload(&[squared_norm], [1])?);
-            ops::adamw(trial, &mut weights, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
-            Ok([trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?])
+            ops::adamw(trial, &mut weights, no_copy(), &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            let plain = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
+            let (mut weights, mut first, mut second) = (upload(0)?, upload(2)?, upload(3)?);
+            let mut copy = trial.empty([gradients.shape().elements()])?;
+            let to = Some(&mut copy);
+            ops::adamw(trial, &mut weights, to, &gradients, &mut first, &mut second, &hyper, &squared_norm)?;
+            let copied = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
+            assert_copied(&plain, &copied, &trial.output(&copy)?);
+            Ok(plain)
         })
     }
 
@@ -43,8 +55,25 @@ impl State {
             let (mut weights, gradients, mut first, mut second) = (upload(0)?, upload(1)?, upload(2)?, upload(3)?);
             let hyper = trial.upload(hyper.as_flattened(), [hyper.len(), slot::LEN])?;
             let (groups, norm) = (trial.upload(groups, [groups.len()])?, trial.upload(&[squared_norm], [1])?);
-            ops::adamw_groups(trial, &mut weights, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
-            Ok([trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?])
+            ops::adamw_groups(
+                trial,
+                &mut weights,
+                no_copy(),
+                &gradients,
+                &mut first,
+                &mut second,
+                &hyper,
+                &groups,
+                &norm,
+            )?;
+            let plain = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
+            let (mut weights, mut first, mut second) = (upload(0)?, upload(2)?, upload(3)?);
+            let mut copy = trial.empty([gradients.shape().elements()])?;
+            let to = Some(&mut copy);
+            ops::adamw_groups(trial, &mut weights, to, &gradients, &mut first, &mut second, &hyper, &groups, &norm)?;
+            let copied = [trial.output(&weights)?, trial.output(&first)?, trial.output(&second)?];
+            assert_copied(&plain, &copied, &trial.output(&copy)?);
+            Ok(plain)
         })
     }
 
@@ -70,6 +99,15 @@ impl State {
         }
         results
     }
+}
+
+/// Asserts that a copy changes no bit of what else an update writes, and is the new weights, which come first, each rounded once.
+pub(crate) fn assert_copied<const N: usize>(plain: &[Vec<f32>; N], copied: &[Vec<f32>; N], copy: &[bf16]) {
+    for (plain, copied) in plain.iter().zip(copied) {
+        assert_same("with a copy", copied, plain);
+    }
+    let rounded: Vec<f32> = plain[0].iter().map(|&weight| bf16::from_f32(weight).to_f32()).collect();
+    assert_same("the copy", &copy.iter().map(|half| half.to_f32()).collect::<Vec<_>>(), &rounded);
 }
 
 /// Learning rate, betas, epsilon, weight decay, bias corrections, maximal norm: a late step, and the first.
@@ -145,30 +183,33 @@ on_each_device! {
             let ones = |length: usize| trial.upload(&vec![1.0; length], [length]);
             let (mut a, mut b, mut c, mut d) = (ones(3)?, ones(3)?, ones(4)?, ones(3)?);
             let (g, hyper, norm) = (ones(3)?, trial.upload(&LATE, [slot::LEN])?, ones(1)?);
-            assert_refused(ops::adamw(trial, &mut a, &g, &mut b, &mut c, &hyper, &norm), &["adamw", "[3]", "[4]"]);
+            assert_refused(ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, &norm), &["adamw", "[3]", "[4]"]);
+            let mut longer = trial.upload(&[bf16::ONE; 4], [4])?;
+            let copy = Some(&mut longer);
+            assert_refused(ops::adamw(trial, &mut a, copy, &g, &mut b, &mut d, &hyper, &norm), &["adamw", "[3]", "[4]"]);
             assert_refused(
-                ops::adamw(trial, &mut a, &g, &mut b, &mut d, &norm, &norm),
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &norm, &norm),
                 &["adamw", "`hyper`", "8 elements"],
             );
             assert_refused(
-                ops::adamw(trial, &mut a, &g, &mut b, &mut d, &hyper, &g),
+                ops::adamw(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, &g),
                 &["adamw", "`squared_norm`", "1 elements"],
             );
             let (runs, none) = (trial.upload(&[0u32, 0], [2])?, trial.upload(&[0u32; 0], [0])?);
             assert_refused(
-                ops::adamw_groups(trial, &mut a, &g, &mut b, &mut c, &hyper, &runs, &norm),
+                ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut c, &hyper, &runs, &norm),
                 &["adamw_groups", "[3]", "[4]"],
             );
             for groups in [&runs, &none] {
                 assert_refused(
-                    ops::adamw_groups(trial, &mut a, &g, &mut b, &mut d, &hyper, groups, &norm),
+                    ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut d, &hyper, groups, &norm),
                     &["adamw_groups", "`groups`", "1 elements"],
                 );
             }
             let one = trial.upload(&[0u32], [1])?;
             for hyper in [&norm, &trial.upload(&[0.0; 12], [12])?, &trial.upload(&[0.0; 0], [0])?] {
                 assert_refused(
-                    ops::adamw_groups(trial, &mut a, &g, &mut b, &mut d, hyper, &one, &norm),
+                    ops::adamw_groups(trial, &mut a, no_copy(), &g, &mut b, &mut d, hyper, &one, &norm),
                     &["adamw_groups", "`hyper`", "whole groups"],
                 );
             }
@@ -178,8 +219,12 @@ on_each_device! {
 }
 
 attack! {
-    adamw::adamw { weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 8, squared_norm: f32s 1 }
+    adamw::adamw {
+        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
+        hyper: f32s 8, squared_norm: f32s 1,
+    }
     adamw::adamw_groups {
-        weights: out 9, gradients: f32s 9, m: out 9, v: out 9, hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
+        weights: out 9, copy: out_halves 9, copied: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
+        hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
     }
 }

@@ -21,7 +21,7 @@ fn sums(device: &Device, words: &[u32]) -> Result<Vec<u64>> {
         let x = step.upload(words, [words.len()])?;
         let mut out = step.upload(&vec![7; length], [length])?;
         let behind = step.upload(&[7u32; 64], [64])?;
-        step.launch(checksum { x: x.slice(), out: out.out() })?;
+        step.launch(checksum { x: x.slice(), first: u32::MAX, last: u32::MAX, out: out.out() })?;
         assert_eq!(step.read(&behind)?, [7; 64]);
         assert_eq!(step.read(&x)?, words);
         Ok(step.read(&out)?.chunks(2).map(|sum| u64::from(sum[1]) << 32 | u64::from(sum[0])).collect())
@@ -65,7 +65,7 @@ on_each_device! {
             let x = step.upload(&[1u32; 10], [10])?;
             for length in [0, 1, 3, 4] {
                 let mut out = step.upload(&vec![0u32; length], [length])?;
-                assert_refused(step.launch(checksum { x: x.slice(), out: out.out() }), &["checksum", "out", "2"]);
+                assert_refused(step.launch(checksum { x: x.slice(), first: u32::MAX, last: u32::MAX, out: out.out() }), &["checksum", "out", "2"]);
             }
             Ok(())
         }).unwrap();
@@ -73,5 +73,5 @@ on_each_device! {
 }
 
 attack! {
-    checksum::checksum { x: u32s 5000, out: out_u32 4 }
+    checksum::checksum { x: u32s 5000, first: number 7, last: number 9, out: out_u32 4 }
 }

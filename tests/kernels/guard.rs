@@ -3,6 +3,6 @@
 use crate::hostile::attack;
 
 attack! {
-    guard::guard_write { block: out_u32 100, length: number 100, start: number 40 }
-    guard::guard_check { block: u32s 100, start: number 40, place: number 1, found: out_u32 2 }
+    guard::guard_write { guard: out_halves 101, length: number 101 }
+    guard::guard_check { guard: halves 101, place: number 1, found: out_u32 2 }
 }

@@ -5,10 +5,10 @@ use cuda_std::launch::{Contract, Entry, Grid, PointerMut, Violation};
 use cuda_std::prelude::*;
 
 /// What a wrong `unsafe` block of a host may make of a tensor: a view of an element more.
-pub(crate) fn one_too_long(out: PointerMut<'_, f32>) -> PointerMut<'_, f32> {
+pub(crate) fn one_too_long<T>(out: PointerMut<'_, T>) -> PointerMut<'_, T> {
     /// Memory of whatever device.
     const ANY_DEVICE: u64 = u64::MAX;
-    // SAFETY: none, this is the planted bug; the word past the tensor is the arena's own.
+    // SAFETY: none, this is the planted bug; the element past the tensor is the arena's own.
     unsafe { PointerMut::new(ANY_DEVICE, out.address(), out.len() + 1) }
 }
 

@@ -3,10 +3,11 @@
 //! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
 //! replayed.
 
-use crate::update::{clip_factor, group_settings};
+use crate::update::{Weights, clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
 use crate::{contract, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};
+use half::bf16;
 
 /// Places in the `hyper` slot.
 pub mod slot {
@@ -40,10 +41,13 @@ pub mod slot {
 /// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
 /// ```
 /// `weights`, `gradients`, `m`, `v`: `[n]`; `hyper`: `[8]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients.
-/// 1 - beta is exact in f32. Updates `weights`, `m` and `v`.
+/// `copy`: `[n]`, of the new weights, each rounded once; where `copied` is 0 it is empty, and not written. 1 - beta is exact in f32. Updates
+/// `weights`, `m` and `v`, overwrites `copy`.
 #[kernel]
 pub unsafe fn adamw(
     weights: *mut f32,
+    copy: *mut bf16,
+    copied: u32,
     gradients: &[f32],
     m: *mut f32,
     v: *mut f32,
@@ -52,14 +56,25 @@ pub unsafe fn adamw(
 ) {
     for_own_vector!(gradients.len(), |index, part| {
         // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
-        unsafe { update(weights, gradients, m, v, Settings::load(hyper, 0, squared_norm), index, part) }
+        unsafe {
+            update(
+                Weights { weights, copy, copied },
+                gradients,
+                m,
+                v,
+                Settings::load(hyper, 0, squared_norm),
+                index,
+                part,
+            )
+        }
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as long.
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m`, `v` and a copy are as long.
 // Besides these it reads places of `hyper` and the one element of `squared_norm`.
 contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
@@ -72,6 +87,8 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
 #[kernel]
 pub unsafe fn adamw_groups(
     weights: *mut f32,
+    copy: *mut bf16,
+    copied: u32,
     gradients: &[f32],
     m: *mut f32,
     v: *mut f32,
@@ -85,16 +102,25 @@ pub unsafe fn adamw_groups(
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
-            update(weights, gradients, m, v, Settings { clip: settings.clip * known, ..settings }, index, part);
+            update(
+                Weights { weights, copy, copied },
+                gradients,
+                m,
+                v,
+                Settings { clip: settings.clip * known, ..settings },
+                index,
+                part,
+            );
         }
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m` and `v` are as
-// long, and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m`, `v` and a copy are
+// as long, and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first
 // one, if the group does not exist.
 contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
     Violation::unless_length("m", k.gradients.len(), k.m.len())?;
     Violation::unless_length("v", k.gradients.len(), k.v.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
@@ -144,11 +170,11 @@ impl Settings {
 /// Updates the thread's vector.
 ///
 /// # Safety
-/// The vector lies inside each of the four.
+/// The vector lies inside each of the four, and inside the copy if there is one.
 #[inline(always)]
 #[track_caller]
 unsafe fn update(
-    weights: *mut f32,
+    weights: Weights,
     gradients: &[f32],
     m: *mut f32,
     v: *mut f32,
@@ -162,12 +188,12 @@ unsafe fn update(
         let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
         let m_old = F4::load_part_raw(m, index, part, 0.0);
         let v_old = F4::load_part_raw(v, index, part, 0.0);
-        let w_old = F4::load_part_raw(weights, index, part, 0.0);
+        let w_old = weights.load(index, part);
         let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
         let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
         let direction = m_new / (v_new.sqrt() / F4::splat(correction) + F4::splat(epsilon));
         let w = (w_old * F4::splat(keep)).fma(F4::splat(-step), direction);
-        w.store_part(weights, index, part);
+        weights.store(w, index, part);
         m_new.store_part(m, index, part);
         v_new.store_part(v, index, part);
     }

@@ -26,10 +26,10 @@ pub fn weighted(index: usize, word: u32) -> u64 {
     word as u64 * (2 * (index % CHUNK) as u64 + 1)
 }
 
-/// `out[i]` = low and high word of the sum of [`weighted`] over chunk i of x; `x`: `[n]`, `out`: `[ceil(n / CHUNK), 2]`.
-/// Overwrites `out`.
+/// `out[i]` = low and high word of the sum of [`weighted`] over chunk i of x; `x`: `[n]`, `out`: `[ceil(n / CHUNK), 2]`. Of the first and of
+/// the last word of x only the bits of `first` and of `last` count: what was uploaded may begin and end inside a word. Overwrites `out`.
 #[kernel]
-pub unsafe fn checksum(x: &[u32], out: *mut u32) {
+pub unsafe fn checksum(x: &[u32], first: u32, last: u32, out: *mut u32) {
     let chunk = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
     let start = chunk * CHUNK;
     if start >= x.len() {
@@ -41,7 +41,14 @@ pub unsafe fn checksum(x: &[u32], out: *mut u32) {
     // SAFETY: the words lie inside `x`, and the chunk has its place in `out`. All lanes of the warp have the same chunk and come here.
     unsafe {
         while index < end {
-            sum += weighted(index, load(x, index));
+            let mut word = load(x, index);
+            if index == 0 {
+                word &= first;
+            }
+            if index + 1 == x.len() {
+                word &= last;
+            }
+            sum += weighted(index, word);
             index += LANES as usize;
         }
         let sum: u64 = combine_lanes(u32::MAX, LANES, sum, |a, b| a + b);

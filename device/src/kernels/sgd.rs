@@ -3,10 +3,11 @@
 //! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
 //! replayed.
 
-use crate::update::{clip_factor, group_settings};
+use crate::update::{Weights, clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
 use crate::{contract, for_own_vector};
 use cuda_std::prelude::*;
+use half::bf16;
 
 /// Places in the `hyper` slot.
 pub mod slot {
@@ -32,19 +33,38 @@ pub mod slot {
 /// w = w - learning_rate * velocity                      or, with Nesterov's, learning_rate * (g + momentum * velocity)
 /// ```
 /// `weights`, `gradients`, `velocity`: `[n]`; `hyper`: `[5]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients. Each line
-/// ends in a fused multiply-add. Updates `weights` and `velocity`.
+/// ends in a fused multiply-add. `copy`: `[n]`, of the new weights, each rounded once; where `copied` is 0 it is empty, and not written. Updates
+/// `weights` and `velocity`, overwrites `copy`.
 #[kernel]
-pub unsafe fn sgd(weights: *mut f32, gradients: &[f32], velocity: *mut f32, hyper: &[f32], squared_norm: &[f32]) {
+pub unsafe fn sgd(
+    weights: *mut f32,
+    copy: *mut bf16,
+    copied: u32,
+    gradients: &[f32],
+    velocity: *mut f32,
+    hyper: &[f32],
+    squared_norm: &[f32],
+) {
     for_own_vector!(gradients.len(), |index, part| {
         // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
-        unsafe { update(weights, gradients, velocity, Settings::load(hyper, 0, squared_norm), index, part) }
+        unsafe {
+            update(
+                Weights { weights, copy, copied },
+                gradients,
+                velocity,
+                Settings::load(hyper, 0, squared_norm),
+                index,
+                part,
+            )
+        }
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long.
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `velocity` and a copy are as long.
 // Besides these it reads places of `hyper` and the one element of `squared_norm`.
 contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     Violation::unless_length("hyper", slot::LEN, k.hyper.len())?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
@@ -56,6 +76,8 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
 #[kernel]
 pub unsafe fn sgd_groups(
     weights: *mut f32,
+    copy: *mut bf16,
+    copied: u32,
     gradients: &[f32],
     velocity: *mut f32,
     hyper: &[f32],
@@ -68,16 +90,24 @@ pub unsafe fn sgd_groups(
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
-            update(weights, gradients, velocity, Settings { clip: settings.clip * known, ..settings }, index, part);
+            update(
+                Weights { weights, copy, copied },
+                gradients,
+                velocity,
+                Settings { clip: settings.clip * known, ..settings },
+                index,
+                part,
+            );
         }
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights` and `velocity` are as long,
+// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `velocity` and a copy are as long,
 // and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first one, if the
 // group does not exist.
 contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
+    Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
     Violation::unless_length("velocity", k.gradients.len(), k.velocity.len())?;
     crate::update::grouped(k.gradients.len(), k.groups.len(), k.hyper.len(), slot::LEN)?;
     Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
@@ -118,11 +148,11 @@ impl Settings {
 /// Updates the thread's vector.
 ///
 /// # Safety
-/// The vector lies inside each of the three.
+/// The vector lies inside each of the three, and inside the copy if there is one.
 #[inline(always)]
 #[track_caller]
 unsafe fn update(
-    weights: *mut f32,
+    weights: Weights,
     gradients: &[f32],
     velocity: *mut f32,
     settings: Settings,
@@ -132,14 +162,14 @@ unsafe fn update(
     let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
     // SAFETY: the vector lies inside each of them, as the caller promises.
     unsafe {
-        let w_old = F4::load_part_raw(weights, index, part, 0.0);
+        let w_old = weights.load(index, part);
         let velocity_old = F4::load_part_raw(velocity, index, part, 0.0);
         let g = (F4::load_part(gradients, index, part, 0.0) * F4::splat(clip)).fma(F4::splat(weight_decay), w_old);
         let velocity_new = g.fma(F4::splat(momentum), velocity_old);
         let ahead = g.fma(F4::splat(momentum), velocity_new);
         let direction = if nesterov { ahead } else { velocity_new };
         let w = w_old.fma(F4::splat(-learning_rate), direction);
-        w.store_part(weights, index, part);
+        weights.store(w, index, part);
         velocity_new.store_part(velocity, index, part);
     }
 }

@@ -1,0 +1,342 @@
+//! The BF16 copy beside f32 weights: whatever writes these, it is these, each rounded once.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::*;
+use support::{Random, bits, on_each_device};
+
+const ROWS: usize = 6;
+const COLS: usize = 7;
+
+/// A rule made of ops, which knows nothing of copies. It can fail when half is done.
+struct Descent {
+    fails: bool,
+}
+
+impl UpdateRule for Descent {
+    fn name(&self) -> &'static str {
+        "descent"
+    }
+
+    fn settings(&self, _: u64, _: &Group) -> Vec<f32> {
+        vec![-0.1]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        assert!(arguments.copy.is_none(), "it would not write one");
+        let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
+        ops::add_assign(step, &mut arguments.weights, &change)?;
+        let failed = Error::Misuse { op: "descent", expected: "no failure".into(), got: "one".into() };
+        if self.fails { Err(failed) } else { Ok(()) }
+    }
+}
+
+/// Two parameters, of which one does not end where a vector does, and what trains them.
+struct Trained<R: UpdateRule> {
+    w: Parameter,
+    b: Parameter,
+    weights: Parameters,
+    gradients: Gradients,
+    optimizer: Optimizer<R>,
+}
+
+fn layout() -> (Layout, Parameter, Parameter) {
+    let mut layout = Layout::builder();
+    let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
+    let b = layout.add("b", [COLS], Initializer::Constant(0.1));
+    (layout.build().unwrap(), w, b)
+}
+
+impl<R: UpdateRule> Trained<R> {
+    fn new(device: &Device, rule: R, groups: bool, copied: bool) -> Self {
+        let (layout, w, b) = layout();
+        let weights = Parameters::new(device, &layout, 3).unwrap();
+        let weights = if copied { weights.with_bf16_copy().unwrap() } else { weights };
+        let (gradients, optimizer) = (Gradients::zeros(&weights).unwrap(), Optimizer::new(&weights, rule).unwrap());
+        let decay = Group { weight_decay: Some(0.2), ..Group::default() };
+        let optimizer = if groups {
+            optimizer.with_groups(&Groups::new().with(decay, |entry| entry.name() == "b")).unwrap()
+        } else {
+            optimizer
+        };
+        Self { w, b, weights, gradients, optimizer }
+    }
+
+    fn update(&mut self, step: &Step<'_>) -> Result<()> {
+        ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, 0.3)?;
+        ops::fill_into(step, &mut self.gradients.lend_mut(step, self.b)?, -0.7)?;
+        self.optimizer.apply(step, &mut self.weights, &self.gradients).map(drop)
+    }
+
+    /// After eager updates, and after as many replays: the weights with and without a copy, of which the copy is the rounding.
+    fn updates(device: &Device, rule: impl Fn() -> R, groups: bool) {
+        let [plain, copied] = [false, true].map(|copied| {
+            let mut arena = arena(device);
+            let mut model = Self::new(device, rule(), groups, copied);
+            for _ in 0..3 {
+                model.optimizer.advance().unwrap();
+                arena.step(|step| model.update(step)).unwrap();
+                if copied {
+                    assert_rounded(&model.weights);
+                }
+            }
+            let none = Inputs::new();
+            let mut captured = arena.capture(model, &none, |step, model, _| model.update(step)).unwrap();
+            for _ in 0..3 {
+                captured.state_mut().optimizer.advance().unwrap();
+                captured.replay(&none).unwrap();
+                if copied {
+                    assert_rounded(&captured.state().weights);
+                }
+            }
+            bits(&captured.state().weights.flat().read().unwrap())
+        });
+        assert_eq!(plain, copied);
+    }
+}
+
+/// A linear classifier of samples that S stores, without rounding of its own.
+struct Linear {
+    w: Parameter,
+}
+
+impl Linear {
+    fn learner(device: &Device) -> Learner<Self> {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [ROWS, COLS], Initializer::fan_in(ROWS));
+        let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+        Learner::new(device, Self { w }, &layout.build().unwrap(), 7, config).unwrap()
+    }
+}
+
+impl Model for Linear {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let x = match batch.input::<bf16>(0) {
+            Ok(halves) => tape.to_f32(&tape.input(halves))?,
+            Err(_) => tape.input(batch.input::<f32>(0)?),
+        };
+        tape.linear(&x, self.w, None)
+    }
+}
+
+/// Samples, and their labels.
+struct Points<S> {
+    x: Vec<S>,
+    labels: Vec<u32>,
+}
+
+impl<S: Stored> Points<S> {
+    /// Three batches of an odd number of samples, of numbers that BF16 holds, and with `wrong` in a sample of the last.
+    fn batches(wrong: Option<f32>) -> Vec<Vec<Self>> {
+        let mut random = Random::new(5);
+        let mut batches: Vec<_> = (0..3)
+            .map(|_| {
+                let x = random.normals(5 * ROWS).into_iter().map(|x| S::narrow(bf16::from_f32(x).to_f32())).collect();
+                vec![Self { x, labels: random.belows(5, COLS as u32) }]
+            })
+            .collect();
+        if let Some(wrong) = wrong {
+            batches[2][0].x[3 * ROWS + 1] = S::narrow(wrong);
+        }
+        batches
+    }
+
+    /// Looks at the learner behind an epoch of these; then how one ends whose last batch has an infinity.
+    fn train(
+        device: &Device,
+        learner: Learner<Linear>,
+        captured: bool,
+        look: impl FnOnce(&Learner<Linear>),
+    ) -> Result<Ended> {
+        let mut arena = arena(device);
+        let mut trainer = match captured {
+            true => Trainer::captured(&mut arena, learner, &Self::batches(None)[0][0])?,
+            false => Trainer::eager(&mut arena, learner),
+        };
+        let epoch = |trainer: &mut Trainer<'_, _>, wrong| {
+            let batches = Self::batches(wrong).into_iter().map(Ok);
+            trainer.epoch(batches, &mut EpochProgress::default(), &mut ())
+        };
+        assert_eq!(epoch(&mut trainer, None), Ok(Ended::Finished));
+        look(trainer.learner());
+        epoch(&mut trainer, Some(f32::INFINITY))
+    }
+}
+
+impl<S: Stored> Samples for Points<S> {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.len(), ROWS])?.with(&self.labels, [self.len()])
+    }
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
+}
+
+/// The copy, as bits.
+fn copy(weights: &Parameters) -> Vec<u16> {
+    weights.bf16_copy().expect("a copy").read().unwrap().iter().map(|half| half.to_bits()).collect()
+}
+
+#[track_caller]
+fn assert_rounded(weights: &Parameters) {
+    let rounded = weights.flat().read().unwrap().into_iter().map(|weight| bf16::from_f32(weight).to_bits());
+    assert_eq!(copy(weights), rounded.collect::<Vec<_>>());
+}
+
+on_each_device! {
+    fn updates_write_it(device: &Device) {
+        for groups in [false, true] {
+            Trained::updates(device, || AdamWConfig { learning_rate: 0.01, clip: Some(0.5), ..AdamWConfig::default() }, groups);
+            Trained::updates(device, || SgdConfig { learning_rate: 0.01, momentum: 0.9, ..SgdConfig::default() }, groups);
+        }
+    }
+
+    /// For a rule that does not know of it.
+    fn it_follows_any_rule(device: &Device) {
+        Trained::updates(device, || Descent { fails: false }, false);
+        let mut model = Trained::new(device, Descent { fails: true }, false, true);
+        let before = copy(&model.weights);
+        model.optimizer.advance().unwrap();
+        arena(device).step(|step| model.update(step)).unwrap_err();
+        assert_ne!(copy(&model.weights), before, "the rule has changed weights before it failed");
+        assert_rounded(&model.weights);
+    }
+
+    fn loads_write_it(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let [checkpoint, state_dict, halves] = ["checkpoint", "state", "halves"].map(|name| folder.path().join(name));
+        let source = Trained::new(device, AdamWConfig::default(), false, true);
+        assert_rounded(&source.weights);
+        Checkpoint::save(&checkpoint, &source.weights, Some(&source.optimizer), &[]).unwrap();
+        source.weights.save_state_dict(&state_dict).unwrap();
+        source.weights.save_state_dict_as::<bf16>(&halves).unwrap();
+
+        let mut model = Trained::new(device, AdamWConfig::default(), false, true);
+        let change = |model: &mut Trained<AdamWConfig>, load: &dyn Fn(&mut Trained<AdamWConfig>)| {
+            model.weights.write(model.b, &[0.3; COLS]).unwrap();
+            assert_rounded(&model.weights);
+            let before = copy(&model.weights);
+            load(model);
+            assert_ne!(copy(&model.weights), before);
+            assert_rounded(&model.weights);
+        };
+        change(&mut model, &|model| {
+            Checkpoint::load(&checkpoint).unwrap().restore(&mut model.weights, Some(&mut model.optimizer)).unwrap();
+        });
+        change(&mut model, &|model| model.weights.load_state_dict(&state_dict).unwrap());
+        change(&mut model, &|model| model.weights.load_state_dict(&halves).unwrap());
+        assert_eq!(copy(&model.weights), copy(&source.weights), "what was rounded is itself");
+        let words = vec![[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
+        change(&mut model, &|model| {
+            model.weights.load(|entry| Some(&words.as_flattened()[..4 * entry.shape().elements()]), Transfer::new()).unwrap();
+        });
+    }
+
+    /// A load that ends in the middle has changed some weights.
+    fn it_follows_a_load_that_fails(device: &Device) {
+        let plan = FaultPlan::new();
+        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
+        let words = vec![[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
+        let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });
+        let transfer = Transfer::new().progress(&mut stop);
+        model.weights.load(|entry| Some(&words.as_flattened()[..4 * entry.shape().elements()]), transfer).unwrap_err();
+        assert_rounded(&model.weights);
+        assert_eq!(model.weights.read(model.w).unwrap(), vec![f32::from_le_bytes(words[0]); ROWS * COLS]);
+
+        // A copy that cannot be queued is the load's error.
+        let launches = plan.count(Call::Launch);
+        let _ = plan.clone().on(Call::Launch, launches + 1, Fault::Fail);
+        model.weights.write(model.b, &[0.5; COLS]).unwrap_err();
+        model.weights.write(model.b, &[0.5; COLS]).unwrap();
+        assert_rounded(&model.weights);
+    }
+
+    /// Between replays and inside of them.
+    fn a_captured_step_reads_what_was_loaded(device: &Device) {
+        let mut arena = arena(device);
+        let model = Trained::new(device, SgdConfig { learning_rate: 0.5, ..SgdConfig::default() }, false, true);
+        let none = Inputs::new();
+        let mut captured = arena.capture(model, &none, |step, model, slots| {
+            let before = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
+            model.update(step)?;
+            let after = ops::scale(step, &model.weights.lend_as::<bf16>(step, model.b)?, 1.0)?;
+            Ok([slots.output(&before), slots.output(&after)])
+        }).unwrap();
+        for value in [0.1, 0.7] {
+            let model = captured.state_mut();
+            model.weights.write(model.b, &[value; COLS]).unwrap();
+            model.optimizer.advance().unwrap();
+            let replay = captured.replay(&none).unwrap();
+            let [before, after] = replay.outputs().map(|output| replay.read(output).unwrap());
+            assert_eq!(before, [bf16::from_f32(value); COLS]);
+            let model = captured.state();
+            let weights = model.weights.read(model.b).unwrap();
+            assert_eq!(after, weights.into_iter().map(bf16::from_f32).collect::<Vec<_>>());
+            assert_ne!(before, after);
+        }
+    }
+
+    /// The samples of BF16 train the same weights as the same numbers of f32, captured or not, with a copy and without.
+    fn a_trainer_keeps_it_and_takes_batches_of_bf16(device: &Device) {
+        let weights = |learner: &Learner<Linear>| bits(&learner.parameters.flat().read().unwrap());
+        let mut plain = weights(&Linear::learner(device));
+        let started = plain.clone();
+        let tensor = "input 0 of the batch, sample 3".to_owned();
+        let ends = Err(Error::NotFinite { update: Some(6), what: Quantity::Loss, tensor });
+        let ended = Points::<f32>::train(device, Linear::learner(device), false, |learner| plain = weights(learner));
+        assert_eq!(ended, ends);
+        assert_ne!(plain, started);
+        for captured in [false, true] {
+            let copied = Linear::learner(device).with_bf16_copy().unwrap();
+            let ended = Points::<bf16>::train(device, copied, captured, |learner| {
+                assert_eq!(weights(learner), plain);
+                assert_rounded(&learner.parameters);
+            });
+            assert_eq!(ended, ends);
+        }
+    }
+
+    fn a_tape_lends_it(device: &Device) {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [3], Initializer::fan_in(3));
+        let stack = layout.add_stack(2, |number| format!("layer.{number}"), [2, 5], Initializer::fan_in(2));
+        let layout = layout.build().unwrap();
+        let weights = Parameters::new(device, &layout, 3).unwrap();
+        let round = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let mut arena = arena(device);
+        let refused = arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            tape.op("mine", [])?.weights_as::<bf16>(w).map(drop)
+        });
+        let text = "mine: expected a copy of the weights in bf16, which `Parameters::with_bf16_copy` makes, got weights of f32 alone";
+        assert_eq!(refused.unwrap_err().to_string(), text);
+        let weights = weights.with_bf16_copy().unwrap();
+        let expected = round(weights.read(w).unwrap());
+        arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            let op = tape.op("mine", [])?;
+            assert_eq!(step.read(&op.weights_as::<bf16>(w)?)?, expected);
+            assert_eq!(step.read(&op.weights_as::<f32>(w)?)?, step.read(&op.weights(w)?)?);
+            let (whole, halves) = (step.read(&op.stack_weights(&stack)?)?, step.read(&op.stack_weights_as::<bf16>(&stack)?)?);
+            assert_eq!(halves, round(whole));
+            let one = ops::fill(step, [1], 1.0)?.save();
+            let loss = op.record(one, |back, _| {
+                // Nothing reads the device here, so shapes must do.
+                let (weights, stacked) = (back.weights_as::<bf16>(w)?, back.stack_weights_as::<bf16>(&stack)?);
+                assert_eq!((weights.shape(), stacked.shape()), (Shape::from([3]), back.stack_weights(&stack)?.shape()));
+                Ok(())
+            });
+            tape.backward(&loss, &mut gradients)
+        }).unwrap();
+    }
+}
