@@ -5,6 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
 use crate::params::Parameter;
+use crate::tensor::Stored;
 
 /// `y = gain (x - mean(x)) / sqrt(variance(x) + epsilon) + bias` over the last extent (Ba, Kiros and Hinton, 2016); `gain`, `bias`:
 /// `[cols]`.
@@ -33,7 +34,7 @@ impl LayerNorm {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.layer_norm(x, self.gain, self.bias, self.epsilon)
     }
 
@@ -42,7 +43,12 @@ impl LayerNorm {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<[Var<'s>; 2]> {
+    pub fn forward_residual<'s, S: Stored>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<[Var<'s, S>; 2]> {
         tape.layer_norm_residual(x, residual, self.gain, self.bias, self.epsilon)
     }
 }

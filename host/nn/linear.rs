@@ -4,6 +4,7 @@ use super::Names;
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
+use crate::ops::Factor;
 use crate::params::{Parameter, Stack};
 
 /// `y = x w + b`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`.
@@ -38,7 +39,7 @@ impl Linear {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.linear(x, self.weight, self.bias)
     }
 
@@ -47,7 +48,12 @@ impl Linear {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward_residual<'s, S: Factor<S> + Factor<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
         tape.linear_residual(x, self.weight, self.bias, residual)
     }
 }
@@ -78,7 +84,7 @@ impl TokenLinear {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.linear_per_token(x, &self.weights, &self.biases)
     }
 }

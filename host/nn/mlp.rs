@@ -3,6 +3,7 @@
 use super::{Linear, Names};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
+use crate::ops::Factor;
 
 /// GELU in its tanh form (Hendrycks and Gimpel, 2016); see [`Tape::gelu`].
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +15,7 @@ impl Gelu {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.gelu(x)
     }
 }
@@ -39,7 +40,7 @@ impl Mlp {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.down.forward(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?)
     }
 
@@ -48,7 +49,12 @@ impl Mlp {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward_residual<'s, S: Factor<S> + Factor<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
         self.down.forward_residual(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?, residual)
     }
 }

@@ -5,6 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
 use crate::params::Parameter;
+use crate::tensor::Stored;
 
 /// `y = gain x / sqrt(mean(x^2) + epsilon)` over the last extent (Zhang and Sennrich, 2019); `gain`: `[cols]`.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +30,7 @@ impl RmsNorm {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.rms_norm(x, self.gain, self.epsilon)
     }
 }

@@ -7,7 +7,7 @@ use super::{same_shape, sum_rows_into};
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::ops::{Gemm, Gradient};
+use crate::ops::{Factor, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
@@ -122,7 +122,13 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// [`Error::Misuse`] when extents differ; those of [`ops::rms_norm`].
     #[track_caller]
-    pub fn norm_project(&self, x: &Var<'s>, gain: Parameter, epsilon: f32, w: &Stack) -> Result<Var<'s>> {
+    pub fn norm_project<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        gain: Parameter,
+        epsilon: f32,
+        w: &Stack,
+    ) -> Result<Var<'s, S>> {
         const OP: &str = "norm_project";
         let op = self.op(OP, [x])?;
         let (w_shape, distance) = op.stack(w)?;
@@ -138,11 +144,11 @@ impl<'s> Tape<'_, 's> {
         let (z, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
         let mut y = self.step().empty([members, batch, tokens, n])?;
         let form = Gemm { batches: members, stride_b: distance, stride_c: rows * n, ..Gemm::new(rows, n, k) };
-        let weights = op.stack_weights(w)?;
+        let weights = op.stack_weights_as::<S>(w)?;
         ops::gemm_into(self.step(), &form, &z, &weights, None::<&Saved<'s>>, &mut y)?;
         let (x, z, inverse_rms, w) = (*x, z.save(), inverse_rms.save(), w.clone());
         Ok(op.record(y.save(), move |back, dy| {
-            let (step, weights) = (back.step(), back.stack_weights(&w)?);
+            let (step, weights) = (back.step(), back.stack_weights_as::<S>(&w)?);
             // dw_i += z^T dy_i
             let (mut dw, accumulate) = back.stack_gradient(&w)?;
             let form = Gemm { batches: members, stride_b: rows * n, stride_c: distance, ..Gemm::new(k, n, rows) };

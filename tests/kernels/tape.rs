@@ -164,7 +164,7 @@ on_each_device! {
             let cube = tape.reshape(&x, [1, 2, 3])?;
             let not_an_input = tape.linear_per_token(&cube, &p.stacks[1], &p.stacks[2]);
             assert_eq!(op_of(not_an_input.unwrap_err()), "linear_per_token");
-            let input = tape.input(step.empty([1, 2, 3])?);
+            let input = tape.input(step.empty::<f32>([1, 2, 3])?);
             let odd = tape.linear_per_token(&input, &p.stacks[1], &p.stacks[2]);
             assert_eq!(op_of(odd.unwrap_err()), "linear_per_token");
             assert_eq!(op_of(tape.backward(&y, &mut gradients).unwrap_err()), "backward");

@@ -64,7 +64,7 @@ unsafe fn script(program: &[u32], memory: *mut u32) {
                 0 if who == thread => drop(tile.get(word)),
                 1 if who == thread => tile.set(word, thread),
                 2 if who == thread => {
-                    drop(kernels::vector::F4::load_part_raw::<f32>(memory.cast(), word as usize, ONE, 0.0))
+                    let _ = kernels::vector::F4::load_part_raw::<f32>(memory.cast(), word as usize, ONE, 0.0);
                 }
                 3 if who == thread => store(memory, word as usize, thread),
                 4 => thread::sync_threads(),

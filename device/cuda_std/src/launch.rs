@@ -33,7 +33,8 @@ pub struct Versions {
     /// For x86-64 with AVX-512 as well; not watched.
     #[cfg(target_arch = "x86_64")]
     pub wide: Threads,
-    /// As `fused`, but watched.
+    /// For any other processor than x86-64, watched.
+    #[cfg(not(target_arch = "x86_64"))]
     pub watched: Threads,
 }
 

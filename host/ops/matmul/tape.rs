@@ -1,11 +1,11 @@
-//! Linear layers on a tape.
+//! Linear layers on a tape: of f32, or of BF16, which multiply the BF16 copy of the weights. The gradients of weights and biases are f32.
 //!
 //! For `y = x w + b`: `dw += x^T dy`, `db +=` the sum of dy's rows, `dx = dy w^T`; where x already has a gradient, the
 //! multiply adds to it in place.
 
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
-use crate::ops::{self, Gemm, Gradient};
+use crate::ops::{self, Factor, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::tensor::{Saved, Tensor};
 
@@ -15,10 +15,15 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn linear(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
+    pub fn linear<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("linear", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let y = ops::linear(self.step(), x.value(), &op.weights(w)?, bias.as_ref())?;
+        let y = ops::linear(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
         let x = *x;
         Ok(op.record(y.save(), move |back, dy| linear_backward(back, &x, w, b, &dy)))
     }
@@ -28,16 +33,16 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn linear_residual(
+    pub fn linear_residual<S: Factor<S> + Factor<f32>>(
         &self,
-        x: &Var<'s>,
+        x: &Var<'s, S>,
         w: Parameter,
         b: Option<Parameter>,
-        residual: &Var<'s>,
-    ) -> Result<Var<'s>> {
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("linear_residual", [x, residual])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let y = ops::linear_residual(self.step(), x.value(), &op.weights(w)?, bias.as_ref(), residual.value())?;
+        let y = ops::linear_residual(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), residual.value())?;
         let (x, residual) = (*x, *residual);
         Ok(op.record(y.save(), move |back, dy| {
             linear_backward(back, &x, w, b, &dy)?;
@@ -50,10 +55,15 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn linear_gelu(&self, x: &Var<'s>, w: Parameter, b: Option<Parameter>) -> Result<Var<'s>> {
+    pub fn linear_gelu<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("linear_gelu", [x])?;
         let bias = b.map(|b| op.weights(b)).transpose()?;
-        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights(w)?, bias.as_ref())?;
+        let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
         let (x, pre) = (*x, pre.save());
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
@@ -74,7 +84,12 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// [`Error::Misuse`] when extents differ, or `x` wants a gradient.
     #[track_caller]
-    pub fn linear_per_token(&self, x: &Var<'s>, w: &Stack, b: &Stack) -> Result<Var<'s>> {
+    pub fn linear_per_token<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: &Stack,
+        b: &Stack,
+    ) -> Result<Var<'s, S>> {
         const OP: &str = "linear_per_token";
         let op = self.op(OP, [x])?;
         let ((w_shape, w_stride), (b_shape, b_stride)) = (op.stack(w)?, op.stack(b)?);
@@ -109,7 +124,7 @@ impl<'s> Tape<'_, 's> {
             stride_bias: b_stride,
             ..Gemm::new(batch, n, k)
         };
-        let (weights, biases) = (op.stack_weights(w)?, op.stack_weights(b)?);
+        let (weights, biases) = (op.stack_weights_as::<S>(w)?, op.stack_weights(b)?);
         let mut y = self.step().empty([batch, tokens, n])?;
         ops::gemm_into(self.step(), &form, x.value(), &weights, Some(&biases), &mut y)?;
         let (x, w, b) = (*x.value(), w.clone(), b.clone());
@@ -135,14 +150,14 @@ impl<'s> Tape<'_, 's> {
     }
 }
 
-fn linear_backward<'s>(
+fn linear_backward<'s, S: Factor<S> + Factor<f32>>(
     back: &mut Backward<'_, '_, 's>,
-    x: &Var<'s>,
+    x: &Var<'s, S>,
     w: Parameter,
     b: Option<Parameter>,
-    dy: &Tensor<'s>,
+    dy: &Tensor<'s, S>,
 ) -> Result<()> {
-    let (step, weights) = (back.step(), back.weights(w)?);
+    let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let form = Gemm::new(rows, k, n).transpose_b();
     let mut dx = match back.take(x)? {

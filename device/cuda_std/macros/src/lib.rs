@@ -226,8 +226,8 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled four times for x86-64, twice elsewhere: a fused multiply-add is one instruction where the processor has it, a call where not;
-            // vectors are as wide as the processor's; and what watches memory is compiled in, or out.
+            // Compiled three times for x86-64, twice elsewhere: a fused multiply-add is one instruction where the processor has it, a call where
+            // not; vectors are as wide as the processor's; and what watches memory is compiled in, or out.
             #[cfg(any(target_arch = "x86_64", miri))]
             unsafe fn portable(words: *const u64, block: &::cuda_std::emulator::Block) {
                 #threads
@@ -245,7 +245,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
-            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
+            #[cfg(not(target_arch = "x86_64"))]
             unsafe fn watched(words: *const u64, block: &::cuda_std::emulator::Block) {
                 // SAFETY: this is `Versions::watched`, which runs only where the launch is watched.
                 unsafe { ::cuda_std::emulator::access::assume_watched(true) };
@@ -260,6 +260,7 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
                     fused,
                     #[cfg(target_arch = "x86_64")]
                     wide,
+                    #[cfg(not(target_arch = "x86_64"))]
                     watched,
                 };
             }

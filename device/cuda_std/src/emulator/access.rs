@@ -153,7 +153,7 @@ pub fn look_up<T>(base: *mut T) {
 /// `watched` says truly whether the running kernel thread is watched for races.
 #[inline(always)]
 pub unsafe fn assume_watched(watched: bool) {
-    // SAFETY: as the caller promises: `Runner::run` chooses `Versions::watched` where it sets the word to 1, and else another version.
+    // SAFETY: as the caller promises: `Runner::run` chooses a version that suits the word that it sets.
     unsafe { core::hint::assert_unchecked(is_watched() == watched) }
 }
 

@@ -493,13 +493,14 @@ fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::is_x86_feature_detected as has;
-        if !(has!("avx2") && has!("fma")) {
+        if watched || !(has!("avx2") && has!("fma")) {
             return (versions.portable, false);
         }
-        if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") && !watched {
+        if has!("avx512f") && has!("avx512dq") && has!("avx512bw") && has!("avx512vl") {
             return (versions.wide, true);
         }
+        (versions.fused, false)
     }
-    #[cfg(not(miri))]
+    #[cfg(not(any(target_arch = "x86_64", miri)))]
     (if watched { versions.watched } else { versions.fused }, false)
 }
