@@ -99,7 +99,7 @@ impl<'p> Transfer<'p> {
                 }
             };
             let left = self.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_sub(start.elapsed()));
-            if device.checked() {
+            if device.checked() && content.bytes() > 0 {
                 content.upload_verified(device, left, &mut staged)?;
             } else {
                 content.memory.copy_with(device, content.fill, left, &mut staged)?;

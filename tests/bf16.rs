@@ -78,8 +78,9 @@ on_each_device! {
                 let mut buffer = Buffer::from_slice(&device, &model).unwrap();
                 for _ in 0..60 {
                     let start = random.below(length as u32) as usize;
+                    // None, too.
                     let longest = [1, 5, 300, length][random.below(4) as usize].min(length - start);
-                    let count = 1 + random.below(longest as u32) as usize;
+                    let count = random.below(longest as u32 + 1) as usize;
                     let numbers = values(&mut random, count);
                     buffer.write(start, &numbers).unwrap();
                     model[start..start + count].copy_from_slice(&numbers);

@@ -234,7 +234,7 @@ on_each_device! {
         change(&mut model, &|model| model.weights.load_state_dict(&state_dict).unwrap());
         change(&mut model, &|model| model.weights.load_state_dict(&halves).unwrap());
         assert_eq!(copy(&model.weights), copy(&source.weights), "what was rounded is itself");
-        let words = vec![[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
+        let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         change(&mut model, &|model| {
             model.weights.load(|entry| Some(&words.as_flattened()[..4 * entry.shape().elements()]), Transfer::new()).unwrap();
         });
@@ -245,7 +245,7 @@ on_each_device! {
         let plan = FaultPlan::new();
         let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
         let mut model = Trained::new(&device, AdamWConfig::default(), false, true);
-        let words = vec![[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
+        let words = [[0x3d, 0x3d, 0x3d, 0x3d]; ROWS * COLS];
         let mut stop = |_| Err(Error::Misuse { op: "test", expected: "the end".into(), got: "a stop".into() });
         let transfer = Transfer::new().progress(&mut stop);
         model.weights.load(|entry| Some(&words.as_flattened()[..4 * entry.shape().elements()]), transfer).unwrap_err();
