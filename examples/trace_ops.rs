@@ -196,10 +196,12 @@ const CASES: &[(&str, Run)] = &[
         let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
         let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
         let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
-        let ops::Attention { out, kept } = ops::attention(c.step, &qkv, &gains, epsilon, scale)?;
-        c.result("y", &out)?;
+        let (norm, form) = (ops::QkNorm { gains: &gains, epsilon }, ops::AttentionForm::new(heads).scale(scale));
+        let made = ops::attention(c.step, &qkv, Some(norm), &form)?;
+        c.result("y", &made.out)?;
         let mut dgains = c.step.empty([2, HEAD])?;
-        c.result("dqkv", &ops::attention_backward(c.step, &qkv, &gains, &kept, &dy, scale, &mut dgains, false)?)?;
+        let backward = Some((norm, &mut dgains, false));
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
         c.result("dgains", &dgains)
     }),
     ("mean_tokens", |c| {

@@ -7,12 +7,13 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use super::products;
+use super::{attention, products};
 use crate::error::Result;
 use crate::ops;
 use crate::tensor::{Source, Target, Tensor};
-use Listed::{One, Products, Roundings, TensorProducts};
+use Listed::{FlashForward, FlashKeys, FlashQueries, One, Products, Roundings, TensorProducts};
 use kernels::checksum::{CHUNK, checksum};
+use kernels::flash_attention::{Shape, flash_forward, flash_keys, flash_queries};
 use kernels::format::Reduced;
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
@@ -34,6 +35,12 @@ pub enum Case {
     TensorProduct(Reduced, TensorTile),
     /// Rounding to a format.
     Rounding(Reduced),
+    /// Attention over any number of tokens.
+    FlashForward(Shape),
+    /// The gradient of its queries.
+    FlashQueries(Shape),
+    /// The gradients of its keys and values.
+    FlashKeys(Shape),
 }
 
 impl Case {
@@ -44,6 +51,9 @@ impl Case {
             Self::Product(tile) => products::product(i, tile),
             Self::TensorProduct(format, tile) => products::tensor_product(i, format, tile),
             Self::Rounding(format) => products::rounding(i, format),
+            Self::FlashForward(shape) => attention::forward(i, shape),
+            Self::FlashQueries(shape) => attention::queries(i, shape),
+            Self::FlashKeys(shape) => attention::keys(i, shape),
         }
     }
 }
@@ -54,6 +64,9 @@ enum Listed {
     Products,
     TensorProducts,
     Roundings,
+    FlashForward,
+    FlashQueries,
+    FlashKeys,
 }
 
 impl Listed {
@@ -69,6 +82,13 @@ impl Listed {
                 matmul_tensor::VARIANTS.iter().map(case).collect()
             }
             Roundings => round::VARIANTS.iter().map(|&(name, format)| (name, Case::Rounding(format))).collect(),
+            FlashForward => {
+                flash_forward::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashForward(shape))).collect()
+            }
+            FlashQueries => {
+                flash_queries::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashQueries(shape))).collect()
+            }
+            FlashKeys => flash_keys::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashKeys(shape))).collect(),
         }
     }
 }
@@ -119,15 +139,18 @@ const LISTED: &[Listed] = &[
     }),
     One("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
-            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, i.attention_scale())?;
-            [out.save(), kept.probabilities, kept.inverse_rms].iter().try_for_each(|result| i.keep(result))
+            let (made, ..) = i.short_attention(qkv, gains)?;
+            let ops::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
+                unreachable!("up to 16 tokens, normalised")
+            };
+            [made.out, probabilities, inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
     One("attention_backward", |i| {
         i.heads(|i, qkv, gains, dout| {
-            let (scale, mut dgains) = (i.attention_scale(), i.normals([2, 64])?);
-            let kept = ops::attention(i.step, qkv, gains, 1e-6, scale)?.kept;
-            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, scale, &mut dgains, true)?;
+            let mut dgains = i.normals([2, 64])?;
+            let (made, norm, form) = i.short_attention(qkv, gains)?;
+            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &form, &made, dout)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
@@ -166,6 +189,10 @@ const LISTED: &[Listed] = &[
         lengths.iter().try_for_each(|&length| i.keep(&ops::fill(i.step, [length], 0.1)?))
     }),
     One("copy", |i| i.flat(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
+    FlashForward,
+    FlashQueries,
+    FlashKeys,
+    One("flash_delta", attention::delta),
     One("guard_write", |i| {
         let mut block = i.step.upload(&[7; 200], [200])?;
         i.step.launch(guard_write { block: block.out(), length: 200, start: 101 })?;
@@ -229,6 +256,8 @@ const LISTED: &[Listed] = &[
         })
     }),
     Roundings,
+    One("qk_norm_forward", attention::qk_norm),
+    One("qk_norm_backward", attention::qk_norm_backward),
     One("sum_columns", |i| {
         i.rows(|i, x| {
             let [rows, cols] = x.shape().as_rows();
@@ -267,6 +296,7 @@ const LISTED: &[Listed] = &[
     One("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
     One("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
     One("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
+    One("rotary", attention::rotary),
     One("scalars", |i| {
         (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
             // In the smallest form from 0.01 to 10, by turns of either sign.
