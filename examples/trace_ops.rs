@@ -196,7 +196,7 @@ const CASES: &[(&str, Run)] = &[
         let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
         let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
         let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
-        let (norm, form) = (ops::QkNorm { gains: &gains, epsilon }, ops::AttentionForm::new(heads).scale(scale));
+        let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionForm::new(heads).scale(scale));
         let made = ops::attention(c.step, &qkv, Some(norm), &form)?;
         c.result("y", &made.out)?;
         let mut dgains = c.step.empty([2, HEAD])?;

@@ -13,8 +13,10 @@ use kernels::qk_norm as kernel;
 /// The norm of queries and keys.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'n, 's> {
-    /// The gains of q, `width` of them, and behind them those of k: `[2, width]`, or a stack's, between whose members there may be space.
+    /// The gains of q, `width` of them, and those of k.
     pub gains: &'n dyn Source<'s, f32>,
+    /// Elements from the first of q to the first of k; none: `width`. A stack's members may have space between them.
+    pub distance: Option<usize>,
     /// What is added to the mean square.
     pub epsilon: f32,
 }
@@ -25,13 +27,20 @@ impl std::fmt::Debug for QkNorm<'_, '_> {
     }
 }
 
-impl QkNorm<'_, '_> {
-    /// Elements from the gains of q to those of k.
-    pub(super) fn check(&self, op: &'static str, width: usize) -> Result<usize> {
-        match self.gains.shape().elements().checked_sub(width) {
-            Some(distance) if distance >= width && distance <= (u32::MAX / 2) as usize => Ok(distance),
-            _ => Err(Error::misuse(op, format!("{} gains", 2 * width), self.gains.shape().to_string())),
+impl<'n, 's> QkNorm<'n, 's> {
+    /// With gains `[2, width]`.
+    pub fn new(gains: &'n impl Source<'s, f32>, epsilon: f32) -> Self {
+        Self { gains, distance: None, epsilon }
+    }
+
+    /// The distance of the gains, if they are as many as it says.
+    pub(super) fn distance(&self, op: &'static str, width: usize) -> Result<usize> {
+        let distance = self.distance.unwrap_or(width);
+        if distance >= width && distance < 1 << 31 && self.gains.shape().elements() == distance + width {
+            return Ok(distance);
         }
+        let expected = format!("{} gains, those of k {distance} elements behind those of q", 2 * width);
+        Err(Error::misuse(op, expected, self.gains.shape().to_string()))
     }
 }
 
@@ -50,7 +59,7 @@ pub fn qk_norm<'s>(
 ) -> Result<(Tensor<'s>, Tensor<'s>)> {
     const OP: &str = "qk_norm";
     let sizes = form.sizes(OP, qkv.shape())?;
-    let distance = norm.check(OP, sizes.width)?;
+    let distance = norm.distance(OP, sizes.width)?;
     let (mut y, mut inverse_rms) = (step.empty(qkv.shape())?, step.empty([rows(sizes)])?);
     step.launch(kernel::qk_norm_forward {
         x: qkv.slice(),
@@ -85,7 +94,7 @@ pub fn qk_norm_backward<'s>(
 ) -> Result<Tensor<'s>> {
     const OP: &str = "qk_norm_backward";
     let sizes = form.sizes(OP, qkv.shape())?;
-    let distance = norm.check(OP, sizes.width)?;
+    let distance = norm.distance(OP, sizes.width)?;
     let rows = rows(sizes);
     same_shape(OP, [rows].into(), inverse_rms.shape())?;
     same_shape(OP, qkv.shape(), dy.shape())?;
@@ -121,13 +130,14 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn qk_norm(&self, qkv: &Var<'s>, gains: &Stack, epsilon: f32, form: &AttentionForm<'s>) -> Result<Var<'s>> {
         let op = self.op("qk_norm", [qkv])?;
-        let weights = op.stack_weights(gains)?;
-        let (y, inverse_rms) = ops::qk_norm(self.step(), qkv.value(), QkNorm { gains: &weights, epsilon }, form)?;
+        let (weights, distance) = (op.stack_weights(gains)?, Some(op.stack(gains)?.1));
+        let norm = QkNorm { gains: &weights, distance, epsilon };
+        let (y, inverse_rms) = ops::qk_norm(self.step(), qkv.value(), norm, form)?;
         let (qkv, gains, form, inverse_rms) = (*qkv, gains.clone(), *form, inverse_rms.save());
         Ok(op.record(y.save(), move |back, dy| {
             let (step, weights) = (back.step(), back.stack_weights(&gains)?);
             let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
-            let norm = QkNorm { gains: &weights, epsilon };
+            let norm = QkNorm { gains: &weights, distance, epsilon };
             let dqkv =
                 ops::qk_norm_backward(step, qkv.value(), norm, &form, &inverse_rms, dy, &mut dgains, accumulate)?;
             back.add(&qkv, dqkv)

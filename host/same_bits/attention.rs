@@ -156,7 +156,7 @@ pub(super) fn delta(i: &Inputs<'_, '_>) -> Result<()> {
 
 pub(super) fn qk_norm(i: &Inputs<'_, '_>) -> Result<()> {
     i.heads_of_all(|qkv, form, gains| {
-        let (y, inverse_rms) = ops::qk_norm(i.step, qkv, QkNorm { gains, epsilon: 1e-6 }, form)?;
+        let (y, inverse_rms) = ops::qk_norm(i.step, qkv, QkNorm::new(gains, 1e-6), form)?;
         i.keep(&y)?;
         i.keep(&inverse_rms)
     })
@@ -164,7 +164,7 @@ pub(super) fn qk_norm(i: &Inputs<'_, '_>) -> Result<()> {
 
 pub(super) fn qk_norm_backward(i: &Inputs<'_, '_>) -> Result<()> {
     i.heads_of_all(|qkv, form, gains| {
-        let norm = QkNorm { gains, epsilon: 1e-6 };
+        let norm = QkNorm::new(gains, 1e-6);
         let (_, inverse_rms) = ops::qk_norm(i.step, qkv, norm, form)?;
         let (dy, mut dgains) = (i.normals(qkv.shape())?, i.normals(gains.shape())?);
         let dqkv = ops::qk_norm_backward(i.step, qkv, norm, form, &inverse_rms, dy, &mut dgains, true)?;

@@ -78,7 +78,7 @@ impl<'s> Inputs<'_, 's> {
     ) -> Result<(Attention<'s>, QkNorm<'q, 's>, AttentionForm<'s>)> {
         // A power of two would hide that a product was fused.
         let form = AttentionForm::new(qkv.shape().as_rows()[1] / HEAD).scale(self.by_form(0.125, 0.1));
-        let norm = QkNorm { gains, epsilon: 1e-6 };
+        let norm = QkNorm::new(gains, 1e-6);
         Ok((ops::attention(self.step, qkv, Some(norm), &form)?, norm, form))
     }
 

@@ -203,7 +203,7 @@ fn form<'s>(heads: usize) -> AttentionForm<'s> {
 /// The output, the probabilities and the scales.
 fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Result<(Saved<'s>, [Saved<'s>; 2])> {
     let heads = qkv.shape().as_rows()[1] / HEAD;
-    let norm = QkNorm { gains, epsilon: EPSILON };
+    let norm = QkNorm::new(gains, EPSILON);
     let Attention { out, kept } = ops::attention(trial, qkv, Some(norm), &form(heads))?;
     let AttentionKept::Short { probabilities, inverse_rms } = kept else { panic!("not by the kernel for few tokens") };
     Ok((out, [probabilities, inverse_rms]))
@@ -297,7 +297,7 @@ on_each_device! {
                 let dout = trial.upload(&inputs.dout, [batch, tokens, heads * HEAD])?.save();
                 let mut dgains = trial.upload(&[f32::NAN; 2 * HEAD], [2 * HEAD])?;
                 // Of the output nothing is read.
-                let (made, norm) = (Attention { out: dout, kept }, QkNorm { gains: &gains, epsilon: EPSILON });
+                let (made, norm) = (Attention { out: dout, kept }, QkNorm::new(&gains, EPSILON));
                 let dqkv = trial.with_scratch(|| {
                     ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(heads), &made, &dout)
                 })?;
@@ -363,7 +363,7 @@ on_each_device! {
                 (few, out, ["attention_backward", "[1, 1, 2, 2]", "[2, 2]"]),
             ] {
                 let made = Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } };
-                let norm = QkNorm { gains: &gains, epsilon: EPSILON };
+                let norm = QkNorm::new(&gains, EPSILON);
                 let refused =
                     ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(1), &made, &dout);
                 assert_refused(refused, &words);

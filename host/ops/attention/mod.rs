@@ -72,8 +72,7 @@ pub fn attention<'s>(
         let [out, lse] = flash::forward(step, qkv, form, sizes)?;
         return Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: None } });
     };
-    if short::suits(form, sizes) {
-        norm.check(OP, sizes.width)?;
+    if norm.distance(OP, sizes.width)? == sizes.width && short::suits(form, sizes) {
         let [out, probabilities, inverse_rms] = short::forward(step, qkv, norm, form.scale, sizes)?;
         return Ok(Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } });
     }
@@ -114,7 +113,7 @@ pub fn attention_backward<'s, T: Target<'s, f32>>(
         (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains, accumulate)))
             if short::suits(form, sizes) =>
         {
-            norm.check(OP, sizes.width)?;
+            norm.distance(OP, sizes.width)?;
             let (kept, gains) = ([probabilities, inverse_rms], (dgains, accumulate));
             short::backward(step, OP, qkv, norm, form.scale, kept, dout, sizes, gains)
         }
@@ -134,10 +133,12 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn attention(&self, qkv: &Var<'s>, norm: Option<(&Stack, f32)>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
         let op = self.op("attention", [qkv])?;
-        let weights = norm.map(|(gains, _)| op.stack_weights(gains)).transpose()?;
-        let weights = weights.as_ref().zip(norm).map(|(gains, (_, epsilon))| QkNorm { gains, epsilon });
+        let weights = norm.map(|(gains, _)| -> Result<_> { Ok((op.stack_weights(gains)?, op.stack(gains)?.1)) }).transpose();
+        let weights = weights?;
+        let weights = weights.as_ref().zip(norm).map(|((gains, distance), (_, epsilon))| QkNorm { gains, distance: Some(*distance), epsilon });
         let made = ops::attention(self.step(), qkv.value(), weights, form)?;
-        let (qkv, form, norm) = (*qkv, *form, norm.map(|(gains, epsilon)| (gains.clone(), epsilon)));
+        let distance = weights.and_then(|norm| norm.distance);
+        let (qkv, form, norm) = (*qkv, *form, norm.map(|(gains, epsilon)| (gains.clone(), distance, epsilon)));
         Ok(op.record(made.out, move |back, dout| {
             let step = back.step();
             let dqkv = match norm {
@@ -145,10 +146,10 @@ impl<'s> Tape<'_, 's> {
                     let none = None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>;
                     ops::attention_backward(step, qkv.value(), none, &form, &made, &dout)?
                 }
-                Some((gains, epsilon)) => {
+                Some((gains, distance, epsilon)) => {
                     let weights = back.stack_weights(&gains)?;
                     let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
-                    let norm = Some((QkNorm { gains: &weights, epsilon }, &mut dgains, accumulate));
+                    let norm = Some((QkNorm { gains: &weights, distance, epsilon }, &mut dgains, accumulate));
                     ops::attention_backward(step, qkv.value(), norm, &form, &made, &dout)?
                 }
             };

@@ -1,0 +1,557 @@
+//! `ops::attention` over any number of tokens, and its backward pass.
+
+use crate::gradients::{Case, SEEDS, leaf, longest, normal};
+use crate::hostile::attack;
+use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
+use crate::trees;
+use crate::trial::{assert_refused, assert_same, trial};
+use kernels::math;
+use std::num::NonZeroU32;
+use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm, Sees};
+use stepscope::{Device, Result, Shape, Tensor};
+
+/// Keys of a tile: part of the documented order.
+const TILE: usize = 64;
+
+/// What is attended to, and by whom.
+#[derive(Clone, Copy, Debug)]
+struct Setup {
+    batch: usize,
+    tokens: usize,
+    /// Heads, and key heads.
+    heads: [usize; 2],
+    width: usize,
+    stacked: bool,
+    sees: Sees,
+    /// Whether there are documents and lengths.
+    masks: [bool; 2],
+}
+
+const fn window(tokens: u32) -> Sees {
+    Sees::Window(NonZeroU32::new(tokens).unwrap())
+}
+
+/// One sample, packed, without masks.
+const PLAIN: Setup =
+    Setup { batch: 1, tokens: 1, heads: [1, 1], width: 64, stacked: false, sees: Sees::All, masks: [false; 2] };
+
+/// Every mask, alone and together; every width; both layouts; groups; tiles with tails, whole and single rows.
+const SETUPS: [Setup; 16] = [
+    PLAIN,
+    Setup { batch: 0, tokens: 3, ..PLAIN },
+    Setup { batch: 2, tokens: 17, heads: [2, 2], width: 32, stacked: true, ..PLAIN },
+    Setup { tokens: 17, heads: [2, 1], width: 4, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 64, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 65, heads: [4, 2], width: 80, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 200, heads: [2, 2], width: 96, stacked: true, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 130, width: 128, ..PLAIN },
+    Setup { tokens: 130, heads: [3, 1], width: 256, sees: Sees::Past, ..PLAIN },
+    Setup { tokens: 40, width: 132, sees: window(1), ..PLAIN },
+    Setup { tokens: 200, width: 64, sees: window(64), ..PLAIN },
+    Setup { tokens: 200, heads: [2, 1], width: 32, sees: window(70), ..PLAIN },
+    Setup { batch: 3, tokens: 100, width: 32, masks: [true, false], ..PLAIN },
+    Setup { batch: 5, tokens: 70, width: 64, masks: [false, true], ..PLAIN },
+    Setup { batch: 4, tokens: 150, heads: [4, 2], width: 64, sees: Sees::Past, masks: [true, true], ..PLAIN },
+    Setup { batch: 3, tokens: 140, heads: [2, 2], width: 128, stacked: true, sees: window(90), masks: [true, true] },
+];
+
+/// The numbers of a setup.
+struct Inputs {
+    setup: Setup,
+    qkv: Vec<f32>,
+    dout: Vec<f32>,
+    documents: Vec<u32>,
+    lengths: Vec<u32>,
+}
+
+/// The output, the logarithms of the denominators, and the gradient of q, k and v.
+type Results<T> = [Vec<T>; 3];
+
+impl Setup {
+    /// Heads of q, k and v together.
+    fn all_heads(self) -> usize {
+        self.heads[0] + 2 * self.heads[1]
+    }
+
+    fn scale(self) -> f32 {
+        1.0 / (self.width as f32).sqrt()
+    }
+
+    fn shape(self) -> Shape {
+        let Self { batch, tokens, heads, width, .. } = self;
+        if self.stacked {
+            [3, batch, tokens, heads[0] * width].into()
+        } else {
+            [batch, tokens, self.all_heads() * width].into()
+        }
+    }
+
+    fn outputs(self) -> usize {
+        self.batch * self.tokens * self.heads[0] * self.width
+    }
+
+    /// The first element of a head of q (part 0), k or v.
+    fn place(self, part: usize, sample: usize, token: usize, head: usize) -> usize {
+        let token = sample * self.tokens + token;
+        let row = if self.stacked {
+            (part * self.batch * self.tokens + token) * self.heads[0] + head
+        } else {
+            token * self.all_heads() + [0, self.heads[0], self.heads[0] + self.heads[1]][part] + head
+        };
+        row * self.width
+    }
+
+    /// The first element of a head of the output.
+    fn output(self, sample: usize, token: usize, head: usize) -> usize {
+        ((sample * self.tokens + token) * self.heads[0] + head) * self.width
+    }
+
+    /// The element of a token of a head among those of `lse`.
+    fn statistic(self, sample: usize, token: usize, head: usize) -> usize {
+        (sample * self.heads[0] + head) * self.tokens + token
+    }
+
+    /// The heads of q, with their samples and the heads of k and v that they see.
+    fn each_head(self) -> impl Iterator<Item = [usize; 3]> {
+        let [heads, kv_heads] = self.heads;
+        (0..self.batch).flat_map(move |sample| (0..heads).map(move |head| [sample, head, head / (heads / kv_heads)]))
+    }
+}
+
+impl Inputs {
+    fn new(setup: Setup) -> Self {
+        let mut random = Random::new((setup.tokens * 1000 + setup.width) as u64);
+        let Setup { batch, tokens, masks, .. } = setup;
+        let qkv = random.normals(setup.shape().elements());
+        // Documents of a few tokens, one after another, whose numbers come again.
+        let mut document = 0;
+        let mut next = |_| {
+            document = if random.below(20) == 0 { random.below(3) } else { document };
+            document
+        };
+        let documents = if masks[0] { (0..batch * tokens).map(&mut next).collect() } else { vec![] };
+        // None, one, all, more than there are; and between.
+        let length = |sample: usize| [tokens - tokens / 3, 0, tokens + 9, 1, tokens][sample % 5] as u32;
+        let lengths = if masks[1] { (0..batch).map(length).collect() } else { vec![] };
+        let dout = random.normals(setup.outputs());
+        Self { setup, qkv, dout, documents, lengths }
+    }
+
+    fn length(&self, sample: usize) -> usize {
+        self.lengths.get(sample).map_or(self.setup.tokens, |&length| self.setup.tokens.min(length as usize))
+    }
+
+    /// Whether query `i` sees key `j`.
+    fn sees(&self, sample: usize, i: usize, j: usize) -> bool {
+        let in_window = match self.setup.sees {
+            Sees::All => true,
+            Sees::Past => j <= i,
+            Sees::Window(tokens) => j <= i && i < j + tokens.get() as usize,
+        };
+        let document = |token: usize| self.documents.get(sample * self.setup.tokens + token);
+        i.max(j) < self.length(sample) && in_window && document(i) == document(j)
+    }
+
+    /// The form, with its masks uploaded by the function.
+    fn form<'s>(&self, upload: impl Fn(&[u32], Shape) -> Result<Tensor<'s, u32>>) -> Result<AttentionForm<'s>> {
+        let Setup { batch, tokens, heads, sees, masks, .. } = self.setup;
+        let mut form = AttentionForm::new(heads[0]).kv_heads(heads[1]).sees(sees);
+        if masks[0] {
+            form = form.documents(upload(&self.documents, [batch, tokens].into())?);
+        }
+        if masks[1] {
+            form = form.lengths(upload(&self.lengths, [batch].into())?);
+        }
+        Ok(form)
+    }
+
+    fn on(&self, device: &Device) -> Results<f32> {
+        let Setup { batch, tokens, heads, width, .. } = self.setup;
+        trial(device, |trial| {
+            let form = self.form(|mask, shape| trial.upload(mask, shape))?;
+            let qkv = trial.upload(&self.qkv, self.setup.shape())?;
+            let dout = trial.upload(&self.dout, [batch, tokens, heads[0] * width])?;
+            let made = ops::attention(trial, &qkv, None, &form)?;
+            let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
+            assert_eq!(made.out.shape().extents(), [batch, tokens, heads[0] * width]);
+            assert_eq!(lse.shape().extents(), [batch, heads[0], tokens]);
+            let (out, lse) = (trial.output(&made.out)?, trial.output(&lse)?);
+            let dqkv = trial.with_scratch(|| backward(trial, &qkv, &form, &made, &dout))?;
+            Ok([out, lse, trial.output(&dqkv)?])
+        })
+    }
+
+    /// In the documented order, in f32.
+    fn in_order(&self) -> Results<f32> {
+        let setup = self.setup;
+        let Setup { width, tokens, .. } = setup;
+        let chain = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0, |sum: f32, (a, b)| a.mul_add(*b, sum));
+        let add = |sums: &mut [f32], factor: f32, row: &[f32]| {
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum = factor.mul_add(*x, *sum));
+        };
+        let mut out = vec![0.0; setup.outputs()];
+        let mut lse = vec![f32::NEG_INFINITY; setup.outputs() / width];
+        let mut dqkv = vec![0.0; self.qkv.len()];
+        for [sample, head, kv_head] in setup.each_head() {
+            let row = |part, token| &self.qkv[setup.place(part, sample, token, [head, kv_head, kv_head][part])..][..width];
+            let dout = |token| &self.dout[setup.output(sample, token, head)..][..width];
+            let score = |i, j| chain(row(0, i), row(1, j)) * setup.scale();
+            for i in 0..self.length(sample) {
+                let (mut largest, mut total, mut sums) = (f32::NEG_INFINITY, 0.0f32, vec![0.0; width]);
+                for first in (0..tokens).step_by(TILE) {
+                    let keys: Vec<usize> = (first..tokens.min(first + TILE)).filter(|&j| self.sees(sample, i, j)).collect();
+                    if keys.is_empty() {
+                        continue;
+                    }
+                    let scores: Vec<f32> = keys.iter().map(|&j| score(i, j)).collect();
+                    let before = largest;
+                    largest = scores.iter().fold(largest, |largest, &score| largest.max(score));
+                    let factor = math::exp(before - largest);
+                    sums.iter_mut().for_each(|sum| *sum *= factor);
+                    let mut chains = [0.0; 8];
+                    for (&j, score) in keys.iter().zip(scores) {
+                        let p = math::exp(score - largest);
+                        chains[j % 8] += p;
+                        add(&mut sums, p, row(2, j));
+                    }
+                    let [a, b, c, d, e, f, g, h] = chains;
+                    total = total.mul_add(factor, ((a + e) + (c + g)) + ((b + f) + (d + h)));
+                }
+                let inverse = 1.0 / total;
+                let place = setup.output(sample, i, head);
+                out[place..][..width].iter_mut().zip(sums).for_each(|(out, sum)| *out = sum * inverse);
+                lse[setup.statistic(sample, i, head)] = largest + math::log(total);
+            }
+            let [mut dk, mut dv] = [(); 2].map(|()| vec![vec![0.0; width]; tokens]);
+            if head % (setup.heads[0] / setup.heads[1]) > 0 {
+                // The chain goes on from the head before.
+                for j in 0..tokens {
+                    dk[j].copy_from_slice(&dqkv[setup.place(1, sample, j, kv_head)..][..width]);
+                    dv[j].copy_from_slice(&dqkv[setup.place(2, sample, j, kv_head)..][..width]);
+                }
+            }
+            for i in 0..self.length(sample) {
+                let out = &out[setup.output(sample, i, head)..][..width];
+                let delta = trees::row(width, |sum, column| out[column].mul_add(dout(i)[column], sum));
+                let mut dq = vec![0.0; width];
+                for j in (0..tokens).filter(|&j| self.sees(sample, i, j)) {
+                    let p = math::exp((score(i, j) - lse[setup.statistic(sample, i, head)]).min(0.0));
+                    let ds = p * (chain(dout(i), row(2, j)) - delta);
+                    add(&mut dq, ds, row(1, j));
+                    add(&mut dk[j], ds, row(0, i));
+                    add(&mut dv[j], p, dout(i));
+                }
+                let place = setup.place(0, sample, i, head);
+                dqkv[place..][..width].iter_mut().zip(dq).for_each(|(to, dq)| *to = dq * setup.scale());
+            }
+            for (part, rows) in [(1, dk), (2, dv)] {
+                for (j, row) in rows.into_iter().enumerate() {
+                    dqkv[setup.place(part, sample, j, kv_head)..][..width].copy_from_slice(&row);
+                }
+            }
+        }
+        // dk is times the scale at the end of its chain.
+        for sample in 0..setup.batch {
+            for (token, head) in (0..tokens).flat_map(|token| (0..setup.heads[1]).map(move |head| (token, head))) {
+                let place = setup.place(1, sample, token, head);
+                dqkv[place..][..width].iter_mut().for_each(|dk| *dk *= setup.scale());
+            }
+        }
+        [out, lse, dqkv]
+    }
+
+    fn in_float64(&self) -> Results<f64> {
+        let exact = |values: &[f32]| values.iter().map(|&value| f64::from(value)).collect::<Vec<f64>>();
+        self.float64(&exact(&self.qkv), &exact(&self.dout))
+    }
+
+    /// In float64, of these numbers in place of its own.
+    fn float64(&self, qkv: &[f64], dout: &[f64]) -> Results<f64> {
+        let setup = self.setup;
+        let Setup { width, tokens, .. } = setup;
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let mut out = vec![0.0; setup.outputs()];
+        let mut lse = vec![f64::NEG_INFINITY; setup.outputs() / width];
+        let mut dqkv = vec![0.0; qkv.len()];
+        let scale = f64::from(setup.scale());
+        for [sample, head, kv_head] in setup.each_head() {
+            let place = |part, token| setup.place(part, sample, token, [head, kv_head, kv_head][part]);
+            let row = |part, token| &qkv[place(part, token)..][..width];
+            for i in 0..self.length(sample) {
+                let keys: Vec<usize> = (0..tokens).filter(|&j| self.sees(sample, i, j)).collect();
+                let scores: Vec<f64> = keys.iter().map(|&j| scale * dot(row(0, i), row(1, j))).collect();
+                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
+                let at = setup.output(sample, i, head);
+                lse[setup.statistic(sample, i, head)] = largest + total.ln();
+                let p: Vec<f64> = scores.iter().map(|score| (score - largest).exp() / total).collect();
+                for (&j, p) in keys.iter().zip(&p) {
+                    row(2, j).iter().enumerate().for_each(|(column, v)| out[at + column] += p * v);
+                }
+                let dout = &dout[at..][..width];
+                let delta = dot(&out[at..][..width], dout);
+                for (&j, p) in keys.iter().zip(&p) {
+                    let ds = p * (dot(dout, row(2, j)) - delta) * scale;
+                    for column in 0..width {
+                        dqkv[place(0, i) + column] += ds * row(1, j)[column];
+                        dqkv[place(1, j) + column] += ds * row(0, i)[column];
+                        dqkv[place(2, j) + column] += p * dout[column];
+                    }
+                }
+            }
+        }
+        [out, lse, dqkv]
+    }
+}
+
+/// The gradient of `qkv`, without a norm.
+fn backward<'s>(
+    step: &stepscope::Step<'s>,
+    qkv: &Tensor<'s>,
+    form: &AttentionForm<'s>,
+    made: &Attention<'s>,
+    dout: &Tensor<'s>,
+) -> Result<Tensor<'s>> {
+    ops::attention_backward(step, qkv, None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>, form, made, dout)
+}
+
+/// Fails unless each result is as near to float64 as sums of this length may be.
+fn assert_near(setup: Setup, got: &Results<f32>, want: &Results<f64>, length: usize) {
+    for (what, (got, want)) in ["out", "lse", "dqkv"].into_iter().zip(got.iter().zip(want)) {
+        // Where nothing is seen, both are -infinity.
+        let alike = got.iter().zip(want).all(|(got, want)| got.is_finite() == want.is_finite());
+        assert!(alike, "{setup:?}: {what}");
+        let of = |at: usize| want[at].is_finite();
+        let got: Vec<f32> = (0..got.len()).filter(|&at| of(at)).map(|at| got[at]).collect();
+        let want: Vec<f64> = (0..want.len()).filter(|&at| of(at)).map(|at| want[at]).collect();
+        let (error, limit) = (relative_l2(&got, &want), tolerance(length));
+        println!("{setup:?}: {what} {error:.2e} of {limit:.2e}");
+        assert!(error <= limit, "{setup:?}: {what} {error:.2e} > {limit:.2e}");
+    }
+}
+
+on_each_device! {
+    /// The bits of a plain computation.
+    fn in_the_documented_order(device: &Device) {
+        for setup in SETUPS {
+            let inputs = Inputs::new(setup);
+            for (what, (got, want)) in ["out", "lse", "dqkv"].iter().zip(inputs.on(device).iter().zip(&inputs.in_order())) {
+                assert_same(format_args!("{setup:?}, {what}"), got, want);
+            }
+        }
+    }
+
+    fn against_float64(device: &Device) {
+        for setup in SETUPS {
+            let inputs = Inputs::new(setup);
+            assert_near(setup, &inputs.on(device), &inputs.in_float64(), setup.tokens.max(setup.width));
+        }
+    }
+
+    /// Many tiles, at every width and with every mask.
+    fn against_float64_over_1000_tokens(device: &Device) {
+        let long = Setup { tokens: 1000, ..PLAIN };
+        for setup in [
+            Setup { width: 32, heads: [2, 1], sees: Sees::Past, ..long },
+            Setup { width: 64, ..long },
+            Setup { width: 80, sees: window(300), ..long },
+            Setup { width: 96, masks: [true, false], ..long },
+            Setup { width: 128, masks: [false, true], ..long },
+            Setup { width: 256, sees: Sees::Past, masks: [true, true], ..long },
+        ] {
+            let inputs = Inputs::new(setup);
+            assert_near(setup, &inputs.on(device), &inputs.in_float64(), setup.tokens);
+        }
+    }
+
+    /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.
+    fn what_is_not_seen_changes_nothing(device: &Device) {
+        for setup in [
+            Setup { tokens: 150, heads: [2, 1], sees: Sees::Past, ..PLAIN },
+            Setup { tokens: 150, width: 32, sees: window(20), ..PLAIN },
+            Setup { tokens: 150, width: 80, masks: [true, false], ..PLAIN },
+            Setup { batch: 2, tokens: 100, width: 128, masks: [false, true], ..PLAIN },
+        ] {
+            let inputs = Inputs::new(setup);
+            let [out, lse, dqkv] = inputs.on(device);
+            for changed in [0, 63, 64, setup.tokens - 1] {
+                let mut other = Inputs::new(setup);
+                for head in 0..setup.heads[1] {
+                    for part in 1..3 {
+                        let place = setup.place(part, 0, changed, head);
+                        other.qkv[place..][..setup.width].iter_mut().for_each(|x| *x = 7.0 - *x);
+                    }
+                }
+                // Of what nobody should read, not even 0 times it may be used.
+                let exists = changed < inputs.length(0);
+                for x in other.qkv.iter_mut().filter(|_| !exists) {
+                    *x = if *x > 6.0 { f32::NAN } else { *x };
+                }
+                let [other_out, other_lse, other_dqkv] = other.on(device);
+                let mut seen = 0;
+                for ([sample, head, _], token) in setup.each_head().flat_map(|head| (0..setup.tokens).map(move |token| (head, token))) {
+                    let (at, statistic) = (setup.output(sample, token, head), setup.statistic(sample, token, head));
+                    let same = bits(&out[at..][..setup.width]) == bits(&other_out[at..][..setup.width]);
+                    if sample == 0 && inputs.sees(0, token, changed) {
+                        seen += 1;
+                        assert!(!same, "{setup:?}: token {token} sees {changed}");
+                        continue;
+                    }
+                    assert!(same && lse[statistic].to_bits() == other_lse[statistic].to_bits(), "{setup:?}: token {token}, {changed}");
+                    let dq = setup.place(0, sample, token, head);
+                    assert_same("dq", &other_dqkv[dq..][..setup.width], &dqkv[dq..][..setup.width]);
+                }
+                assert_eq!(seen > 0, exists);
+            }
+        }
+    }
+
+    /// Rows that do not exist give 0, whatever stands there, and have the gradient 0.
+    fn padding_is_never_read(device: &Device) {
+        let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
+        let (clean, mut dirty) = (Inputs::new(setup), Inputs::new(setup));
+        for sample in 0..setup.batch {
+            for token in dirty.length(sample)..setup.tokens {
+                for part in 0..3 {
+                    for head in 0..setup.heads[usize::from(part > 0)] {
+                        let place = setup.place(part, sample, token, head);
+                        dirty.qkv[place..][..setup.width].fill(f32::NAN);
+                    }
+                }
+                (0..2).for_each(|head| dirty.dout[setup.output(sample, token, head)..][..setup.width].fill(f32::INFINITY));
+            }
+        }
+        let (clean, got) = (clean.on(device), dirty.on(device));
+        assert_same("out", &got[0], &clean[0]);
+        assert_same("lse", &got[1], &clean[1]);
+        assert_same("dqkv", &got[2], &clean[2]);
+        for sample in 0..setup.batch {
+            for token in dirty.length(sample)..setup.tokens {
+                let row = |values: &[f32], place: usize| bits(&values[place..][..setup.width]);
+                assert_eq!(row(&got[0], setup.output(sample, token, 1)), [0; 32]);
+                assert_eq!(got[1][setup.statistic(sample, token, 1)], f32::NEG_INFINITY);
+                for part in 0..3 {
+                    assert_eq!(row(&got[2], setup.place(part, sample, token, 0)), [0; 32]);
+                }
+            }
+        }
+    }
+
+    /// Large scores neither overflow nor lose the largest; what is not a number shows.
+    fn extreme_scores(device: &Device) {
+        let setup = Setup { tokens: 130, width: 4, ..PLAIN };
+        let mut inputs = Inputs::new(setup);
+        inputs.qkv.iter_mut().for_each(|x| *x *= 1e4);
+        let got = inputs.on(device);
+        assert!(got.iter().flatten().all(|x| x.is_finite()));
+        // By far the largest score decides.
+        let [want, ..] = inputs.in_float64();
+        assert!(relative_l2(&got[0], &want) < 1e-3);
+        inputs.qkv[setup.place(0, 0, 100, 0)] = f32::NAN;
+        let [out, lse, _] = inputs.on(device);
+        assert!(lse[100].is_nan() && out[400..404].iter().all(|x| x.is_nan()));
+        assert!(lse.iter().filter(|x| x.is_nan()).count() == 1, "a query reaches its own row alone");
+    }
+
+    fn gradient(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let masked = seed % 2 == 1;
+            let setup = Setup {
+                batch: 2,
+                tokens: if seed == 0 { 1 } else { random.extent(2, 9) },
+                heads: [[1, 1], [4, 2], [2, 2], [3, 1], [2, 1], [2, 2]][seed as usize],
+                width: [4, 8, 16, 8, 12, 4][seed as usize],
+                stacked: seed % 3 == 2,
+                sees: [Sees::All, Sees::Past, Sees::All, window(3), Sees::Past, window(2)][seed as usize],
+                masks: [masked, masked],
+            };
+            let inputs = Inputs::new(setup);
+            let operands = vec![normal(&mut random, &setup.shape().as_rows())];
+            let case = Case::new("flash attention", seed, longest(&[setup.width, 2 * setup.tokens * setup.heads[0]]), operands);
+            case.check(device, |step, tape, p| {
+                let qkv = tape.reshape(&leaf(tape, p[0])?, setup.shape())?;
+                tape.attention(&qkv, None, &inputs.form(|mask, shape| step.upload(mask, shape))?)
+            }, |p| {
+                let [out, ..] = inputs.float64(&p[0], &vec![0.0; setup.outputs()]);
+                out
+            });
+        }
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let form = AttentionForm::new(4).kv_heads(2);
+            macro_rules! refuse {
+                ($shape:expr, $form:expr, $words:expr) => {
+                    let qkv = trial.upload(&vec![1.0; $shape.iter().product()], $shape)?;
+                    assert_refused(ops::attention(trial, &qkv, None, &$form), &$words);
+                };
+            }
+            refuse!([1, 2, 36], form, ["attention", "[batch, tokens, 8 width]", "[1, 2, 36]"]);
+            refuse!([3, 1, 2, 32], form, ["attention", "[batch, tokens, 8 width]", "[3, 1, 2, 32]"]);
+            refuse!([2, 1, 2, 32], form.kv_heads(4), ["attention", "[3, batch, tokens, 4 width]", "[2, 1, 2, 32]"]);
+            refuse!([1, 0, 32], form, ["attention", "tokens at least 1", "[1, 0, 32]"]);
+            refuse!([1, 2, 48], form, ["attention", "a multiple of 4 columns", "6 columns"]);
+            refuse!([1, 1, 780], AttentionForm::new(1), ["attention", "up to 256", "260 columns"]);
+            refuse!([1, 2, 32], form.kv_heads(3), ["attention", "divides", "heads 4, kv_heads 3"]);
+            refuse!([1, 2, 32], form.kv_heads(0), ["attention", "divides", "heads 4, kv_heads 0"]);
+            refuse!([1, 2, 32], AttentionForm::new(0), ["attention", "at least one", "heads 0"]);
+            let mask = trial.upload(&[0, 0, 0], [3])?.save();
+            refuse!([1, 2, 32], form.documents(mask), ["attention", "documents of shape [1, 2]", "[3]"]);
+            refuse!([1, 2, 32], form.lengths(mask), ["attention", "lengths of shape [1]", "[3]"]);
+            Ok(())
+        });
+        backward_refuses(device);
+    }
+}
+
+fn backward_refuses(device: &Device) {
+    trial(device, |trial| {
+        let form = AttentionForm::new(1);
+        let [qkv, short] = [[1, 2, 192], [1, 1, 192]].map(|shape| trial.upload(&vec![1.0; shape[1] * 192], shape));
+        let [dout, other] = [[1, 2, 64], [2, 1, 64]].map(|shape| trial.upload(&[1.0; 128], shape));
+        let (qkv, short, dout, other) = (qkv?, short?, dout?, other?);
+        let out = trial.upload(&[1.0; 128], [1, 2, 64])?.save();
+        let [lse, few] = [2, 1].map(|tokens| trial.upload(&vec![1.0; tokens], [1, 1, tokens]));
+        let (lse, few) = (lse?.save(), few?.save());
+        let made = |lse| Attention { out, kept: AttentionKept::Flash { lse, normal: None } };
+        macro_rules! refuse {
+            ($qkv:expr, $form:expr, $made:expr, $dout:expr, $words:expr) => {
+                assert_refused(backward(trial, $qkv, &$form, &$made, $dout), $words)
+            };
+        }
+        refuse!(&qkv, form, made(lse), &other, &["attention_backward", "[1, 2, 64]", "[2, 1, 64]"]);
+        refuse!(&short, form, made(lse), &dout, &["attention_backward", "[1, 1, 64]", "[1, 2, 64]"]);
+        refuse!(&qkv, form, made(few), &dout, &["attention_backward", "[1, 1, 2]", "[1, 1, 1]"]);
+        let kept = AttentionKept::Short { probabilities: lse, inverse_rms: lse };
+        refuse!(&qkv, form, Attention { out, kept }, &dout, &["attention_backward", "without a norm", "Short"]);
+        let normal = Some([out, lse]);
+        let kept = AttentionKept::Flash { lse, normal };
+        refuse!(&qkv, form, Attention { out, kept }, &dout, &["attention_backward", "without a norm", "normal"]);
+        let mut dgains = trial.upload(&[1.0; 128], [2, 64])?;
+        let gains = trial.upload(&[1.0; 128], [2, 64])?;
+        let norm = Some((QkNorm::new(&gains, 0.1), &mut dgains, false));
+        let refused = ops::attention_backward(trial, &qkv, norm, &form, &made(lse), &dout);
+        assert_refused(refused, &["attention_backward", "with a norm", "normal: None"]);
+        Ok(())
+    });
+}
+
+attack! {
+    flash_attention::flash_forward by shape {
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 4,
+        stacked: number 0, window: number 3, scale: float 0.5, out: out 64, lse: out 16,
+    }
+    flash_attention::flash_queries by shape {
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 4, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out 128,
+    }
+    flash_attention::flash_keys by shape {
+        qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 4, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out 128,
+    }
+    flash_attention::flash_delta {
+        out: f32s 64, dout: f32s 64, tokens: number 4, heads: number 2, width: number 4, delta: out 16,
+    }
+}
