@@ -193,13 +193,15 @@ impl Inputs {
         let mut lse = vec![f32::NEG_INFINITY; setup.outputs() / width];
         let mut dqkv = vec![0.0; self.qkv.len()];
         for [sample, head, kv_head] in setup.each_head() {
-            let row = |part, token| &self.qkv[setup.place(part, sample, token, [head, kv_head, kv_head][part])..][..width];
+            let row =
+                |part, token| &self.qkv[setup.place(part, sample, token, [head, kv_head, kv_head][part])..][..width];
             let dout = |token| &self.dout[setup.output(sample, token, head)..][..width];
             let score = |i, j| chain(row(0, i), row(1, j)) * setup.scale();
             for i in 0..self.length(sample) {
                 let (mut largest, mut total, mut sums) = (f32::NEG_INFINITY, 0.0f32, vec![0.0; width]);
                 for first in (0..tokens).step_by(TILE) {
-                    let keys: Vec<usize> = (first..tokens.min(first + TILE)).filter(|&j| self.sees(sample, i, j)).collect();
+                    let keys: Vec<usize> =
+                        (first..tokens.min(first + TILE)).filter(|&j| self.sees(sample, i, j)).collect();
                     if keys.is_empty() {
                         continue;
                     }
@@ -302,6 +304,19 @@ impl Inputs {
         }
         [out, lse, dqkv]
     }
+}
+
+/// Causal attention in float64.
+pub(crate) fn causal_in_float64(
+    qkv: &[f64],
+    heads: [usize; 2],
+    width: usize,
+    [batch, tokens]: [usize; 2],
+    stacked: bool,
+) -> Vec<f64> {
+    let setup = Setup { batch, tokens, heads, width, stacked, sees: Sees::Past, masks: [false; 2] };
+    let [out, ..] = Inputs::new(setup).float64(qkv, &vec![0.0; setup.outputs()]);
+    out
 }
 
 /// The gradient of `qkv`, without a norm.

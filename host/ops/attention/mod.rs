@@ -133,9 +133,14 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn attention(&self, qkv: &Var<'s>, norm: Option<(&Stack, f32)>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
         let op = self.op("attention", [qkv])?;
-        let weights = norm.map(|(gains, _)| -> Result<_> { Ok((op.stack_weights(gains)?, op.stack(gains)?.1)) }).transpose();
+        let weights =
+            norm.map(|(gains, _)| -> Result<_> { Ok((op.stack_weights(gains)?, op.stack(gains)?.1)) }).transpose();
         let weights = weights?;
-        let weights = weights.as_ref().zip(norm).map(|((gains, distance), (_, epsilon))| QkNorm { gains, distance: Some(*distance), epsilon });
+        let weights = weights.as_ref().zip(norm).map(|((gains, distance), (_, epsilon))| QkNorm {
+            gains,
+            distance: Some(*distance),
+            epsilon,
+        });
         let made = ops::attention(self.step(), qkv.value(), weights, form)?;
         let distance = weights.and_then(|norm| norm.distance);
         let (qkv, form, norm) = (*qkv, *form, norm.map(|(gains, epsilon)| (gains.clone(), distance, epsilon)));
