@@ -8,7 +8,7 @@ use crate::trial::{assert_refused, assert_same, trial};
 use kernels::math;
 use std::num::NonZeroU32;
 use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm, Sees};
-use stepscope::{Device, Result, Shape, Tensor};
+use stepscope::{Arena, Capacity, Device, Result, Shape, Tensor};
 
 /// Keys of a tile: part of the documented order.
 const TILE: usize = 64;
@@ -272,6 +272,9 @@ impl Inputs {
         let setup = self.setup;
         let Setup { width, tokens, .. } = setup;
         let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let add = |sums: &mut [f64], factor: f64, row: &[f64]| {
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += factor * x);
+        };
         let mut out = vec![0.0; setup.outputs()];
         let mut lse = vec![f64::NEG_INFINITY; setup.outputs() / width];
         let mut dqkv = vec![0.0; qkv.len()];
@@ -288,17 +291,15 @@ impl Inputs {
                 lse[setup.statistic(sample, i, head)] = largest + total.ln();
                 let p: Vec<f64> = scores.iter().map(|score| (score - largest).exp() / total).collect();
                 for (&j, p) in keys.iter().zip(&p) {
-                    row(2, j).iter().enumerate().for_each(|(column, v)| out[at + column] += p * v);
+                    add(&mut out[at..], *p, row(2, j));
                 }
                 let dout = &dout[at..][..width];
                 let delta = dot(&out[at..][..width], dout);
                 for (&j, p) in keys.iter().zip(&p) {
                     let ds = p * (dot(dout, row(2, j)) - delta) * scale;
-                    for column in 0..width {
-                        dqkv[place(0, i) + column] += ds * row(1, j)[column];
-                        dqkv[place(1, j) + column] += ds * row(0, i)[column];
-                        dqkv[place(2, j) + column] += p * dout[column];
-                    }
+                    add(&mut dqkv[place(0, i)..], ds, row(1, j));
+                    add(&mut dqkv[place(1, j)..], ds, row(0, i));
+                    add(&mut dqkv[place(2, j)..], *p, dout);
                 }
             }
         }
@@ -376,6 +377,57 @@ on_each_device! {
         ] {
             let inputs = Inputs::new(setup);
             assert_near(setup, &inputs.on(device), &inputs.in_float64(), setup.tokens);
+        }
+    }
+
+    /// One head, of which some rows are compared.
+    fn against_float64_over_4096_tokens(device: &Device) {
+        let setup = Setup { tokens: 4096, sees: Sees::Past, ..PLAIN };
+        let (inputs, rows) = (Inputs::new(setup), [0, 1, 63, 64, 1000, 2047, 2048, 3333, 4095]);
+        let (width, scale) = (setup.width, f64::from(setup.scale()));
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+        let [out, lse, dqkv] = arena.step(|step| {
+            let (qkv, dout) = (step.upload(&inputs.qkv, setup.shape())?, step.upload(&inputs.dout, [1, 4096, 64])?);
+            let form = AttentionForm::new(1).causal();
+            let made = ops::attention(step, &qkv, None, &form)?;
+            let AttentionKept::Flash { lse, .. } = made.kept else { panic!("{:?}", made.kept) };
+            let dqkv = backward(step, &qkv, &form, &made, &dout)?;
+            Ok([step.read(&made.out)?, step.read(&lse)?, step.read(&dqkv)?])
+        }).unwrap();
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+        let row = |part: usize, token: usize| &inputs.qkv[setup.place(part, 0, token, 0)..][..width];
+        let dout = |token: usize| &inputs.dout[token * width..][..width];
+        let score = |i: usize, j: usize| scale * dot(row(0, i), row(1, j));
+        // By the denominators and outputs of the device, of which some are compared.
+        let p = |i: usize, j: usize| (score(i, j) - f64::from(lse[i])).exp();
+        let ds = |i: usize, j: usize| p(i, j) * (dot(dout(i), row(2, j)) - dot(dout(i), &out[i * width..][..width])) * scale;
+        let add = |sums: &mut Vec<f64>, factor: f64, row: &[f32]| {
+            sums.iter_mut().zip(row).for_each(|(sum, &x)| *sum += factor * f64::from(x));
+        };
+        let mut seen = [(); 4].map(|()| (Vec::new(), Vec::new()));
+        for token in rows {
+            let total: f64 = (0..=token).map(|j| score(token, j).exp()).sum();
+            assert!((f64::from(lse[token]) - total.ln()).abs() <= tolerance(4096) * total.ln().abs().max(1.0), "{token}");
+            let mut want = [(); 4].map(|()| vec![0.0; width]);
+            for j in 0..=token {
+                add(&mut want[0], p(token, j), row(2, j));
+                add(&mut want[1], ds(token, j), row(1, j));
+            }
+            for i in token..4096 {
+                add(&mut want[2], ds(i, token), row(0, i));
+                add(&mut want[3], p(i, token), dout(i));
+            }
+            let place = |part: usize| setup.place(part, 0, token, 0);
+            let got = [&out[token * width..], &dqkv[place(0)..], &dqkv[place(1)..], &dqkv[place(2)..]];
+            for ((seen, got), want) in seen.iter_mut().zip(got).zip(want) {
+                seen.0.extend_from_slice(&got[..width]);
+                seen.1.extend(want);
+            }
+        }
+        for (what, (got, want)) in ["out", "dq", "dk", "dv"].into_iter().zip(seen) {
+            let (error, limit) = (relative_l2(&got, &want), tolerance(4096));
+            println!("{what}: {error:.2e} of {limit:.2e}");
+            assert!(error <= limit, "{what}: {error:.2e} > {limit:.2e}");
         }
     }
 
