@@ -224,7 +224,7 @@ fn losses(device: &Device, captured: bool) -> Vec<f32> {
             classes.iter().enumerate().for_each(|(token, &class)| x[token * CLASSES + class as usize] = 1.0);
             let documents: Vec<u32> = (0..classes.len()).map(|token| u32::from(token % TOKENS >= 40)).collect();
             // The first token of a document has none before it.
-            let label = |token: usize| if token % TOKENS % 40 == 0 { 0 } else { classes[token - 1] };
+            let label = |token: usize| if (token % TOKENS).is_multiple_of(40) { 0 } else { classes[token - 1] };
             let labels: Vec<u32> = (0..classes.len()).map(label).collect();
             (x, documents, labels)
         })
