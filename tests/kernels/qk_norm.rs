@@ -4,7 +4,7 @@ use crate::gradients::{Case, SEEDS, leaf, longest, normal, stack};
 use crate::hostile::attack;
 use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
-use crate::{flash_attention, norm};
+use crate::{flash_reference, norm};
 use stepscope::ops::{self, AttentionForm, AttentionKept, QkNorm};
 use stepscope::{Shape, Tensor};
 
@@ -132,7 +132,7 @@ on_each_device! {
                 tape.attention(&qkv, Some((&p.stacks[1], 0.1)), &form)
             }, |p| {
                 let normed = in_float64(&p[0], &p[1], heads, width, stacked, f64::from(0.1f32));
-                flash_attention::causal_in_float64(&normed, heads, width, batch, stacked)
+                flash_reference::causal_in_float64(&normed, heads, width, batch, stacked)
             });
         }
     }
