@@ -59,7 +59,7 @@ impl<'s> Inputs<'_, 's> {
     /// Numbers for each token of each head: of the size of a denominator's logarithm.
     fn statistics(&self, case: &Case<'s>) -> Result<Tensor<'s>> {
         let length = case.statistics();
-        self.step.upload(&self.random.borrow_mut().uniforms(length, 1.0, 4.0), [length])
+        self.step.upload(&self.random.borrow_mut().uniforms(length, 5.0, 8.0), [length])
     }
 
     /// Heads with q, k and v, and gains for two of them.

@@ -221,7 +221,7 @@ impl Inputs {
                 let delta = trees::row(width, |sum, column| out[column].mul_add(dout(i)[column], sum));
                 let mut dq = vec![0.0; width];
                 for j in (0..tokens).filter(|&j| self.sees(sample, i, j)) {
-                    let p = math::exp((score(i, j) - lse[setup.statistic(sample, i, head)]).min(0.0));
+                    let p = math::exp(score(i, j) - lse[setup.statistic(sample, i, head)]);
                     let ds = p * (chain(dout(i), row(2, j)) - delta);
                     add(&mut dq, ds, row(1, j));
                     add(&mut dk[j], ds, row(0, i));

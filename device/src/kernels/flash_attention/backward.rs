@@ -20,12 +20,10 @@ fn statistics_of(problem: &Problem<'_>, sample: usize, head: u32) -> usize {
     (sample * problem.heads as usize + head as usize) * problem.tokens as usize
 }
 
-/// A pair's weight.
+/// A pair's weight. `lse` is no less than the query's largest score, whose bits are those of the forward pass: its sum is at least 1.
 #[inline(always)]
 fn weight(dot: f32, scale: f32, lse: f32) -> f32 {
-    let above = dot * scale - lse;
-    // Rounding may leave it above 0. A NaN stays.
-    math::exp_negative(if above > 0.0 { 0.0 } else { above })
+    math::exp_negative(dot * scale - lse)
 }
 
 /// Writes a thread's sums of the block's own rows, times `factor`; 0 for tokens that do not exist.
