@@ -23,6 +23,13 @@
 //! - dq is one chain over the keys, ascending, times `scale`. dk and dv are one chain over the query heads of the group, ascending, and
 //!   the queries of each, ascending; dk is times `scale`.
 //!
+//! All kernels are given:
+//! - `qkv`: q, k and v, packed, `[batch, tokens, (heads + 2 kv_heads) width]`, or with `stacked` not 0, `[3, batch, tokens, heads width]`. Query head
+//!   h belongs to the key head h / (heads / kv_heads).
+//! - `documents`: `[batch, tokens]`: a token sees only tokens of its own number; or empty.
+//! - `lengths`: `[batch]`: so many tokens of a sample exist; or empty: all do.
+//! - `window`: a query sees its own token and the `window - 1` before it; 0: all tokens; [`CAUSAL`]: its own and all before it.
+//!
 //! A key that is not seen has the weight 0. Tiles of which nothing is seen are left out; they would change no bit. So a value that is
 //! not finite may reach rows that do not see it, as 0 times it, and no other value does.
 
@@ -45,18 +52,12 @@ pub use shape::{BACKWARD, BLOCK, FORWARD, MAX_WIDTH, Shape, TILE, W64, W128, W12
 /// `window`: a query sees its own token and all before it.
 pub const CAUSAL: u32 = u32::MAX;
 
-// What the kernels have in common:
-// - `qkv`: q, k and v, packed, `[batch, tokens, (heads + 2 kv_heads) width]`, or with `stacked` not 0, `[3, batch, tokens, heads width]`.
-//   Query head h belongs to the key head h / (heads / kv_heads).
-// - `documents`: `[batch, tokens]`: a token sees only tokens of its own number; or empty.
-// - `lengths`: `[batch]`: the tokens of a sample that exist; or empty: all do.
-// - `window`: a query sees its own token and the `window - 1` before it; 0: all tokens.
 family! {
     /// Attention: `out[i] = sum_j p[i, j] v[j]` for each head, where p is the softmax of `scale q[i] . k[j]` over the keys j that query i
     /// sees, and `lse[i]` the logarithm of its denominator.
     ///
     /// `out`: `[batch, tokens, heads width]`, `lse`: `[batch, heads, tokens]`. A token that does not exist gets 0, and -infinity for its
-    /// `lse`. `qkv`, `documents`, `lengths` and `window`: see [`Attends`]. Overwrites `out` and `lse`.
+    /// `lse`. The other parameters are the module's. Overwrites `out` and `lse`.
     flash_forward(shape: Shape as SHAPE) {
         /// Up to 64 columns.
         flash_forward_64 = W64;
@@ -97,7 +98,7 @@ family! {
 family! {
     /// The gradient of q: `dq[i] = scale sum_j ds[i, j] k[j]` with `ds[i, j] = p[i, j] (dout[i] . v[j] - delta[i])`.
     ///
-    /// As for [`flash_forward`]; `lse` as it gave it, `delta` as [`flash_delta`] did, `dout` as `out`, `dqkv` as `qkv`. Overwrites q's
+    /// As for [`flash_forward`]; `lse` as it gave it, `delta` as [`flash_delta`](fn@flash_delta) did, `dout` as `out`, `dqkv` as `qkv`. Overwrites q's
     /// part of `dqkv`.
     flash_queries(shape: Shape as SHAPE) {
         /// Up to 64 columns.

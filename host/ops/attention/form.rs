@@ -44,7 +44,7 @@ pub struct AttentionForm<'s> {
     pub sees: Sees,
     /// `[batch, tokens]`: a token sees only tokens with its number.
     pub documents: Option<Saved<'s, u32>>,
-    /// `[batch]`: so many tokens of a sample exist. The others are not seen, give 0, and get the gradient 0.
+    /// `[batch]`: so many tokens of a sample exist, at most all. The others are not seen, give 0, and get the gradient 0.
     pub lengths: Option<Saved<'s, u32>>,
 }
 
