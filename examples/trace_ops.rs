@@ -20,6 +20,7 @@ use clap::Parser;
 use kernels::attention::HEAD;
 use kernels::update::RUN;
 use std::cell::RefCell;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Result, Shape, Source, Tensor, bf16, ops};
@@ -196,11 +197,58 @@ const CASES: &[(&str, Run)] = &[
         let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
         let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
         let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
-        let ops::Attention { out, kept } = ops::attention(c.step, &qkv, &gains, epsilon, scale)?;
-        c.result("y", &out)?;
+        let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionForm::new(heads).scale(scale));
+        let made = ops::attention(c.step, &qkv, Some(norm), &form)?;
+        c.result("y", &made.out)?;
         let mut dgains = c.step.empty([2, HEAD])?;
-        c.result("dqkv", &ops::attention_backward(c.step, &qkv, &gains, &kept, &dy, scale, &mut dgains, false)?)?;
+        let backward = Some((norm, &mut dgains, false));
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
         c.result("dgains", &dgains)
+    }),
+    ("flash_attention", |c| {
+        let heads = c.heads([3, 130, 3, 2, 12]);
+        c.longest((heads.tokens * heads.form.heads).max(heads.width));
+        let tokens = heads.batch * heads.tokens;
+        let documents = c.random.borrow_mut().belows(tokens, 2);
+        let lengths = c.random.borrow_mut().belows(heads.batch, 200);
+        let documents = c.given("documents", [heads.batch, heads.tokens], &documents)?;
+        let lengths = c.given("lengths", [heads.batch], &lengths)?;
+        let form = heads.form.documents(documents).lengths(lengths);
+        // All tokens, those before, or some of those before.
+        let (sees, window) = match c.seed {
+            0 => (ops::Sees::Past, u32::MAX),
+            2 => (ops::Sees::Window(NonZeroU32::MIN.saturating_add(19)), 20),
+            _ => (ops::Sees::All, 0),
+        };
+        c.given("window", [1], &[window])?;
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.output())?);
+        let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
+        c.result("y", &made.out)?;
+        let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+    }),
+    ("qk_norm", |c| {
+        let heads = c.heads([3, 60, 3, 2, 32]);
+        let rows = heads.batch * heads.tokens * heads.form.heads;
+        c.longest(rows.max(heads.width));
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let (gains, epsilon) = (c.operand("gains", [2, heads.width])?, c.scalar("epsilon"));
+        let norm = ops::QkNorm::new(&gains, epsilon);
+        let (y, inverse_rms) = ops::qk_norm(c.step, &qkv, norm, &heads.form)?;
+        c.result("y", &y)?;
+        let mut dgains = c.step.empty([2, heads.width])?;
+        let dqkv = ops::qk_norm_backward(c.step, &qkv, norm, &heads.form, &inverse_rms, dy, &mut dgains, false)?;
+        c.result("dqkv", &dqkv)?;
+        c.result("dgains", &dgains)
+    }),
+    ("rotary", |c| {
+        let heads = c.heads([3, 60, 3, 2, 32]);
+        c.longest(1);
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let rotary = ops::Rotary { base: 1000.0, offset: 100 * c.seed as u32 };
+        c.given("rotary", [2], &[1000, rotary.offset])?;
+        c.result("y", &ops::rotary(c.step, &qkv, rotary, &heads.form)?)?;
+        c.result("dqkv", &ops::rotary_backward(c.step, dy, rotary, &heads.form)?)
     }),
     ("mean_tokens", |c| {
         let [batch, tokens, cols] = c.extents([40, 12, 70]);
@@ -342,7 +390,33 @@ const CASES: &[(&str, Run)] = &[
     }),
 ];
 
+/// q, k and v, packed.
+struct Heads<'s> {
+    batch: usize,
+    tokens: usize,
+    width: usize,
+    shape: Shape,
+    form: ops::AttentionForm<'s>,
+}
+
+impl Heads<'_> {
+    /// The shape of what attention makes of them.
+    fn output(&self) -> Shape {
+        [self.batch, self.tokens, self.form.heads * self.width].into()
+    }
+}
+
 impl<'s> Case<'_, 's> {
+    /// Heads of up to so many samples, tokens, key heads, query heads of each, and eights of columns.
+    fn heads(&self, most: [usize; 5]) -> Heads<'s> {
+        let [batch, tokens, kv_heads, group, eighths] = self.extents(most);
+        let (heads, width) = (kv_heads * group, 8 * eighths);
+        let sizes = [heads, kv_heads].map(|size| size as u32);
+        self.file.borrow_mut().add(format!("{}.in.heads", self.name), [2], &sizes);
+        let form = ops::AttentionForm::new(heads).kv_heads(kv_heads);
+        Heads { batch, tokens, width, shape: [batch, tokens, (heads + 2 * kv_heads) * width].into(), form }
+    }
+
     /// The largest shape for seed 0, all ones for seed 1, else anything between.
     fn extents<const N: usize>(&self, most: [usize; N]) -> [usize; N] {
         most.map(|most| match self.seed {

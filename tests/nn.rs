@@ -123,7 +123,7 @@ on_each_device! {
                 |layers, tape, x| {
                     let Attention { norm, projections, qk_norm, output } = &layers.attention;
                     let qkv = tape.norm_project(x, norm.gain, norm.epsilon, projections)?;
-                    let mixed = tape.attention(&qkv, qk_norm, norm.epsilon, 0.125)?;
+                    let mixed = tape.attention(&qkv, Some((qk_norm, norm.epsilon)), &ops::AttentionForm::new(WIDTH / 64))?;
                     tape.linear_residual(&mixed, output.weight, None, x)
                 },
             ),

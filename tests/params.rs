@@ -65,7 +65,7 @@ fn custom<'t, 's>(
 }
 
 /// Each use, and the op that refuses it.
-const USES: [(&str, &str, Use); 20] = [
+const USES: [(&str, &str, Use); 21] = [
     ("weights", "reader", |tape, x, h| tape.op("reader", [x])?.weights(h.linear.weight).map(|_| *x)),
     ("linear, weight", "linear", |tape, x, h| tape.linear(x, h.linear.weight, None)),
     ("linear_residual, weight", "linear_residual", |tape, x, h| tape.linear_residual(x, h.linear.weight, None, x)),
@@ -77,7 +77,11 @@ const USES: [(&str, &str, Use); 20] = [
     ("norm_project", "norm_project", |tape, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
     ("attention", "attention", |tape, x, h| {
         let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
-        tape.attention(&tape.input(qkv), &h.attention.qk_norm, 1e-6, 0.125).and(Ok(*x))
+        tape.attention(&tape.input(qkv), Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1)).and(Ok(*x))
+    }),
+    ("qk_norm", "qk_norm", |tape, x, h| {
+        let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
+        tape.qk_norm(&tape.input(qkv), &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1)).and(Ok(*x))
     }),
     ("Linear", "linear", |tape, x, h| h.linear.forward(tape, x)),
     ("Linear, residual", "linear_residual", |tape, x, h| h.linear.forward_residual(tape, x, x)),
@@ -211,7 +215,7 @@ on_each_device! {
     /// Every op, in each place where it takes a variable; and the backward pass.
     fn a_foreign_variable_is_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 21] = [
+        const OPS: [(&str, Op); 23] = [
             ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
             ("transpose", |tape, _, x, _| tape.transpose(x)),
             ("add", |tape, own, x, _| tape.add(own, x)),
@@ -230,7 +234,9 @@ on_each_device! {
             ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),
             ("rms_norm", |tape, _, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
             ("norm_project", |tape, _, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
-            ("attention", |tape, _, x, h| tape.attention(x, &h.attention.qk_norm, 1e-6, 0.125)),
+            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1))),
+            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1))),
+            ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionForm::new(1))),
             ("cross_entropy", |tape, _, x, _| {
                 let labels = tape.step().empty([BATCH])?.save();
                 tape.cross_entropy(x, labels, 1.0)
@@ -300,7 +306,8 @@ on_each_device! {
             assert_eq!(refused(tape.norm_project(&x, gain, 1e-6, &none)), Some("norm_project"));
             assert_eq!(refused(tape.linear_per_token(&x, &none, &none)), Some("linear_per_token"));
             let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);
-            assert_eq!(refused(tape.attention(&qkv, &none, 1e-6, 0.125)), Some("attention"));
+            assert_eq!(refused(tape.attention(&qkv, Some((&none, 1e-6)), &ops::AttentionForm::new(1))), Some("attention"));
+            assert_eq!(refused(tape.qk_norm(&qkv, &none, 1e-6, &ops::AttentionForm::new(1))), Some("qk_norm"));
             Ok(())
         }).unwrap();
     }

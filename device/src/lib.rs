@@ -50,6 +50,7 @@ mod entries {
     pub mod clip;
     pub mod elementwise;
     pub mod fill;
+    pub mod flash_attention;
     pub mod guard;
     pub mod layer_norm;
     pub mod loss;
@@ -58,7 +59,9 @@ mod entries {
     pub mod matmul_tensor;
     pub mod norm;
     pub mod precision;
+    pub mod qk_norm;
     pub mod reduce;
+    pub mod rotary;
     pub mod scalars;
     pub mod sgd;
     pub mod softmax;

@@ -4,11 +4,12 @@ use super::{Linear, Names, RmsNorm};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
+use crate::ops::AttentionForm;
 use crate::params::Stack;
 use kernels::attention::HEAD;
 
 /// `h + softmax(Q K^T / 8) V Wo` with heads of 64 columns, where `z = norm(h)`, `Q` and `K` are RMSNorm of each head of `z Wq` and
-/// `z Wk`, and `V = z Wv`; `h`: `[batch, tokens, width]`, at most 16 tokens. See [`Tape::norm_project`] and [`Tape::attention`].
+/// `z Wk`, and `V = z Wv`; `h`: `[batch, tokens, width]`. See [`Tape::norm_project`] and [`Tape::attention`].
 #[derive(Clone, Debug)]
 pub struct Attention {
     /// The norm of h.
@@ -51,7 +52,8 @@ impl Attention {
     pub fn forward<'s>(&self, tape: &Tape<'_, 's>, h: &Var<'s>) -> Result<Var<'s>> {
         let RmsNorm { gain, epsilon } = self.norm;
         let qkv = tape.norm_project(h, gain, epsilon, &self.projections)?;
-        let mixed = tape.attention(&qkv, &self.qk_norm, epsilon, 1.0 / (HEAD as f32).sqrt())?;
+        let heads = AttentionForm::new(h.shape().as_rows()[1] / HEAD);
+        let mixed = tape.attention(&qkv, Some((&self.qk_norm, epsilon)), &heads)?;
         self.output.forward_residual(tape, &mixed, h)
     }
 }

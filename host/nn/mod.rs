@@ -35,6 +35,7 @@ mod attention;
 mod layer_norm;
 mod linear;
 mod mlp;
+mod multi_head_attention;
 mod names;
 mod norm;
 
@@ -42,5 +43,6 @@ pub use attention::Attention;
 pub use layer_norm::LayerNorm;
 pub use linear::{Linear, TokenLinear};
 pub use mlp::{Gelu, Mlp};
+pub use multi_head_attention::MultiHeadAttention;
 pub use names::Names;
 pub use norm::RmsNorm;

@@ -18,7 +18,9 @@ mod loss;
 mod matmul;
 mod norm;
 mod precision;
+mod qk_norm;
 mod reduce;
+mod rotary;
 mod sgd;
 mod shapes;
 mod softmax;
@@ -28,7 +30,7 @@ mod transpose;
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
-pub use attention::{Attention, AttentionKept, attention, attention_backward};
+pub use attention::{Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
 pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
@@ -41,9 +43,11 @@ pub use matmul::{
     Factor, Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward};
+pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
+pub use rotary::{Rotary, rotary, rotary_backward};
 pub use sgd::{sgd, sgd_groups};
 pub use shapes::same_shape;
 pub use softmax::{softmax, softmax_backward};

@@ -7,13 +7,14 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use super::products;
+use super::{attention, products};
 use crate::error::Result;
 use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
-use Listed::{Bf16Products, Both, One, Products, Roundings, TensorProducts};
+use Listed::{Bf16Products, Both, FlashForward, FlashKeys, FlashQueries, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
+use kernels::flash_attention::{Shape, flash_forward, flash_keys, flash_queries};
 use kernels::format::Reduced;
 use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
@@ -38,6 +39,12 @@ pub enum Case {
     Bf16Product(Bf16Tile, &'static str),
     /// Rounding to a format.
     Rounding(Reduced),
+    /// Attention over any number of tokens.
+    FlashForward(Shape),
+    /// The gradient of its queries.
+    FlashQueries(Shape),
+    /// The gradients of its keys and values.
+    FlashKeys(Shape),
 }
 
 impl Case {
@@ -50,6 +57,9 @@ impl Case {
             Self::Bf16Product(tile, <bf16 as Element>::NAME) => products::bf16_product::<bf16>(i, tile),
             Self::Bf16Product(tile, _) => products::bf16_product::<f32>(i, tile),
             Self::Rounding(format) => products::rounding(i, format),
+            Self::FlashForward(shape) => attention::forward(i, shape),
+            Self::FlashQueries(shape) => attention::queries(i, shape),
+            Self::FlashKeys(shape) => attention::keys(i, shape),
         }
     }
 }
@@ -63,6 +73,9 @@ enum Listed {
     TensorProducts,
     Bf16Products,
     Roundings,
+    FlashForward,
+    FlashQueries,
+    FlashKeys,
 }
 
 impl Listed {
@@ -83,6 +96,13 @@ impl Listed {
                 matmul_bf16::<'_, f32>::VARIANTS.iter().map(case).collect()
             }
             Roundings => round::VARIANTS.iter().map(|&(name, format)| (name, Case::Rounding(format))).collect(),
+            FlashForward => {
+                flash_forward::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashForward(shape))).collect()
+            }
+            FlashQueries => {
+                flash_queries::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashQueries(shape))).collect()
+            }
+            FlashKeys => flash_keys::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashKeys(shape))).collect(),
         }
     }
 }
@@ -145,15 +165,18 @@ const LISTED: &[Listed] = &[
     }),
     One("attention_forward", |i| {
         i.heads(|i, qkv, gains, _| {
-            let ops::Attention { out, kept } = ops::attention(i.step, qkv, gains, 1e-6, i.attention_scale())?;
-            [out.save(), kept.probabilities, kept.inverse_rms].iter().try_for_each(|result| i.keep(result))
+            let (made, ..) = i.short_attention(qkv, gains)?;
+            let ops::AttentionKept::Short { probabilities, inverse_rms } = made.kept else {
+                unreachable!("up to 16 tokens, normalised")
+            };
+            [made.out, probabilities, inverse_rms].iter().try_for_each(|result| i.keep(result))
         })
     }),
     One("attention_backward", |i| {
         i.heads(|i, qkv, gains, dout| {
-            let (scale, mut dgains) = (i.attention_scale(), i.normals([2, 64])?);
-            let kept = ops::attention(i.step, qkv, gains, 1e-6, scale)?.kept;
-            let dqkv = ops::attention_backward(i.step, qkv, gains, &kept, dout, scale, &mut dgains, true)?;
+            let mut dgains = i.normals([2, 64])?;
+            let (made, norm, form) = i.short_attention(qkv, gains)?;
+            let dqkv = ops::attention_backward(i.step, qkv, Some((norm, &mut dgains, true)), &form, &made, dout)?;
             i.keep(&dqkv)?;
             i.keep(&dgains)
         })
@@ -198,6 +221,10 @@ const LISTED: &[Listed] = &[
         })
     }),
     both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
+    FlashForward,
+    FlashQueries,
+    FlashKeys,
+    One("flash_delta", attention::delta),
     One("guard_write", |i| {
         let block = i.step.upload(&[bf16::ONE; 200], [200])?;
         let guard = block.memory().part(101, 98);
@@ -265,6 +292,8 @@ const LISTED: &[Listed] = &[
         })
     }),
     Roundings,
+    One("qk_norm_forward", attention::qk_norm),
+    One("qk_norm_backward", attention::qk_norm_backward),
     both!("sum_columns", <S>, |i| {
         i.rows::<S>(|i, x| {
             let [rows, cols] = x.shape().as_rows();
@@ -303,6 +332,7 @@ const LISTED: &[Listed] = &[
     One("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
     One("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
     One("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
+    One("rotary", attention::rotary),
     One("scalars", |i| {
         (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
             // In the smallest form from 0.01 to 10, by turns of either sign.

@@ -11,10 +11,12 @@ use super::seeded::{Random, SPECIAL, sample_of};
 use crate::driver::Device;
 use crate::error::Result;
 use crate::memory::{Arena, Buffer};
+use crate::ops::{self, Attention, AttentionForm, QkNorm};
 use crate::step::Eager;
 use crate::tensor::{Element, Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use half::bf16;
+use kernels::attention::HEAD;
 use std::cell::RefCell;
 use std::fmt;
 
@@ -75,9 +77,16 @@ impl<'s> Inputs<'_, 's> {
         self.step.upload(&values, [length])
     }
 
-    /// What scores are scaled by. A power of two would hide that a product was fused.
-    pub(super) fn attention_scale(&self) -> f32 {
-        self.by_form(0.125, 0.1)
+    /// Attention by the kernel for few tokens, with its norm and its form.
+    pub(super) fn short_attention<'q>(
+        &self,
+        qkv: &Tensor<'s>,
+        gains: &'q Tensor<'s>,
+    ) -> Result<(Attention<'s>, QkNorm<'q, 's>, AttentionForm<'s>)> {
+        // A power of two would hide that a product was fused.
+        let form = AttentionForm::new(qkv.shape().as_rows()[1] / HEAD).scale(self.by_form(0.125, 0.1));
+        let norm = QkNorm::new(gains, 1e-6);
+        Ok((ops::attention(self.step, qkv, Some(norm), &form)?, norm, form))
     }
 
     /// A group below `count` for each run of a flat region.

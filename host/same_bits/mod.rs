@@ -19,6 +19,7 @@
 
 #![forbid(unsafe_code)]
 
+mod attention;
 mod cases;
 mod form;
 mod golden;

@@ -5,9 +5,10 @@ use crate::hostile::attack;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
-use crate::trial::{assert_refused, assert_same, trial};
+use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{norm, softmax};
-use stepscope::ops::{self, Attention, AttentionKept};
+use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm};
+use stepscope::{Result, Saved, Tensor};
 
 const HEAD: usize = 64;
 const SCALE: f32 = 0.125;
@@ -195,6 +196,19 @@ impl<'i> Head<'i> {
     }
 }
 
+fn form<'s>(heads: usize) -> AttentionForm<'s> {
+    AttentionForm::new(heads).scale(SCALE)
+}
+
+/// The output, the probabilities and the scales.
+fn attend<'s>(trial: &Trial<'_, 's>, qkv: &Tensor<'s>, gains: &Tensor<'s>) -> Result<(Saved<'s>, [Saved<'s>; 2])> {
+    let heads = qkv.shape().as_rows()[1] / HEAD;
+    let norm = QkNorm::new(gains, EPSILON);
+    let Attention { out, kept } = ops::attention(trial, qkv, Some(norm), &form(heads))?;
+    let AttentionKept::Short { probabilities, inverse_rms } = kept else { panic!("not by the kernel for few tokens") };
+    Ok((out, [probabilities, inverse_rms]))
+}
+
 /// Four chains, by column mod 4, and their sum in pairs.
 fn dot(a: &[Exact], b: &[Exact]) -> Exact {
     let chain = |first: usize| {
@@ -239,8 +253,7 @@ on_each_device! {
             let [batch, tokens, heads] = shape;
             let got = trial(device, |trial| {
                 let (qkv, gains) = (trial.upload(&inputs.qkv, inputs.extents())?, trial.upload(&inputs.gains, [2, HEAD])?);
-                let made = ops::attention(trial, &qkv, &gains, EPSILON, SCALE)?;
-                let Attention { out, kept: AttentionKept { probabilities, inverse_rms } } = made;
+                let (out, [probabilities, inverse_rms]) = attend(trial, &qkv, &gains)?;
                 assert_eq!(out.shape().extents(), [batch, tokens, heads * HEAD]);
                 assert_eq!(probabilities.shape().extents(), [batch, heads, tokens, tokens]);
                 assert_eq!(inverse_rms.shape().extents(), [2, batch, tokens, heads]);
@@ -277,14 +290,16 @@ on_each_device! {
             let (probabilities, inverse_rms) = inputs.kept();
             let (dqkv, dgains) = trial(device, |trial| {
                 let (qkv, gains) = (trial.upload(&inputs.qkv, inputs.extents())?, trial.upload(&inputs.gains, [2, HEAD])?);
-                let kept = AttentionKept {
+                let kept = AttentionKept::Short {
                     probabilities: trial.upload(&probabilities, [batch, heads, tokens, tokens])?.save(),
                     inverse_rms: trial.upload(&inverse_rms, [2, batch, tokens, heads])?.save(),
                 };
-                let dout = trial.upload(&inputs.dout, [batch, tokens, heads * HEAD])?;
+                let dout = trial.upload(&inputs.dout, [batch, tokens, heads * HEAD])?.save();
                 let mut dgains = trial.upload(&[f32::NAN; 2 * HEAD], [2 * HEAD])?;
+                // Of the output nothing is read.
+                let (made, norm) = (Attention { out: dout, kept }, QkNorm::new(&gains, EPSILON));
                 let dqkv = trial.with_scratch(|| {
-                    ops::attention_backward(trial, &qkv, &gains, &kept, &dout, SCALE, &mut dgains, false)
+                    ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(heads), &made, &dout)
                 })?;
                 Ok((trial.output(&dqkv)?, trial.output(&dgains)?))
             });
@@ -317,9 +332,8 @@ on_each_device! {
         let run = |qkv: &[f32], extents: [usize; 4]| {
             trial(device, |trial| {
                 let (qkv, gains) = (trial.upload(qkv, extents)?, trial.upload(&inputs.gains, [2, HEAD])?);
-                let Attention { out, kept } = ops::attention(trial, &qkv, &gains, EPSILON, SCALE)?;
-                trial.output(&kept.probabilities)?;
-                trial.output(&kept.inverse_rms)?;
+                let (out, kept) = attend(trial, &qkv, &gains)?;
+                kept.iter().try_for_each(|kept| trial.output(kept).map(drop))?;
                 trial.output(&out)
             })
         };
@@ -337,26 +351,21 @@ on_each_device! {
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let gains = trial.upload(&[1.0; 2 * HEAD], [2, HEAD])?;
-            for (shape, words) in [
-                ([3, 1, 17, HEAD], ["attention", "tokens up to 16", "[3, 1, 17, 64]"]),
-                ([3, 1, 2, 65], ["attention", "multiple of 64", "[3, 1, 2, 65]"]),
-                ([2, 1, 2, HEAD], ["attention", "[3, batch", "[2, 1, 2, 64]"]),
-            ] {
-                let qkv = trial.upload(&vec![1.0; shape.iter().product()], shape)?;
-                assert_refused(ops::attention(trial, &qkv, &gains, EPSILON, SCALE), &words);
-            }
             let qkv = trial.upload(&[1.0; 6 * HEAD], [3, 1, 2, HEAD])?;
-            assert_refused(ops::attention(trial, &qkv, &qkv, EPSILON, SCALE), &["128 gains", "[3, 1, 2, 64]"]);
+            assert_refused(attend(trial, &qkv, &qkv), &["128 gains", "[3, 1, 2, 64]"]);
             let (p, few) = (trial.upload(&[1.0; 4], [1, 1, 2, 2])?.save(), trial.upload(&[1.0; 4], [2, 2])?.save());
             let inverse_rms = trial.upload(&[1.0; 4], [2, 1, 2, 1])?.save();
             let (dout, other) = (trial.upload(&[1.0; 128], [1, 2, 64])?, trial.upload(&[1.0; 128], [2, 1, 64])?);
             let mut dgains = trial.upload(&[1.0; 2 * HEAD], [2 * HEAD])?;
+            let out = dout.save();
             for (probabilities, dout, words) in [
-                (p, &other, ["attention_backward", "[1, 2, 64]", "[2, 1, 64]"]),
-                (few, &dout, ["attention_backward", "[1, 1, 2, 2]", "[2, 2]"]),
+                (p, other.save(), ["attention_backward", "[1, 2, 64]", "[2, 1, 64]"]),
+                (few, out, ["attention_backward", "[1, 1, 2, 2]", "[2, 2]"]),
             ] {
-                let kept = AttentionKept { probabilities, inverse_rms };
-                let refused = ops::attention_backward(trial, &qkv, &gains, &kept, dout, SCALE, &mut dgains, false);
+                let made = Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } };
+                let norm = QkNorm::new(&gains, EPSILON);
+                let refused =
+                    ops::attention_backward(trial, &qkv, Some((norm, &mut dgains, false)), &form(1), &made, &dout);
                 assert_refused(refused, &words);
             }
             Ok(())
@@ -373,7 +382,7 @@ on_each_device! {
             let case = Case::new("attention", seed, longest(&[64, batch * heads * tokens]), operands);
             case.check(device, |_, tape, p| {
                 let qkv = tape.reshape(&leaf(tape, p[0])?, [3, batch, tokens, width])?;
-                tape.attention(&qkv, &p.stacks[1], 1e-3, 0.125)
+                tape.attention(&qkv, Some((&p.stacks[1], 1e-3)), &form(heads))
             }, |p| {
                 let part = |part: usize| &p[0][part * p[0].len() / 3..][..p[0].len() / 3];
                 let normed = |at: usize| norm::in_float64(part(at), &p[1][at * 64..][..64], f64::from(1e-3f32));

@@ -81,7 +81,7 @@ on_each_device! {
             Case { sample: 24, ..case }.check(device, |step, tape, p| {
                 let h = leaf(tape, p[0])?;
                 let qkv = tape.norm_project(&h, p[1], EPSILON, &p.stacks[2])?;
-                let mixed = tape.attention(&qkv, &p.stacks[3], EPSILON, 0.125)?;
+                let mixed = tape.attention(&qkv, Some((&p.stacks[3], EPSILON)), &ops::AttentionForm::new(1))?;
                 let h = tape.linear_residual(&mixed, p[4], None, &h)?;
                 let z = tape.rms_norm(&h, p[5], EPSILON)?;
                 let h = tape.linear_residual(&tape.linear_gelu(&z, p[6], Some(p[7]))?, p[8], Some(p[9]), &h)?;

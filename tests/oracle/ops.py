@@ -36,6 +36,45 @@ def attention(qkv, gains, epsilon, scale):
     return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(qkv.shape[1:])
 
 
+def parts(qkv, heads):
+    """q, k and v of a packed tensor, by head, each of k and v as often as queries see it."""
+    heads, kv_heads = int(heads[0]), int(heads[1])
+    rows = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+    return rows[:, :, :heads], rows[:, :, heads : heads + kv_heads], rows[:, :, heads + kv_heads :]
+
+
+def flash_attention(qkv, heads, window, documents, lengths):
+    q, k, v = parts(qkv, heads)
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    before = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    exists = jnp.arange(q.shape[1]) < lengths.astype(int)[:, None]
+    seen = (documents[:, :, None] == documents[:, None]) & exists[:, :, None] & exists[:, None]
+    if window[0] != 0:
+        seen &= (before >= 0) & (before < int(window[0]))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[3])
+    # Finite, so that a row without a key has a gradient: 0.
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1) * seen[:, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*qkv.shape[:2], -1)
+
+
+def qk_norm(qkv, heads, gains, epsilon):
+    q, k, v = parts(qkv, heads)
+    return jnp.concatenate([rms_norm(q, gains[0], epsilon), rms_norm(k, gains[1], epsilon), v], axis=2).reshape(qkv.shape)
+
+
+def rotary(qkv, heads, rotary):
+    q, k, v = parts(qkv, heads)
+    base, offset = float(rotary[0]), float(rotary[1])
+    half = q.shape[3] // 2
+    angle = (offset + jnp.arange(q.shape[1]))[:, None] * base ** (-jnp.arange(half) / half)
+
+    def turned(x):
+        a, b, (cos, sin) = x[..., :half], x[..., half:], (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    return jnp.concatenate([turned(q), turned(k), v], axis=2).reshape(qkv.shape)
+
+
 def cross_entropy(logits, labels, weight):
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), labels[:, None], axis=-1)
     return -weight * jnp.sum(chosen)
@@ -106,6 +145,9 @@ REFERENCES = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "attention": attention,
+    "flash_attention": flash_attention,
+    "qk_norm": qk_norm,
+    "rotary": rotary,
     "mean_tokens": lambda x: jnp.mean(x, axis=1),
     "transpose": lambda x: jnp.swapaxes(x, 1, 2),
     "linear": linear,

@@ -87,7 +87,7 @@ impl Model {
     ) -> Result<stepscope::Var<'s>> {
         let x = tape.input(x);
         let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
-        let mixed = tape.attention(&qkv, &self.qk_norm, 1e-6, 0.125)?;
+        let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionForm::new(1))?;
         let h = tape.linear_residual(&mixed, self.out, None, &x)?;
         let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
         let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;

@@ -1,0 +1,293 @@
+//! The backward pass: the gradient of a block's queries, and those of a block's keys and values (Dao, 2023). Scores and dp are computed
+//! again in both, so that each sum has one block and no atomics.
+//!
+//! Invariant: p is computed from the score and `lse` in the same way in both.
+
+use super::place::{Place, Problem, Rows};
+use super::shape::{ACROSS, COLUMNS, PAIRS, TILE};
+use super::tile::{Memory, Next, Pairs, Sums};
+use crate::block::{divide, opaque};
+use crate::for_each_vector;
+use crate::math;
+use crate::unroll_on_gpu;
+use crate::vector::{F4, load, store};
+use crate::warp::Row;
+use cuda_std::warp;
+
+/// Where the numbers of a query head's tokens start in `lse` and `delta`.
+#[inline(always)]
+fn statistics_of(problem: &Problem<'_>, sample: usize, head: u32) -> usize {
+    (sample * problem.heads as usize + head as usize) * problem.tokens as usize
+}
+
+/// A pair's weight. `lse` is no less than the query's largest score, whose bits are those of the forward pass: its sum is at least 1.
+#[inline(always)]
+fn weight(dot: f32, scale: f32, lse: f32) -> f32 {
+    math::exp_negative(dot * scale - lse)
+}
+
+/// Writes a thread's sums of the block's own rows, times `factor`; 0 for tokens that do not exist.
+///
+/// # Safety
+/// The rows lie inside `out`, up to token `tokens`.
+#[inline(always)]
+unsafe fn write<const EACH: usize, const CHUNKS: usize>(
+    memory: &Memory<EACH, CHUNKS>,
+    sums: &[Sums<EACH>; CHUNKS],
+    factor: f32,
+    rows: Rows<'_>,
+    [first, length, tokens, width]: [u32; 4],
+    out: *mut f32,
+) {
+    unroll_on_gpu!(r < 4 => {
+        if r < EACH {
+            let token = first + memory.own_row(r);
+            if token < tokens {
+                let start = rows.start + token as usize * rows.stride;
+                unroll_on_gpu!(at < CHUNKS => {
+                    let column = at as u32 * COLUMNS + memory.across * F4::LEN as u32;
+                    if column < width {
+                        let value = if token < length { sums[at][r] * F4::splat(factor) } else { F4::splat(0.0) };
+                        // SAFETY: the row lies inside `out`, and the columns in the row.
+                        unsafe { value.store(out, start + column as usize) };
+                    }
+                });
+            }
+        }
+    });
+}
+
+/// Computes dq of this block's queries.
+///
+/// # Safety
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+#[inline(always)]
+pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
+    problem: Problem<'_>,
+    lse: &[f32],
+    delta: &[f32],
+    dout: &[f32],
+    dqkv: *mut f32,
+) {
+    let rows = Memory::<EACH, CHUNKS>::ROWS;
+    let (width, used) = (problem.width, problem.chunks());
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
+    // agree on tiles and chunks.
+    unsafe {
+        let mut memory = Memory::<EACH, CHUNKS>::new(2);
+        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = sight.keys_of(first, rows);
+        let kv_head = head / problem.group();
+        let q = problem.rows(0, sample, head);
+        let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
+
+        let (mut lses, mut deltas) = ([0.0; EACH], [0.0; EACH]);
+        let statistics = statistics_of(&problem, sample, head);
+        unroll_on_gpu!(r < 4 => {
+            if r < EACH {
+                let token = first + memory.own_row(r);
+                if token < sight.length {
+                    lses[r] = load(lse, statistics + token as usize);
+                    deltas[r] = load(delta, statistics + token as usize);
+                }
+            }
+        });
+        let mut sums = [[F4::splat(0.0); EACH]; CHUNKS];
+        if from < until {
+            memory.copy_own(0, q, first, sight.length, width);
+            memory.copy_own(1, problem.output_rows(dout, sample, head), first, sight.length, width);
+            memory.begin(Next { rows: k, tile: from, chunk: 0 }, sight.length, width);
+        }
+        let mut tile = from;
+        while tile < until {
+            let (mut dots, mut pairs) = ([[0.0; PAIRS]; EACH], [[0.0; PAIRS]; EACH]);
+            let mut chunk = 0;
+            while chunk < used {
+                let next = if chunk + 1 < used { (k, chunk + 1) } else { (v, 0) };
+                let next = Next { rows: next.0, tile, chunk: next.1 };
+                let keys = memory.turn(Some(next), sight.length, width);
+                memory.dots(&mut dots, 0, chunk, keys);
+                chunk += 1;
+            }
+            chunk = 0;
+            while chunk < used {
+                let next = if chunk + 1 < used { (v, chunk + 1) } else { (k, 0) };
+                let next = Next { rows: next.0, tile, chunk: next.1 };
+                let values = memory.turn(Some(next), sight.length, width);
+                memory.dots(&mut pairs, 1, chunk, values);
+                chunk += 1;
+            }
+            let seen = memory.seen(sight, first, tile * TILE, false);
+            unroll_on_gpu!(r < 4 => {
+                if r < EACH {
+                    unroll_on_gpu!(k < PAIRS => {
+                        let ds = weight(dots[r][k], problem.scale, lses[r]) * (pairs[r][k] - deltas[r]);
+                        pairs[r][k] = if seen >> (PAIRS * r + k) & 1 == 0 { 0.0 } else { ds };
+                    });
+                }
+            });
+            // The block waits before it reads them. It has waited since it last read pairs.
+            memory.set_pairs(&pairs);
+            unroll_on_gpu!(at < CHUNKS => {
+                let chunk = at as u32;
+                if chunk < used {
+                    let next = if chunk + 1 < used {
+                        Some(Next { rows: k, tile, chunk: chunk + 1 })
+                    } else if tile + 1 < until {
+                        Some(Next { rows: k, tile: tile + 1, chunk: 0 })
+                    } else {
+                        None
+                    };
+                    let keys = memory.turn(next, sight.length, width);
+                    memory.mix(&mut sums[at], keys);
+                }
+            });
+            tile += 1;
+        }
+        write(&memory, &sums, problem.scale, q, [first, sight.length, problem.tokens, width], dqkv);
+    }
+}
+
+/// Computes dk and dv of this block's keys.
+///
+/// # Safety
+/// As for [`queries`].
+#[inline(always)]
+pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
+    problem: Problem<'_>,
+    lse: &[f32],
+    delta: &[f32],
+    dout: &[f32],
+    dqkv: *mut f32,
+) {
+    let rows = Memory::<EACH, CHUNKS>::ROWS;
+    let (width, used) = (problem.width, problem.chunks());
+    // SAFETY: as in `queries`.
+    unsafe {
+        let mut memory = Memory::<EACH, CHUNKS>::new(2);
+        let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
+        let [from, until] = sight.queries_of(first, rows);
+        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
+        let (first_head, heads) = (kv_head * problem.group(), problem.group());
+
+        let mut dk = [[F4::splat(0.0); EACH]; CHUNKS];
+        let mut dv = [[F4::splat(0.0); EACH]; CHUNKS];
+        if from < until {
+            memory.copy_own(0, k(), first, sight.length, width);
+            memory.copy_own(1, v(), first, sight.length, width);
+            let q = problem.rows(0, sample, first_head);
+            memory.begin(Next { rows: q, tile: from, chunk: 0 }, sight.length, width);
+        }
+        let mut head = first_head;
+        while head < first_head + heads {
+            // Computed again for each chunk, as what follows from them in `copy`.
+            let q = || problem.rows(0, sample, opaque(head));
+            let gradients = || problem.output_rows(dout, sample, opaque(head));
+            let statistics = statistics_of(&problem, sample, head);
+            let mut tile = from;
+            while tile < until {
+                let (mut p, mut ds) = ([[0.0; PAIRS]; EACH], [[0.0; PAIRS]; EACH]);
+                let mut chunk = 0;
+                while chunk < used {
+                    let next = if chunk + 1 < used { (q(), chunk + 1) } else { (gradients(), 0) };
+                    let next = Next { rows: next.0, tile, chunk: next.1 };
+                    let queries = memory.turn(Some(next), sight.length, width);
+                    memory.dots(&mut p, 0, chunk, queries);
+                    chunk += 1;
+                }
+                chunk = 0;
+                while chunk < used {
+                    let next = Next { rows: gradients(), tile, chunk: if chunk + 1 < used { chunk + 1 } else { 0 } };
+                    let chunk_of_dout = memory.turn(Some(next), sight.length, width);
+                    memory.dots(&mut ds, 1, chunk, chunk_of_dout);
+                    chunk += 1;
+                }
+                let seen = memory.seen(sight, first, tile * TILE, true);
+                unroll_on_gpu!(k < PAIRS => {
+                    let token = tile * TILE + memory.across + ACROSS * k as u32;
+                    let (mut lse_here, mut delta_here) = (0.0, 0.0);
+                    if token < sight.length {
+                        lse_here = load(lse, statistics + token as usize);
+                        delta_here = load(delta, statistics + token as usize);
+                    }
+                    unroll_on_gpu!(r < 4 => {
+                        if r < EACH {
+                            let weight = weight(p[r][k], problem.scale, lse_here);
+                            let gradient = weight * (ds[r][k] - delta_here);
+                            let is_seen = seen >> (PAIRS * r + k) & 1 != 0;
+                            (p[r][k], ds[r][k]) = if is_seen { (weight, gradient) } else { (0.0, 0.0) };
+                        }
+                    });
+                });
+                memory.set_pairs(&p);
+                unroll_on_gpu!(at < CHUNKS => {
+                    let chunk = at as u32;
+                    if chunk < used {
+                        let next = if chunk + 1 < used { (gradients(), chunk + 1) } else { (q(), 0) };
+                        let next = Next { rows: next.0, tile, chunk: next.1 };
+                        let chunk_of_dout = memory.turn(Some(next), sight.length, width);
+                        memory.mix(&mut dv[at], chunk_of_dout);
+                    }
+                });
+                replace_pairs(&memory, &ds);
+                unroll_on_gpu!(at < CHUNKS => {
+                    let chunk = at as u32;
+                    if chunk < used {
+                        let next = if chunk + 1 < used {
+                            Some(Next { rows: q(), tile, chunk: chunk + 1 })
+                        } else if tile + 1 < until {
+                            Some(Next { rows: q(), tile: tile + 1, chunk: 0 })
+                        } else if head + 1 < first_head + heads {
+                            Some(Next { rows: problem.rows(0, sample, head + 1), tile: from, chunk: 0 })
+                        } else {
+                            None
+                        };
+                        let queries = memory.turn(next, sight.length, width);
+                        memory.mix(&mut dk[at], queries);
+                    }
+                });
+                tile += 1;
+            }
+            head += 1;
+        }
+        let bounds = [first, sight.length, problem.tokens, width];
+        write(&memory, &dk, problem.scale, k(), bounds, dqkv);
+        write(&memory, &dv, 1.0, v(), bounds, dqkv);
+    }
+}
+
+/// Writes pairs over those that the lanes of the warp have just read.
+///
+/// # Safety
+/// All lanes of the warp call it together.
+#[inline(always)]
+unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<EACH, CHUNKS>, pairs: &Pairs<EACH>) {
+    // SAFETY: all lanes are here, as the caller promises. No other warp reads the pairs of this one's rows.
+    unsafe { warp::sync_warp(u32::MAX) };
+    memory.set_pairs(pairs);
+}
+
+/// Computes the row's element of delta.
+///
+/// # Safety
+/// The row lies inside `out` and `dout`, and its element inside `delta`. Its lanes call it together.
+#[inline(always)]
+pub(super) unsafe fn delta(row: Row, out: &[f32], dout: &[f32], [tokens, heads, width]: [u32; 3], to: *mut f32) {
+    // SAFETY: as the caller promises; a head has at most 256 columns, which four vectors of each lane hold.
+    unsafe {
+        let cols = width as usize;
+        let mut sum = F4::splat(0.0);
+        for_each_vector!(row, cols, |column, part| {
+            sum = sum.fma(
+                F4::load_part(out, row.start + column, part, 0.0),
+                F4::load_part(dout, row.start + column, part, 0.0),
+            );
+        });
+        let sum = row.sum(sum);
+        if row.is_first_lane() {
+            let (token, head) = divide(row.number, heads as usize);
+            let (sample, token) = divide(token, tokens as usize);
+            store(to, (sample * heads as usize + head) * tokens as usize + token, sum);
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Where the rows of a head lie, who sees whom, and what a contract asks of the sizes.
+//!
+//! ```text
+//! packed     token: | q0 | q1 | q2 | q3 | k0 | k1 | v0 | v1 |      heads = 4, kv_heads = 2; stride: the whole row
+//! stacked    q, token: | q0 | q1 |  then k, token: | k0 | k1 |  then v; stride: heads width
+//! ```
+
+#[cfg(not(target_arch = "nvptx64"))]
+use super::shape::Shape;
+use super::shape::{COLUMNS, TILE};
+use crate::block::divide;
+use crate::vector::load;
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::launch::{Grid, Size, Violation};
+use cuda_std::thread;
+
+/// What a kernel is given to attend to.
+#[derive(Clone, Copy)]
+pub(super) struct Problem<'k> {
+    pub(super) qkv: &'k [f32],
+    pub(super) documents: &'k [u32],
+    pub(super) lengths: &'k [u32],
+    pub(super) tokens: u32,
+    pub(super) heads: u32,
+    pub(super) kv_heads: u32,
+    pub(super) width: u32,
+    pub(super) stacked: u32,
+    pub(super) window: u32,
+    pub(super) scale: f32,
+}
+
+/// The rows of one head, by token.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'k> {
+    pub(super) values: &'k [f32],
+    /// The index of token 0's first column, and elements from a token to the next.
+    pub(super) start: usize,
+    pub(super) stride: usize,
+}
+
+impl<'k> Problem<'k> {
+    /// Elements from a token to the next in `qkv`.
+    #[inline(always)]
+    fn stride(&self) -> usize {
+        let heads = if self.stacked == 0 { self.heads + 2 * self.kv_heads } else { self.heads };
+        heads as usize * self.width as usize
+    }
+
+    /// The rows of a head of q (`part` 0), k (1) or v (2).
+    #[inline(always)]
+    pub(super) fn rows(&self, part: u32, sample: usize, head: u32) -> Rows<'k> {
+        let (stride, width) = (self.stride(), self.width as usize);
+        let start = match part {
+            0 => 0,
+            part if self.stacked != 0 => part as usize * (self.qkv.len() / 3),
+            1 => self.heads as usize * width,
+            _ => (self.heads + self.kv_heads) as usize * width,
+        };
+        let start = start + sample * self.tokens as usize * stride + head as usize * width;
+        Rows { values: self.qkv, start, stride }
+    }
+
+    /// The rows of a query head in an array like the output.
+    #[inline(always)]
+    pub(super) fn output_rows<'v>(&self, values: &'v [f32], sample: usize, head: u32) -> Rows<'v> {
+        let (stride, width) = (self.heads as usize * self.width as usize, self.width as usize);
+        Rows { values, start: sample * self.tokens as usize * stride + head as usize * width, stride }
+    }
+
+    /// The query heads of a key head.
+    #[inline(always)]
+    pub(super) fn group(&self) -> u32 {
+        self.heads / self.kv_heads
+    }
+
+    /// Chunks that a head's columns fill.
+    #[inline(always)]
+    pub(super) fn chunks(&self) -> u32 {
+        self.width.div_ceil(COLUMNS)
+    }
+}
+
+/// What a block owns: rows of one head of one sample.
+#[derive(Clone, Copy)]
+pub(super) struct Place<'k> {
+    pub(super) sample: usize,
+    pub(super) head: u32,
+    /// The first row.
+    pub(super) first: u32,
+    /// Who sees whom in this sample.
+    pub(super) sight: Sight<'k>,
+}
+
+impl<'k> Place<'k> {
+    /// This block's, where blocks own `rows` rows of each of `heads` heads. `backwards`: the last rows come first, since under a causal
+    /// mask they have the most to do.
+    ///
+    /// # Safety
+    /// The contract has accepted the problem, and `heads` is one of its numbers of heads.
+    #[inline(always)]
+    pub(super) unsafe fn new(problem: &Problem<'k>, rows: u32, heads: u32, backwards: bool) -> Self {
+        let tiles = problem.tokens.div_ceil(rows);
+        // SAFETY: there are tokens and heads, as the contract has checked.
+        let ((number, tile), heads) =
+            unsafe { (divide(thread::block_idx_x() as usize, tiles as usize), heads as usize) };
+        // SAFETY: as above.
+        let (sample, head) = unsafe { divide(number, heads) };
+        let tile = if backwards { tiles - 1 - tile as u32 } else { tile as u32 };
+        let length = if problem.lengths.is_empty() {
+            problem.tokens
+        } else {
+            // SAFETY: `lengths` has an element for each sample.
+            let length = unsafe { load(problem.lengths, sample) };
+            if length < problem.tokens { length } else { problem.tokens }
+        };
+        let sight = Sight {
+            documents: problem.documents,
+            start: sample * problem.tokens as usize,
+            length,
+            window: problem.window,
+        };
+        Self { sample, head: head as u32, first: tile * rows, sight }
+    }
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Copy)]
+pub(super) struct Sight<'k> {
+    documents: &'k [u32],
+    /// The sample's first element of `documents`.
+    start: usize,
+    /// Tokens that exist.
+    pub(super) length: u32,
+    window: u32,
+}
+
+impl Sight<'_> {
+    /// Whether query `i` sees key `j`, documents aside.
+    #[inline(always)]
+    pub(super) fn sees(self, i: u32, j: u32) -> bool {
+        i < self.length && j < self.length && (self.window == 0 || (j <= i && i - j < self.window))
+    }
+
+    /// The document of a token; of one that does not exist, and without documents, any number.
+    #[inline(always)]
+    pub(super) fn document(self, token: u32) -> u32 {
+        if self.documents.is_empty() || token >= self.length {
+            return 0;
+        }
+        // SAFETY: the sample has an element for each token.
+        unsafe { load(self.documents, self.start + token as usize) }
+    }
+
+    /// Whether each of `queries` rows from `i` sees each of `keys` rows from `j`.
+    #[inline(always)]
+    pub(super) fn all_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
+        let in_window = self.window == 0 || (j + keys - 1 <= i && i + queries - 1 - j < self.window);
+        self.documents.is_empty() && i + queries <= self.length && j + keys <= self.length && in_window
+    }
+
+    /// The tiles of keys, from and until, that some of `rows` queries from `first` sees.
+    #[inline(always)]
+    pub(super) fn keys_of(self, first: u32, rows: u32) -> [u32; 2] {
+        if first >= self.length {
+            return [0, 0];
+        }
+        if self.window == 0 {
+            return [0, self.length.div_ceil(TILE)];
+        }
+        let end = if first + rows < self.length { first + rows } else { self.length };
+        let from = if first < self.window { 0 } else { first - (self.window - 1) };
+        [from / TILE, end.div_ceil(TILE)]
+    }
+
+    /// The tiles of queries, from and until, that see some of `rows` keys from `first`.
+    #[inline(always)]
+    pub(super) fn queries_of(self, first: u32, rows: u32) -> [u32; 2] {
+        if first >= self.length {
+            return [0, 0];
+        }
+        if self.window == 0 {
+            return [0, self.length.div_ceil(TILE)];
+        }
+        // The last key is seen by `window - 1` queries behind its own.
+        let last = first + rows - 1;
+        let end = if self.window < self.length && last < self.length - self.window {
+            last + self.window
+        } else {
+            self.length
+        };
+        [first / TILE, end.div_ceil(TILE)]
+    }
+}
+
+/// The sizes of a launch, which hold together.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    samples: usize,
+    tokens: u32,
+    heads: u32,
+    width: u32,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Sizes {
+    /// What `length` elements of `qkv` hold, or what is wrong with the numbers.
+    pub(super) fn new(
+        length: usize,
+        [tokens, heads, kv_heads, width, stacked]: [u32; 5],
+        shape: Shape,
+    ) -> Result<Self, Violation> {
+        // A block also numbers the rows of a tile that lie beyond the last token.
+        Violation::unless((1..1 << 31).contains(&tokens), "tokens", "1 to 2^31 - 1", tokens)?;
+        Violation::unless(heads > 0, "heads", "at least 1", heads)?;
+        let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && (stacked == 0 || heads == kv_heads);
+        Violation::unless(divides, "kv_heads", "a divisor of `heads`; `heads` if q, k and v are stacked", kv_heads)?;
+        let suits = width > 0 && width.is_multiple_of(4) && width as usize <= shape.width();
+        Violation::unless(suits, "width", "a multiple of 4 up to that of the kernel, at most 256", width)?;
+        let all_heads = Size::of(kv_heads).times(2).plus(heads);
+        // Numbers of heads are added as words of 32 bits.
+        Violation::unless(all_heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;
+        let samples = crate::warp::rows_in("qkv", length, all_heads.times(width).times(tokens))?;
+        Ok(Self { samples, tokens, heads, width })
+    }
+
+    /// Elements of an array that has one for each token of `heads` heads.
+    pub(super) fn rows(self, heads: u32) -> Size {
+        Size::of(self.samples).times(self.tokens).times(heads)
+    }
+
+    /// Elements of the output.
+    pub(super) fn outputs(self) -> Size {
+        self.rows(self.heads).times(self.width)
+    }
+
+    /// Masks are there for all samples, or not at all.
+    pub(super) fn check_masks(self, documents: usize, lengths: usize) -> Result<(), Violation> {
+        if documents > 0 {
+            Violation::unless_length("documents", self.rows(1), documents)?;
+        }
+        if lengths > 0 { Violation::unless_length("lengths", self.samples, lengths) } else { Ok(()) }
+    }
+
+    /// The lengths of what a backward kernel reads besides `qkv`.
+    pub(super) fn check_gradients(self, heads: u32, [lse, delta, dout]: [usize; 3]) -> Result<(), Violation> {
+        Violation::unless_length("lse", self.rows(heads), lse)?;
+        Violation::unless_length("delta", self.rows(heads), delta)?;
+        Violation::unless_length("dout", self.outputs(), dout)
+    }
+
+    /// A block for each tile of rows of each of `heads` heads.
+    pub(super) fn grid(self, heads: u32, shape: Shape) -> Result<Grid, Violation> {
+        Grid::cover(Size::of(self.samples).times(heads).times(Size::of(self.tokens).div_ceil(shape.rows())), 1)
+    }
+}

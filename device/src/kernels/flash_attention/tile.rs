@@ -1,0 +1,289 @@
+//! The products of a tile: rows that a block owns with rows that pass by, and the copies that feed them.
+//!
+//! ```text
+//! own rows: 16 EACH of them, whole in shared memory      a tile: 64 rows that pass by, in chunks of 32 columns
+//!
+//! dots: pairs[own, other] += own . other over a chunk    mix: sums[own, columns of a chunk] += pairs[own, other] other
+//!   warp w, lane 8 y + x has                               the same thread has
+//!     own rows     4 EACH w + y + 4 r,  r < EACH             own rows     the same
+//!     other rows   x + 8 k,             k < 8                columns      4 x .. 4 x + 3 of the chunk
+//!
+//! shared memory: see `shape.rs`
+//! ```
+//! Invariant: a row's pairs are written and read by the eight lanes that have the row. A chunk is copied while the one before it is used.
+
+use super::place::{Rows, Sight};
+use super::shape::{ACROSS, AT_ONCE, CHUNK_LEN, CHUNK_ROW, COLUMNS, PAIR_ROW, PAIRS, Shape, TILE};
+use crate::block::{opaque, stay_rolled};
+use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::unroll_on_gpu;
+use crate::vector::F4;
+use crate::warp::LANES;
+use cuda_std::{GpuFloat, thread};
+
+/// Pairs of a thread: of each own row, those with every eighth other row.
+pub(super) type Pairs<const EACH: usize> = [[f32; PAIRS]; EACH];
+/// Sums of a thread: of each own row, four columns of a chunk.
+pub(super) type Sums<const EACH: usize> = [F4; EACH];
+
+/// The tiles of a block's shared memory, and this thread's place in them.
+#[derive(Clone, Copy)]
+pub(super) struct Memory<const EACH: usize, const CHUNKS: usize> {
+    /// Own rows of the first array and of the second.
+    pub(super) own: [SharedTile<f32>; 2],
+    pairs: SharedTile<f32>,
+    chunks: [SharedTile<f32>; 2],
+    /// Which of the two chunks is copied or was copied last.
+    turn: u32,
+    /// This thread's first own row, and its place among the lanes of a row.
+    pub(super) row: u32,
+    pub(super) across: u32,
+}
+
+impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
+    const SHAPE: Shape = Shape { each: EACH, chunks: CHUNKS };
+    const OWN_ROW: u32 = Self::SHAPE.own_row();
+    pub(super) const ROWS: u32 = Self::SHAPE.rows();
+
+    /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
+    ///
+    /// # Safety
+    /// The contract declares [`Shape::shared_bytes`] of as many arrays.
+    #[inline(always)]
+    pub(super) unsafe fn new(arrays: u32) -> Self {
+        let own_len = Self::ROWS * Self::OWN_ROW;
+        let pairs = arrays * own_len;
+        let chunks = pairs + Self::ROWS * PAIR_ROW;
+        let thread = thread::thread_idx_x();
+        let (warp, lane) = (thread / LANES, thread % LANES);
+        // SAFETY: the tiles follow each other in what the contract declares. Where there is one array, the second tile is the first.
+        unsafe {
+            Self {
+                own: [SharedTile::new(0, own_len), SharedTile::new((arrays - 1) * own_len * 4, own_len)],
+                pairs: SharedTile::new(pairs * 4, Self::ROWS * PAIR_ROW),
+                chunks: [SharedTile::new(chunks * 4, CHUNK_LEN), SharedTile::new((chunks + CHUNK_LEN) * 4, CHUNK_LEN)],
+                turn: 0,
+                row: warp * (4 * EACH as u32) + lane / ACROSS,
+                across: lane % ACROSS,
+            }
+        }
+    }
+
+    /// At the head of a loop: the widest heads leave no registers for turns that overlap.
+    #[inline(always)]
+    fn spare_registers() {
+        if CHUNKS > 4 {
+            stay_rolled();
+        }
+    }
+
+    /// The lanes that share this thread's rows.
+    #[inline(always)]
+    pub(super) fn mask(&self) -> u32 {
+        ((1 << ACROSS) - 1) << (thread::thread_idx_x() % LANES / ACROSS * ACROSS)
+    }
+
+    /// This thread's own row of number `r` among the block's.
+    #[inline(always)]
+    pub(super) fn own_row(&self, r: usize) -> u32 {
+        self.row + 4 * r as u32
+    }
+
+    /// Starts to copy the block's own rows, from token `first` on. Those from `limit` on, and columns from `width` on, become 0.
+    ///
+    /// # Safety
+    /// The rows below `limit` lie inside `rows.values`, with `width` columns each.
+    #[inline(always)]
+    pub(super) unsafe fn copy_own(&self, array: usize, rows: Rows<'_>, first: u32, limit: u32, width: u32) {
+        let mut chunk = 0;
+        while chunk * COLUMNS < width {
+            // SAFETY: as the caller promises.
+            unsafe {
+                copy::<EACH>(self.own[array], Self::OWN_ROW, chunk * COLUMNS, rows, first, limit, [chunk, width])
+            };
+            chunk += 1;
+        }
+    }
+
+    /// Starts to copy a chunk of a tile; the tile starts at token `first`.
+    ///
+    /// # Safety
+    /// As for [`Memory::copy_own`]. No thread reads the chunk before the last one any more.
+    #[inline(always)]
+    unsafe fn copy_chunk(&self, next: Next<'_>, limit: u32, width: u32) {
+        let to = if self.turn == 0 { self.chunks[0] } else { self.chunks[1] };
+        // SAFETY: as the caller promises.
+        unsafe { copy::<4>(to, CHUNK_ROW, 0, next.rows, next.tile * TILE, limit, [next.chunk, width]) };
+    }
+
+    /// Starts to copy the first chunk of all, together with what else is under way.
+    ///
+    /// # Safety
+    /// As for [`Memory::copy_own`].
+    #[inline(always)]
+    pub(super) unsafe fn begin(&self, first: Next<'_>, limit: u32, width: u32) {
+        // SAFETY: as the caller promises; nothing was read yet.
+        unsafe { self.copy_chunk(first, limit, width) };
+        commit_copies();
+    }
+
+    /// Waits for the chunk under way, which is returned, and starts to copy the next. A barrier: what threads of the block wrote before
+    /// it can be read.
+    ///
+    /// # Safety
+    /// As for [`Memory::copy_own`]. All threads of the block call it together, and none reads an earlier chunk after it.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) unsafe fn turn(&mut self, next: Option<Next<'_>>, limit: u32, width: u32) -> SharedTile<f32> {
+        wait_copies::<0>();
+        thread::sync_threads();
+        let chunk = if self.turn == 0 { self.chunks[0] } else { self.chunks[1] };
+        self.turn ^= 1;
+        if let Some(next) = next {
+            // SAFETY: the other chunk was read before the barrier.
+            unsafe { self.copy_chunk(next, limit, width) };
+            commit_copies();
+        }
+        chunk
+    }
+
+    /// Adds the products of a chunk's columns to the pairs of own and other rows.
+    #[inline(always)]
+    pub(super) fn dots(&self, pairs: &mut Pairs<EACH>, array: usize, number: u32, chunk: SharedTile<f32>) {
+        let own = self.row * Self::OWN_ROW + number * COLUMNS;
+        let mut column = 0;
+        while column < COLUMNS {
+            Self::spare_registers();
+            let mut x = [F4::splat(0.0); EACH];
+            unroll_on_gpu!(r < 4 => {
+                if r < EACH {
+                    x[r] = self.own[array].get4(own + 4 * r as u32 * Self::OWN_ROW + column);
+                }
+            });
+            unroll_on_gpu!(k < PAIRS => {
+                let y = chunk.get4((self.across + ACROSS * k as u32) * CHUNK_ROW + column);
+                unroll_on_gpu!(r < 4 => {
+                    if r < EACH {
+                        pairs[r][k] = chain(pairs[r][k], x[r], y);
+                    }
+                });
+            });
+            column += F4::LEN as u32;
+        }
+    }
+
+    /// Writes pairs for [`Memory::mix`].
+    #[inline(always)]
+    pub(super) fn set_pairs(&self, pairs: &Pairs<EACH>) {
+        unroll_on_gpu!(r < 4 => {
+            if r < EACH {
+                unroll_on_gpu!(k < PAIRS => {
+                    self.pairs.set(self.own_row(r) * PAIR_ROW + self.across + ACROSS * k as u32, pairs[r][k]);
+                });
+            }
+        });
+    }
+
+    /// Adds a chunk's rows, ascending, times the pairs that were written, to the sums of its columns.
+    #[inline(always)]
+    pub(super) fn mix(&self, sums: &mut Sums<EACH>, chunk: SharedTile<f32>) {
+        let mut other = 0;
+        while other < TILE {
+            Self::spare_registers();
+            let (mut factors, mut rows) = ([F4::splat(0.0); EACH], [F4::splat(0.0); F4::LEN]);
+            unroll_on_gpu!(r < 4 => {
+                if r < EACH {
+                    factors[r] = self.pairs.get4(self.own_row(r) * PAIR_ROW + other);
+                }
+            });
+            unroll_on_gpu!(at < 4 => {
+                rows[at] = chunk.get4((other + at as u32) * CHUNK_ROW + self.across * F4::LEN as u32);
+            });
+            unroll_on_gpu!(at < 4 => {
+                unroll_on_gpu!(r < 4 => {
+                    if r < EACH {
+                        sums[r] = sums[r].fma(F4::splat(factors[r].0[at]), rows[at]);
+                    }
+                });
+            });
+            other += F4::LEN as u32;
+        }
+    }
+
+    /// Which of this thread's pairs count: bit `8 r + k` for own row `r` and other row `k`, for own rows from `first` and a tile of other
+    /// rows from `other`. `own_keys`: own rows are keys, else queries.
+    #[inline(always)]
+    pub(super) fn seen(&self, sight: Sight<'_>, first: u32, other: u32, own_keys: bool) -> u32 {
+        let (own, others) = ([first, Self::ROWS], [other, TILE]);
+        if if own_keys { sight.all_seen(others, own) } else { sight.all_seen(own, others) } {
+            return u32::MAX;
+        }
+        let mut seen = 0;
+        let mut documents = [0; EACH];
+        unroll_on_gpu!(r < 4 => {
+            if r < EACH {
+                documents[r] = sight.document(first + self.own_row(r));
+            }
+        });
+        unroll_on_gpu!(k < PAIRS => {
+            let other = other + self.across + ACROSS * k as u32;
+            let document = sight.document(other);
+            unroll_on_gpu!(r < 4 => {
+                if r < EACH {
+                    let own = first + self.own_row(r);
+                    let sees = if own_keys { sight.sees(other, own) } else { sight.sees(own, other) };
+                    if sees && document == documents[r] {
+                        seen |= 1 << (PAIRS * r + k);
+                    }
+                }
+            });
+        });
+        seen
+    }
+}
+
+/// A chunk to copy: of which rows, which tile, which columns.
+#[derive(Clone, Copy)]
+pub(super) struct Next<'k> {
+    pub(super) rows: Rows<'k>,
+    pub(super) tile: u32,
+    pub(super) chunk: u32,
+}
+
+/// `sum + x . y`, one product after another.
+#[inline(always)]
+fn chain(sum: f32, x: F4, y: F4) -> f32 {
+    let ([a, b, c, d], [e, f, g, h]) = (x.0, y.0);
+    let fma = GpuFloat::mul_add;
+    fma(d, h, fma(c, g, fma(b, f, fma(a, e, sum))))
+}
+
+/// Starts to copy 16 `TIMES` rows from token `first` on: 32 columns, those of a chunk, to columns `at` of rows that are `pitch` apart.
+/// What lies beyond becomes 0.
+///
+/// # Safety
+/// The rows below `limit` lie inside `rows.values`, with `width` columns each.
+#[inline(always)]
+unsafe fn copy<const TIMES: usize>(
+    to: SharedTile<f32>,
+    pitch: u32,
+    at: u32,
+    rows: Rows<'_>,
+    first: u32,
+    limit: u32,
+    [chunk, width]: [u32; 2],
+) {
+    // Computed again for each chunk: addresses that wait for the next chunk would take registers from the sums.
+    let thread = opaque(thread::thread_idx_x());
+    let (row, quad) = (thread / ACROSS, thread % ACROSS * F4::LEN as u32);
+    let column = chunk * COLUMNS + quad;
+    unroll_on_gpu!(time < 4 => {
+        if time < TIMES {
+            let row = row + AT_ONCE * time as u32;
+            let (token, there) = (first + row, first + row < limit && column < width);
+            let from = rows.start + token as usize * rows.stride + column as usize;
+            // SAFETY: inside the rows where there is something, as the caller promises.
+            unsafe { to.copy4_or_zero(row * pitch + at + quad, rows.values, from, there) };
+        }
+    });
+}

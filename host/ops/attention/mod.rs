@@ -1,0 +1,164 @@
+//! Attention, over any number of tokens; and what its form is.
+//!
+//! | file | what |
+//! |---|---|
+//! | `form.rs` | how heads lie, and who sees whom |
+//! | `flash.rs` | any form: no matrix of tokens x tokens |
+//! | `short.rs` | up to 16 tokens with normalised queries and keys: one launch |
+
+mod flash;
+mod form;
+mod short;
+
+use super::{QkNorm, same_shape};
+use crate::autograd::{Tape, Var};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::Stack;
+use crate::step::Step;
+use crate::tensor::{Saved, Source, Target, Tensor};
+pub(super) use form::Sizes;
+pub use form::{AttentionForm, Sees};
+
+/// What [`attention`] gives.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'s> {
+    /// `[batch, tokens, heads width]`.
+    pub out: Saved<'s>,
+    /// What [`attention_backward`] needs besides the inputs and `out`.
+    pub kept: AttentionKept<'s>,
+}
+
+/// What [`attention_backward`] needs of the forward pass: by which kernels it ran.
+#[derive(Clone, Copy, Debug)]
+pub enum AttentionKept<'s> {
+    /// Those for any number of tokens.
+    Flash {
+        /// The logarithm of each softmax's denominator, `[batch, heads, tokens]`.
+        lse: Saved<'s>,
+        /// q, k and v after QK-norm, if there was one, and what [`ops::qk_norm`] gave besides.
+        normal: Option<[Saved<'s>; 2]>,
+    },
+    /// That for up to 16 tokens.
+    Short {
+        /// The softmax, `[batch, heads, tokens, tokens]`.
+        probabilities: Saved<'s>,
+        /// `1 / sqrt(mean(x^2) + epsilon)` of each head of q and of k, `[2, batch, tokens, heads]`.
+        inverse_rms: Saved<'s>,
+    },
+}
+
+/// `out = softmax(scale q k^T) v` for each head, over the keys that each query sees (Vaswani et al., 2017); `qkv` and all else as
+/// `form` says. With a `norm`, q and k are normalised first, see [`ops::qk_norm`].
+///
+/// Memory grows with the number of tokens, not with its square: kept are `out` and a number for each token of each head (Dao, 2023). With
+/// `norm`, up to 16 tokens in heads of 64 that all see each other, stacked, are one launch that keeps the softmax. Queued, no scratch.
+///
+/// A query that sees no key gives 0. A key that is not seen has the weight 0: its value reaches nothing, unless it is infinite or NaN.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes are not of the form; [`Error::ArenaFull`].
+#[track_caller]
+pub fn attention<'s>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, f32>,
+    norm: Option<QkNorm<'_, 's>>,
+    form: &AttentionForm<'s>,
+) -> Result<Attention<'s>> {
+    const OP: &str = "attention";
+    let sizes = form.sizes(OP, qkv.shape())?;
+    form.check_masks(OP, sizes)?;
+    let Some(norm) = norm else {
+        let [out, lse] = flash::forward(step, qkv, form, sizes)?;
+        return Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: None } });
+    };
+    if norm.distance(OP, sizes.width)? == sizes.width && short::suits(form, sizes) {
+        let [out, probabilities, inverse_rms] = short::forward(step, qkv, norm, form.scale, sizes)?;
+        return Ok(Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } });
+    }
+    let (normed, inverse_rms) = ops::qk_norm(step, qkv, norm, form)?;
+    let normal = [normed.save(), inverse_rms.save()];
+    let [out, lse] = flash::forward(step, &normal[0], form, sizes)?;
+    Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: Some(normal) } })
+}
+
+/// The gradients of [`attention`] from that of `out`, with what it gave: that of `qkv`, which is returned, and with a `norm` that of its
+/// gains, to which the target is set, or which is added to it when the flag beside it is true. Queued; scratch: a number for each token of
+/// each head; for the gains, up to an eighth of `qkv`.
+///
+/// # Errors
+/// As for [`attention`]; [`Error::Misuse`] when `made` is not of this form, or a norm comes without a target.
+#[track_caller]
+pub fn attention_backward<'s, T: Target<'s, f32>>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, f32>,
+    norm: Option<(QkNorm<'_, 's>, &mut T, bool)>,
+    form: &AttentionForm<'s>,
+    made: &Attention<'s>,
+    dout: &impl Source<'s, f32>,
+) -> Result<Tensor<'s>> {
+    const OP: &str = "attention_backward";
+    let sizes = form.sizes(OP, qkv.shape())?;
+    form.check_masks(OP, sizes)?;
+    same_shape(OP, sizes.output(), dout.shape())?;
+    match (&made.kept, norm) {
+        (AttentionKept::Flash { lse, normal: None }, None) => {
+            flash::backward(step, OP, qkv, form, [&made.out, lse], dout, sizes)
+        }
+        (AttentionKept::Flash { lse, normal: Some([normed, inverse_rms]) }, Some((norm, dgains, accumulate))) => {
+            same_shape(OP, qkv.shape(), normed.shape())?;
+            let dqkv = flash::backward(step, OP, normed, form, [&made.out, lse], dout, sizes)?;
+            ops::qk_norm_backward(step, qkv, norm, form, inverse_rms, dqkv, dgains, accumulate)
+        }
+        (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains, accumulate)))
+            if short::suits(form, sizes) =>
+        {
+            norm.distance(OP, sizes.width)?;
+            let (kept, gains) = ([probabilities, inverse_rms], (dgains, accumulate));
+            short::backward(step, OP, qkv, norm, form.scale, kept, dout, sizes, gains)
+        }
+        (kept, norm) => {
+            let which = if norm.is_some() { "with a norm" } else { "without a norm" };
+            Err(Error::misuse(OP, format!("what attention {which} gave for this form"), format!("{kept:?}")))
+        }
+    }
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::attention`]; `qkv` in a layout of [`AttentionForm`], result: `[batch, tokens, heads width]`. With a `norm`, the gains of q
+    /// and of k, `[width]` each, and its epsilon, q and k are normalised first.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn attention(&self, qkv: &Var<'s>, norm: Option<(&Stack, f32)>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+        let op = self.op("attention", [qkv])?;
+        let weights =
+            norm.map(|(gains, _)| -> Result<_> { Ok((op.stack_weights(gains)?, op.stack(gains)?.1)) }).transpose();
+        let weights = weights?;
+        let weights = weights.as_ref().zip(norm).map(|((gains, distance), (_, epsilon))| QkNorm {
+            gains,
+            distance: Some(*distance),
+            epsilon,
+        });
+        let made = ops::attention(self.step(), qkv.value(), weights, form)?;
+        let distance = weights.and_then(|norm| norm.distance);
+        let (qkv, form, norm) = (*qkv, *form, norm.map(|(gains, epsilon)| (gains.clone(), distance, epsilon)));
+        Ok(op.record(made.out, move |back, dout| {
+            let step = back.step();
+            let dqkv = match norm {
+                None => {
+                    let none = None::<(QkNorm<'_, 's>, &mut Tensor<'s>, bool)>;
+                    ops::attention_backward(step, qkv.value(), none, &form, &made, &dout)?
+                }
+                Some((gains, distance, epsilon)) => {
+                    let weights = back.stack_weights(&gains)?;
+                    let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
+                    let norm = Some((QkNorm { gains: &weights, distance, epsilon }, &mut dgains, accumulate));
+                    ops::attention_backward(step, qkv.value(), norm, &form, &made, &dout)?
+                }
+            };
+            back.add(&qkv, dqkv)
+        }))
+    }
+}

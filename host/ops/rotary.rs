@@ -1,0 +1,121 @@
+//! Rotary positions (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
+
+use super::attention::{AttentionForm, Sizes};
+use crate::autograd::{Tape, Var};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::step::Step;
+use crate::tensor::{Source, Target, Tensor};
+use cuda_std::launch::{Pointer, PointerMut};
+use kernels::rotary as kernel;
+
+/// How far pairs of columns turn at each position.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotary {
+    /// Pair i turns by `base^(-2 i / width)` radians; above 1.
+    pub base: f64,
+    /// The position of the first token.
+    pub offset: u32,
+}
+
+impl Rotary {
+    /// From position 0.
+    pub fn new(base: f64) -> Self {
+        Self { base, offset: 0 }
+    }
+
+    /// `base^(-2 / width)` in units of 2^-64.
+    fn ratio(self, op: &'static str, width: usize) -> Result<u64> {
+        if !(self.base > 1.0 && self.base.is_finite()) {
+            return Err(Error::misuse(op, "a base above 1", self.base.to_string()));
+        }
+        if !width.is_multiple_of(8) {
+            return Err(Error::misuse(op, "heads of a multiple of 8 columns", format!("{width} columns")));
+        }
+        // By a function that is the same on every machine.
+        Ok((libm::pow(self.base, -2.0 / width as f64) * 2f64.powi(64)) as u64)
+    }
+}
+
+impl Default for Rotary {
+    /// The base 10,000, from position 0.
+    fn default() -> Self {
+        Self::new(10_000.0)
+    }
+}
+
+/// Turns the columns i and i + width / 2 of each head of q and k, `(x, y)`, to `(x cos - y sin, y cos + x sin)`, as GPT-NeoX and Llama do; v is
+/// copied. The angle is `(offset + token) base^(-2 i / width)`; its sine and cosine are within 2 ulp at every position. `qkv` in a layout of
+/// [`AttentionForm`], the result as `qkv`. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes are not of the form, or heads have no multiple of 8 columns; [`Error::ArenaFull`].
+#[track_caller]
+pub fn rotary<'s>(
+    step: &Step<'s>,
+    qkv: &impl Source<'s, f32>,
+    rotary: Rotary,
+    form: &AttentionForm<'s>,
+) -> Result<Tensor<'s>> {
+    let sizes = form.sizes("rotary", qkv.shape())?;
+    let ratio = rotary.ratio("rotary", sizes.width)?;
+    let mut y = step.empty(qkv.shape())?;
+    launch(step, sizes, (ratio, rotary.offset, false), (qkv.pointer(), y.out()))?;
+    Ok(y)
+}
+
+/// The gradient of [`rotary`]'s `qkv` from `dy`, that of its result, in the memory of `dy`: turned back. Queued, no scratch.
+///
+/// # Errors
+/// As for [`rotary`].
+#[track_caller]
+pub fn rotary_backward<'s>(
+    step: &Step<'s>,
+    mut dy: Tensor<'s>,
+    rotary: Rotary,
+    form: &AttentionForm<'s>,
+) -> Result<Tensor<'s>> {
+    let sizes = form.sizes("rotary_backward", dy.shape())?;
+    let ratio = rotary.ratio("rotary_backward", sizes.width)?;
+    launch(step, sizes, (ratio, rotary.offset, true), dy.in_place())?;
+    Ok(dy)
+}
+
+#[track_caller]
+fn launch(
+    step: &Step<'_>,
+    sizes: Sizes,
+    (ratio, offset, back): (u64, u32, bool),
+    (x, out): (Pointer<'_, f32>, PointerMut<'_, f32>),
+) -> Result<()> {
+    step.launch(kernel::rotary {
+        x,
+        tokens: sizes.tokens as u32,
+        heads: sizes.heads as u32,
+        kv_heads: sizes.kv_heads as u32,
+        width: sizes.width as u32,
+        stacked: u32::from(sizes.stacked),
+        ratio,
+        offset,
+        back: u32::from(back),
+        samples: sizes.batch as u32,
+        out,
+    })
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::rotary`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn rotary(&self, qkv: &Var<'s>, rotary: Rotary, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+        let op = self.op("rotary", [qkv])?;
+        let y = ops::rotary(self.step(), qkv.value(), rotary, form)?;
+        let (qkv, form) = (*qkv, *form);
+        Ok(op.record(y.save(), move |back, dy| {
+            let dqkv = ops::rotary_backward(back.step(), dy, rotary, &form)?;
+            back.add(&qkv, dqkv)
+        }))
+    }
+}
