@@ -28,6 +28,44 @@ family! {
 }
 
 family! {
+    /// out = a - b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    sub<S: Stored> { sub_f32: f32; sub_bf16: bf16; }
+    unsafe fn(a: &[S], b: &[S], out: *mut S) {
+        // SAFETY: the vector lies inside `a`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, a.len(), out, |index, part| {
+                F4::load_part(a, index, part, 0.0) - F4::load_part(b, index, part, 0.0)
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("b", k.a.len(), k.b.len())?;
+        Violation::unless_length("out", k.a.len(), k.out.len())?;
+        crate::block::vector_grid::<S>(k.a.len())
+    }
+}
+
+family! {
+    /// out = a b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    mul<S: Stored> { mul_f32: f32; mul_bf16: bf16; }
+    unsafe fn(a: &[S], b: &[S], out: *mut S) {
+        // SAFETY: the vector lies inside `a`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, a.len(), out, |index, part| {
+                F4::load_part(a, index, part, 0.0) * F4::load_part(b, index, part, 0.0)
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless_length("b", k.a.len(), k.b.len())?;
+        Violation::unless_length("out", k.a.len(), k.out.len())?;
+        crate::block::vector_grid::<S>(k.a.len())
+    }
+}
+
+family! {
     /// out += a; `a`, `out`: `[n]`. Adds to `out`.
     add_assign<S: Stored> { add_assign_f32: f32; add_assign_bf16: bf16; }
     unsafe fn(a: &[S], out: *mut S) {
