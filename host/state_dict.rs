@@ -1,6 +1,6 @@
 //! Weights as PyTorch's `state_dict` names and lays them out, in safetensors files.
 //!
-//! A matrix `[in, out]` of ours is `[out, in]` there, as `torch.nn.Linear` has it; and the `gain` of a norm is its `weight`, as
+//! A matrix `[in, out]` of ours is `[out, in]` there, as `torch.nn.Linear` has it, but an embedding's table is `[rows, cols]` in both; and the `gain` of a norm is its `weight`, as
 //! `torch.nn.RMSNorm` has it. Everything else is the same. Invariant: what is written by one is read by the other, bit for bit, and a
 //! file that does not fit changes nothing.
 
@@ -40,15 +40,15 @@ fn names(layout: &Layout) -> Result<BTreeMap<String, &LayoutEntry>> {
 /// Its extents there.
 fn shape(entry: &LayoutEntry) -> Vec<usize> {
     match *entry.shape().extents() {
-        [inputs, outputs] => vec![outputs, inputs],
+        [inputs, outputs] if !entry.is_table() => vec![outputs, inputs],
         ref extents => extents.to_vec(),
     }
 }
 
-/// The words of a matrix `[rows, cols]` as those of `[cols, rows]`; of anything else as they are.
-fn transposed(words: &[[u8; 4]], extents: &[usize]) -> Vec<u8> {
+/// The words of a matrix `[rows, cols]` as those of `[cols, rows]`; of a table or anything else as they are.
+fn transposed(entry: &LayoutEntry, words: &[[u8; 4]], extents: &[usize]) -> Vec<u8> {
     match *extents {
-        [rows, cols] => (0..cols).flat_map(|col| (0..rows).flat_map(move |row| words[row * cols + col])).collect(),
+        [rows, cols] if !entry.is_table() => (0..cols).flat_map(|col| (0..rows).flat_map(move |row| words[row * cols + col])).collect(),
         _ => words.as_flattened().to_vec(),
     }
 }
@@ -66,7 +66,7 @@ impl Parameters {
         Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
         let tensor = |(name, entry): (String, &LayoutEntry)| {
             let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
-            (name, shape(entry), transposed(&words, entry.shape().extents()))
+            (name, shape(entry), transposed(entry, &words, entry.shape().extents()))
         };
         let tensors: Vec<_> = names(self.layout())?.into_iter().map(tensor).collect();
         let refused = |reason: safetensors::SafeTensorError| Error::file(path, reason);
@@ -95,7 +95,7 @@ impl Parameters {
         for (name, entry) in &names {
             let shape = shape(entry);
             let bytes = file.expect(name, &shape).map_err(|reason| Error::file(path, reason))?;
-            sources.insert(entry.name().to_owned(), transposed(bytes.as_chunks().0, &shape));
+            sources.insert(entry.name().to_owned(), transposed(entry, bytes.as_chunks().0, &shape));
         }
         if let Some((more, ..)) = file.iter().find(|(name, ..)| !names.contains_key(*name)) {
             return Err(Error::file(path, format!("has `{}`, which is no parameter of this model", short(more))));

@@ -62,8 +62,7 @@ impl Window {
             if self.has_vectors() {
                 return F4::load_part(x, self.place(index), part, 0.0);
             }
-            let element =
-                |at: usize| if at < part.count() { load(x, self.place(index + at)).widen() } else { 0.0 };
+            let element = |at: usize| if at < part.count() { load(x, self.place(index + at)).widen() } else { 0.0 };
             F4([element(0), element(1), element(2), element(3)])
         }
     }
@@ -97,12 +96,7 @@ impl Window {
 
     /// An error unless an argument of `length` elements has those of a window of `rows` rows, of which none overlaps the next.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub fn check(
-        self,
-        argument: &'static str,
-        rows: usize,
-        length: usize,
-    ) -> Result<(), cuda_std::launch::Violation> {
+    pub fn check(self, argument: &'static str, rows: usize, length: usize) -> Result<(), cuda_std::launch::Violation> {
         use cuda_std::launch::{Size, Violation};
         Violation::unless(self.cols > 0, "cols", "at least 1", self.cols)?;
         Violation::unless(self.stride >= self.cols, "stride", "at least the columns of the window", self.stride)?;

@@ -131,7 +131,8 @@ pub fn gather_backward<'s, S: Stored>(
     let cols = dy.shape().extents().last().copied().unwrap_or(0);
     let mut dx = step.empty::<f32>([rows, cols])?;
     embedding_backward(step, dy, ids, &mut dx, false).map_err(|error| error.in_op("gather_backward"))?;
-    let dx = if <S as Element>::NAME == f32::NAME { AnyTensor::F32(dx) } else { AnyTensor::Bf16(ops::to_bf16(step, &dx)?) };
+    let dx =
+        if <S as Element>::NAME == f32::NAME { AnyTensor::F32(dx) } else { AnyTensor::Bf16(ops::to_bf16(step, &dx)?) };
     Ok(S::restore(dx).expect("f32 or BF16"))
 }
 
@@ -161,6 +162,9 @@ pub fn add_positions<'s, S: Stored>(
     table: &impl Source<'s, f32>,
 ) -> Result<Tensor<'s, S>> {
     let [batch, row] = position_rows("add_positions", x.shape(), table.shape())?;
+    if batch * row == 0 {
+        return step.empty(x.shape());
+    }
     // A sample is a row, and the first rows of the table are its bias.
     let samples = Lent::new(x.memory(), [batch, row].into());
     let bias = Lent::new(table.memory().part(0, row), [row].into());
@@ -183,6 +187,9 @@ pub fn add_positions_backward<'s, S: Stored>(
     let has_others = row < dtable.shape().elements();
     if !accumulate && has_others {
         fill_into(step, dtable, 0.0)?;
+    }
+    if row == 0 {
+        return Ok(());
     }
     let mut sums = LentMut::new(dtable.memory().part(0, row), [row].into());
     sum_rows_into(step, &Lent::new(dy.memory(), [batch, row].into()), &mut sums, accumulate || has_others)

@@ -61,7 +61,11 @@ pub fn cross_entropy_by<'s, S: Stored>(
     if !(0.0..1.0).contains(&smoothing) {
         return Err(Error::misuse(OP, "a smoothing in [0, 1)", smoothing.to_string()));
     }
-    if ignore { step.check_labels_but_ignored(labels, classes)? } else { step.check_labels(labels, classes)? }
+    if ignore {
+        step.check_labels_but_ignored(labels, classes)?
+    } else {
+        step.check_labels(labels, classes)?
+    }
     let mut dlogits = step.empty(logits.shape())?;
     if rows == 0 {
         return Ok((fill(step, [1], 0.0)?, dlogits));

@@ -37,9 +37,7 @@ pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::{Draw, Draws, Generator, dropout};
 pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, sub};
-pub use embedding::{
-    add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward,
-};
+pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use gate::{
     gelu_exact, gelu_exact_backward, relu, relu_backward, sigmoid, sigmoid_backward, silu, silu_backward, swiglu,

@@ -74,7 +74,16 @@ fn launch<'s, S: Stored>(
     mut inverse_rms: Tensor<'s>,
 ) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
     let (cols, y_out, inverse_rms_out) = (gain.len(), y.out(), inverse_rms.out());
-    step.launch(kernel::rms_norm_forward { x, residual, gain, cols, epsilon, h, y: y_out, inverse_rms: inverse_rms_out })?;
+    step.launch(kernel::rms_norm_forward {
+        x,
+        residual,
+        gain,
+        cols,
+        epsilon,
+        h,
+        y: y_out,
+        inverse_rms: inverse_rms_out,
+    })?;
     Ok((y, inverse_rms))
 }
 

@@ -55,11 +55,7 @@ pub fn slice_backward<'s, S: Stored>(
 /// # Errors
 /// [`Error::Misuse`] for no part, for other shapes, or when there is no such extent; [`Error::ArenaFull`].
 #[track_caller]
-pub fn concat<'s, S: Stored>(
-    step: &Step<'s>,
-    parts: &[&impl Source<'s, S>],
-    extent: usize,
-) -> Result<Tensor<'s, S>> {
+pub fn concat<'s, S: Stored>(step: &Step<'s>, parts: &[&impl Source<'s, S>], extent: usize) -> Result<Tensor<'s, S>> {
     const OP: &str = "concat";
     let Some(first) = parts.first().map(|part| part.shape()) else {
         return Err(Error::misuse(OP, "at least one part", "none"));

@@ -15,7 +15,7 @@ use Listed::{Both, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
-use kernels::embedding::{merge_ids, sort_ids};
+use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::format::Reduced;
 use kernels::guard::{guard_check, guard_write};
 use kernels::matmul::{Tile, matmul};
@@ -226,8 +226,23 @@ const LISTED: &[Listed] = &[
             i.keep(&order)
         })
     }),
-    both!("rows_sum", <S>, |i| i.embedded::<S>(64)),
-    One("rows_finish", |i| i.embedded::<f32>(1)),
+    One("rows_finish", |i| {
+        for (counts, cols) in
+            i.by_form([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])
+        {
+            let each = counts.iter().enumerate();
+            let sorted: Vec<u32> = each.flat_map(|(id, &count)| std::iter::repeat_n(id as u32, count)).collect();
+            let windows = sorted.len().div_ceil(kernels::embedding::CHUNK);
+            let (sorted, partials) = (i.step.upload(&sorted, [sorted.len()])?, i.normals::<f32>([windows, cols])?);
+            // The last id has no row.
+            let (mut out, length) = (i.normals::<f32>([4, cols])?, 4 * cols);
+            let (sorted, partials) = (sorted.slice(), partials.slice());
+            i.step.launch(rows_finish { sorted, partials, cols, length, out: out.out() })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
+    both!("rows_sum", <S>, |i| i.embedded::<S>(5)),
     both!("fill", <S>, |i| {
         let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
         lengths.iter().try_for_each(|&length| {

@@ -56,13 +56,7 @@ family! {
 /// # Safety
 /// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`. The row's lanes call it together.
 #[inline(always)]
-unsafe fn row_of<const HELD: usize, T: Stored>(
-    row: Row,
-    table: &[T],
-    ids: &[u32],
-    cols: usize,
-    y: *mut impl Stored,
-) {
+unsafe fn row_of<const HELD: usize, T: Stored>(row: Row, table: &[T], ids: &[u32], cols: usize, y: *mut impl Stored) {
     // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there, as is asked.
     unsafe {
         let start = load(ids, row.number) as usize * cols;
