@@ -105,7 +105,7 @@ impl<'s> Inputs<'_, 's> {
     /// knows nothing; uploaded, such a label is an error.
     pub(super) fn labels<S: Stored>(&self, logits: &Tensor<'s, S>) -> Result<Buffer<u32>> {
         let [rows, classes] = logits.shape().as_rows();
-        self.labels_below(classes, rows)
+        Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
     }
 
     /// The op on ids of the rows of `table`, one beyond the last among them: a row of NaN.
@@ -114,7 +114,10 @@ impl<'s> Inputs<'_, 's> {
         table: &Tensor<'s, S>,
         op: impl Fn(&Self, &Lent<'_, 's, u32>) -> Result<()>,
     ) -> Result<()> {
-        let ids = self.labels_below(table.shape().as_rows()[0], 37)?;
+        let rows = table.shape().as_rows()[0] as u32;
+        let mut ids = self.random.borrow_mut().belows(37, rows);
+        ids[5] = rows;
+        let ids = Buffer::from_slice(self.step.device(), &ids)?;
         op(self, &self.step.lend(&ids, [ids.len()])?)
     }
 
@@ -146,10 +149,6 @@ impl<'s> Inputs<'_, 's> {
             }
         }
         Ok(())
-    }
-
-    fn labels_below(&self, classes: usize, count: usize) -> Result<Buffer<u32>> {
-        Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(count, classes as u32 + 1))
     }
 
     /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths. In the smallest form one length,
