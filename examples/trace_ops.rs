@@ -86,6 +86,93 @@ const CASES: &[(&str, Run)] = &[
         c.pointwise(|c, x, dy| Ok((ops::tanh(c.step, x)?, ops::tanh_backward(c.step, &ops::tanh(c.step, x)?, dy)?)))
     }),
     ("gelu", |c| c.pointwise(|c, x, dy| Ok((ops::gelu(c.step, x)?, ops::gelu_backward(c.step, x, dy)?)))),
+    ("relu", |c| {
+        c.pointwise(|c, x, dy| Ok((ops::relu(c.step, x)?, ops::relu_backward(c.step, &ops::relu(c.step, x)?, dy)?)))
+    }),
+    ("sigmoid", |c| {
+        c.pointwise(|c, x, dy| {
+            Ok((ops::sigmoid(c.step, x)?, ops::sigmoid_backward(c.step, &ops::sigmoid(c.step, x)?, dy)?))
+        })
+    }),
+    ("silu", |c| c.pointwise(|c, x, dy| Ok((ops::silu(c.step, x)?, ops::silu_backward(c.step, x, dy)?)))),
+    ("gelu_exact", |c| {
+        c.pointwise(|c, x, dy| Ok((ops::gelu_exact(c.step, x)?, ops::gelu_exact_backward(c.step, x, dy)?)))
+    }),
+    ("swiglu", |c| {
+        let shape = c.extents([70, 300]);
+        c.longest(1);
+        let (gate, up, dy) = (c.operand("gate", shape)?, c.operand("up", shape)?, c.operand("dy", shape)?);
+        c.result("y", &ops::swiglu(c.step, &gate, &up)?)?;
+        let [dgate, dup] = ops::swiglu_backward(c.step, &gate, &up, &dy)?;
+        c.result("dgate", &dgate)?;
+        c.result("dup", &dup)
+    }),
+    ("swiglu_packed", |c| {
+        let [rows, cols] = c.extents([70, 150]);
+        c.longest(1);
+        let (x, dy) = (c.operand("x", [rows, 2 * cols])?, c.operand("dy", [rows, cols])?);
+        c.result("y", &ops::swiglu_packed(c.step, &x)?)?;
+        c.result("dx", &ops::swiglu_packed_backward(c.step, &x, &dy)?)
+    }),
+    ("dropout", |c| {
+        let shape = c.extents([70, 300]);
+        c.longest(1);
+        let (seed, number) = (0x9e37_79b9_7f4a_7c15, (1 << 32) + c.seed);
+        let words = [seed, number].map(|word: u64| [word as u32, (word >> 32) as u32]);
+        c.given("generator", [4], words.as_flattened())?;
+        let (x, dy, p) = (c.operand("x", shape)?, c.operand("dy", shape)?, c.share("p"));
+        let draws = ops::Generator::at(c.step.device(), seed, number)?.draws(c.step)?;
+        let (_, second) = (draws.next(), draws.next());
+        c.result("y", &ops::dropout(c.step, &x, p, &second)?)?;
+        c.result("dx", &ops::dropout(c.step, &dy, p, &second)?)
+    }),
+    ("embedding", |c| {
+        let [count, rows, cols] = c.extents([700, 40, 70]);
+        c.longest(count);
+        let (table, ids) = (c.operand("table", [rows, cols])?, c.random.borrow_mut().belows(count, rows as u32));
+        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand("dy", [count, cols])?);
+        let y: Tensor<'_> = ops::embedding(c.step, &table, &ids)?;
+        c.result("y", &y)?;
+        let mut dtable = c.step.empty([rows, cols])?;
+        ops::embedding_backward(c.step, &dy, &ids, &mut dtable, false)?;
+        c.result("dtable", &dtable)
+    }),
+    ("gather", |c| {
+        let [count, rows, cols] = c.extents([700, 40, 70]);
+        c.longest(count);
+        let (x, ids) = (c.operand("x", [rows, cols])?, c.random.borrow_mut().belows(count, rows as u32));
+        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand("dy", [count, cols])?);
+        c.result("y", &ops::gather(c.step, &x, &ids)?)?;
+        c.result("dx", &ops::gather_backward(c.step, &dy, &ids, rows)?)
+    }),
+    ("add_positions", |c| {
+        let [batch, tokens, cols] = c.extents([40, 12, 70]);
+        c.longest(batch);
+        let (x, table) = (c.operand("x", [batch, tokens, cols])?, c.operand("table", [tokens + 3, cols])?);
+        let dy = c.operand("dy", [batch, tokens, cols])?;
+        c.result("y", &ops::add_positions(c.step, &x, &table)?)?;
+        let mut dtable = c.step.empty([tokens + 3, cols])?;
+        ops::add_positions_backward(c.step, &dy, &mut dtable, false)?;
+        c.result("dtable", &dtable)
+    }),
+    ("slice", |c| {
+        let [a, b, cols] = c.extents([9, 40, 70]);
+        c.longest(0);
+        let (start, end) = (b / 3, b / 3 + b.div_ceil(2));
+        c.given("range", [2], &[start as u32, end as u32])?;
+        let (x, dy) = (c.operand("x", [a, b, cols])?, c.operand("dy", [a, end - start, cols])?);
+        c.result("y", &ops::slice(c.step, &x, 1, start..end)?)?;
+        c.result("dx", &ops::slice_backward(c.step, &dy, [a, b, cols], 1, start..end)?)
+    }),
+    ("concat", |c| {
+        let [rows, a, b] = c.extents([70, 130, 60]);
+        c.longest(0);
+        let (left, right, dy) =
+            (c.operand("a", [rows, a])?, c.operand("b", [rows, b])?, c.operand("dy", [rows, a + b])?);
+        c.result("y", &ops::concat(c.step, &[&left, &right], 1)?)?;
+        c.result("da", &ops::slice(c.step, &dy, 1, 0..a)?)?;
+        c.result("db", &ops::slice(c.step, &dy, 1, a..a + b)?)
+    }),
     ("gelu_bias", |c| {
         let [rows, cols] = c.extents([270, 300]);
         c.longest(rows);
@@ -98,6 +185,8 @@ const CASES: &[(&str, Run)] = &[
         c.result("dbias", &dbias)
     }),
     ("add", |c| c.pair(|c, a, b| ops::add(c.step, a, b))),
+    ("sub", |c| c.pair(|c, a, b| ops::sub(c.step, a, b))),
+    ("mul", |c| c.pair(|c, a, b| ops::mul(c.step, a, b))),
     ("add_assign", |c| {
         c.pair(|c, a, b| {
             let mut out = ops::copy(c.step, a)?;
@@ -153,6 +242,44 @@ const CASES: &[(&str, Run)] = &[
         c.result("y", &y)?;
         c.result("dx", &ops::softmax_backward(c.step, &y, &dy)?)
     }),
+    ("log_softmax", |c| {
+        let shape = c.extents([70, 300]);
+        c.longest(shape[1]);
+        let (x, dy) = (c.operand("x", shape)?, c.operand("dy", shape)?);
+        let y = ops::log_softmax(c.step, &x)?;
+        c.result("y", &y)?;
+        c.result("dx", &ops::log_softmax_backward(c.step, &y, &dy)?)
+    }),
+    ("squared_error", |c| {
+        let shape @ [rows, cols] = c.extents([70, 300]);
+        c.longest(rows * cols);
+        let (x, target, weight) = (c.operand("x", shape)?, c.operand("target", shape)?, c.scalar("weight"));
+        let (dy, (loss, dx)) = (c.operand("dy", [1])?, ops::squared_error(c.step, &x, &target, weight)?);
+        c.result("y", &loss)?;
+        c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
+    }),
+    ("binary_cross_entropy", |c| {
+        let shape @ [rows, cols] = c.extents([70, 300]);
+        c.longest(rows * cols);
+        let (x, target) = (c.operand("x", shape)?, c.random.borrow_mut().uniforms(rows * cols, 0.0, 1.0));
+        let (target, weight, dy) = (c.given("target", shape, &target)?, c.scalar("weight"), c.operand("dy", [1])?);
+        let (loss, dx) = ops::binary_cross_entropy(c.step, &x, &target, weight)?;
+        c.result("y", &loss)?;
+        c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
+    }),
+    ("cross_entropy_by", |c| {
+        let [rows, classes] = c.extents([300, 12]);
+        c.longest(rows.max(classes));
+        let logits = c.operand("logits", [rows, classes + 1])?;
+        let mut labels = c.random.borrow_mut().belows(rows, classes as u32 + 1);
+        labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
+        let labels = c.given("labels", [rows], &labels)?;
+        let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.operand("dy", [1])?);
+        let rules = ops::LabelRules { smoothing, ignore: true };
+        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, weight, rules)?;
+        c.result("y", &loss)?;
+        c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
+    }),
     ("cross_entropy", |c| {
         let [rows, classes] = c.extents([300, 12]);
         c.longest(rows.max(classes));
@@ -172,6 +299,17 @@ const CASES: &[(&str, Run)] = &[
         c.result("y", &y)?;
         let mut dgain = c.step.empty([cols])?;
         c.result("dx", &ops::rms_norm_backward(c.step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
+        c.result("dgain", &dgain)
+    }),
+    ("rms_norm_residual", |c| {
+        let [rows, cols] = c.extents([200, 300]);
+        c.longest(rows.max(cols));
+        let [x, residual, dy] = ["x", "residual", "dy"].map(|name| c.operand(name, [rows, cols]));
+        let (x, residual, dy, gain) = (x?, residual?, dy?, c.operand("gain", [cols])?);
+        let (h, (y, inverse_rms)) = ops::rms_norm_residual(c.step, &x, &residual, &gain, c.scalar("epsilon"))?;
+        c.result("y", &y)?;
+        let mut dgain = c.step.empty([cols])?;
+        c.result("dx", &ops::rms_norm_backward(c.step, &h, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;
         c.result("dgain", &dgain)
     }),
     ("layer_norm", |c| {
@@ -263,6 +401,14 @@ const CASES: &[(&str, Run)] = &[
         let (x, dy) = (c.operand("x", [matrices, rows, cols])?, c.operand("dy", [matrices, cols, rows])?);
         c.result("y", &ops::transpose(c.step, &x)?)?;
         c.result("dx", &ops::transpose(c.step, &dy)?)
+    }),
+    ("swap_extents", |c| {
+        let [batch, tokens, heads, cols] = c.extents([5, 30, 6, 20]);
+        c.longest(0);
+        let x = c.operand("x", [batch, tokens, heads, cols])?;
+        let dy = c.operand("dy", [batch, heads, tokens, cols])?;
+        c.result("y", &ops::swap_extents(c.step, &x, 1, 2)?)?;
+        c.result("dx", &ops::swap_extents(c.step, &dy, 1, 2)?)
     }),
     ("linear", |c| {
         let [m, n, k] = c.extents([150, 140, 300]);
@@ -448,6 +594,13 @@ impl<'s> Case<'_, 's> {
     /// An operand on the host, between 1/8 and 1.
     fn scalar(&self, name: &str) -> f32 {
         let value = self.random.borrow_mut().uniform(0.125, 1.0);
+        self.file.borrow_mut().add(format!("{}.in.{name}", self.name), [1], &[value]);
+        value
+    }
+
+    /// An operand on the host, between 1/8 and 1/2.
+    fn share(&self, name: &str) -> f32 {
+        let value = self.random.borrow_mut().uniform(0.125, 0.5);
         self.file.borrow_mut().add(format!("{}.in.{name}", self.name), [1], &[value]);
         value
     }

@@ -1,6 +1,7 @@
 //! Weights as PyTorch's `state_dict` names and lays them out, in safetensors files.
 //!
-//! A matrix `[in, out]` of ours is `[out, in]` there, as `torch.nn.Linear` has it; and the `gain` of a norm is its `weight`, as
+//! A matrix `[in, out]` of ours is `[out, in]` there, as `torch.nn.Linear` has it, but an embedding's table is
+//! `[rows, cols]` in both; and the `gain` of a norm is its `weight`, as
 //! `torch.nn.RMSNorm` has it. Everything else is the same. Weights are f32; a file may hold some or all of them as BF16, which are read
 //! exactly, and it is written so when asked, rounded. Invariant: what is written by one is read by the other, bit for bit, and a
 //! file that does not fit changes nothing.
@@ -43,15 +44,17 @@ fn names(layout: &Layout) -> Result<BTreeMap<String, &LayoutEntry>> {
 /// Its extents there.
 fn shape(entry: &LayoutEntry) -> Vec<usize> {
     match *entry.shape().extents() {
-        [inputs, outputs] => vec![outputs, inputs],
+        [inputs, outputs] if !entry.is_table() => vec![outputs, inputs],
         ref extents => extents.to_vec(),
     }
 }
 
-/// What `convert` makes of the elements: of a matrix `[rows, cols]` those of `[cols, rows]`, of anything else as they are.
-fn transposed<T: Copy, U>(values: &[T], extents: &[usize], convert: impl Fn(T) -> U) -> Vec<U> {
+/// What `convert` makes of the elements: of a matrix `[rows, cols]` those of `[cols, rows]`, of a table or anything else as they are.
+fn transposed<T: Copy, U>(entry: &LayoutEntry, values: &[T], extents: &[usize], convert: impl Fn(T) -> U) -> Vec<U> {
     match *extents {
-        [rows, cols] => (0..rows * cols).map(|at| convert(values[at % rows * cols + at / rows])).collect(),
+        [rows, cols] if !entry.is_table() => {
+            (0..rows * cols).map(|at| convert(values[at % rows * cols + at / rows])).collect()
+        }
         _ => values.iter().map(|&value| convert(value)).collect(),
     }
 }
@@ -78,7 +81,7 @@ impl Parameters {
         Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
         let dtype = if <S as Element>::NAME == <bf16 as Element>::NAME { Dtype::BF16 } else { Dtype::F32 };
         let tensor = |(name, entry): (String, &LayoutEntry)| {
-            let values = transposed(&values[entry.range()], entry.shape().extents(), S::narrow);
+            let values = transposed(entry, &values[entry.range()], entry.shape().extents(), S::narrow);
             (name, shape(entry), values)
         };
         let tensors: Vec<_> = names(self.layout())?.into_iter().map(tensor).collect();
@@ -111,8 +114,10 @@ impl Parameters {
             let found = file.expect(name, &shape, &[Dtype::F32, Dtype::BF16]);
             let (bytes, dtype) = found.map_err(|reason| Error::file(path, reason))?;
             let values = match dtype {
-                Dtype::BF16 => transposed(bytes.as_chunks().0, &shape, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-                _ => transposed(bytes.as_chunks().0, &shape, f32::from_le_bytes),
+                Dtype::BF16 => {
+                    transposed(entry, bytes.as_chunks().0, &shape, |bytes| bf16::from_le_bytes(bytes).to_f32())
+                }
+                _ => transposed(entry, bytes.as_chunks().0, &shape, f32::from_le_bytes),
             };
             sources.insert(entry.name().to_owned(), values);
         }

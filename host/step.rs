@@ -92,13 +92,25 @@ impl<'s> Step<'s> {
     /// # Errors
     /// [`Error::Label`] with the sample.
     pub fn check_labels(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+        self.check(labels, classes, false)
+    }
+
+    /// [`Step::check_labels`], where [`IGNORED`](crate::ops::IGNORED) is allowed too.
+    ///
+    /// # Errors
+    /// As for [`Step::check_labels`].
+    pub fn check_labels_but_ignored(&self, labels: &impl Source<'s, u32>, classes: usize) -> Result<()> {
+        self.check(labels, classes, true)
+    }
+
+    fn check(&self, labels: &impl Source<'s, u32>, classes: usize, ignore: bool) -> Result<()> {
         let (memory, conditions) = (labels.memory(), self.region.conditions());
-        let asked = Labels { address: memory.as_slice().address(), classes };
+        let asked = Labels { address: memory.as_slice().address(), classes, ignore };
         if self.region.is_lent() {
             conditions.ask_labels(asked);
         } else if conditions.doubts(asked) {
             // A kernel may have changed them since.
-            Labels::check(&memory.download(self.device(), self.region.time_left())?, classes)?;
+            asked.check(&memory.download(self.device(), self.region.time_left())?)?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 
 mod support;
 
-use stepscope::nn::{Attention, Gelu, Linear, Mlp, RmsNorm, TokenLinear};
+use stepscope::nn::{Attention, Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
 use stepscope::*;
 use support::{Random, bits, on_each_device};
 
@@ -22,6 +22,8 @@ struct Layers {
     norm: RmsNorm,
     attention: Attention,
     mlp: Mlp,
+    swiglu: SwiGlu,
+    positions: Embedding,
 }
 
 impl Layers {
@@ -35,6 +37,8 @@ impl Layers {
             norm: RmsNorm::new(names.at("norm"), WIDTH),
             attention: Attention::new(names.at("layer").at("attention"), WIDTH),
             mlp: Mlp::new(names.at("layer").at("mlp"), WIDTH, 32, WIDTH),
+            swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
+            positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
         };
         (layers, layout.build().expect("the names differ"))
     }
@@ -77,6 +81,8 @@ fn names_are_nested_and_in_the_order_of_construction() {
         .chain(["norm.gain".to_owned()])
         .chain(attention.map(|name| format!("layer.attention.{name}")))
         .chain(["up.weight", "up.bias", "down.weight", "down.bias"].map(|name| format!("layer.mlp.{name}")))
+        .chain(["gate", "up", "down"].map(|name| format!("swiglu.{name}_proj.weight")))
+        .chain(["positions.weight".to_owned()])
         .collect();
     assert_eq!(names, expected);
     let twice = {
@@ -91,7 +97,7 @@ fn names_are_nested_and_in_the_order_of_construction() {
 
 on_each_device! {
     fn a_layer_is_the_ops_of_its_formula(device: &Device) {
-        let pairs: [(&str, Forward, Forward); 7] = [
+        let pairs: [(&str, Forward, Forward); 11] = [
             (
                 "linear",
                 |layers, tape, x| layers.linear.forward(tape, x),
@@ -128,6 +134,40 @@ on_each_device! {
                 },
             ),
             (
+                "norm behind a residual",
+                |layers, tape, x| {
+                    let [h, y] = layers.norm.forward_residual(tape, x, &layers.plain.forward(tape, x)?)?;
+                    tape.add(&h, &y)
+                },
+                |layers, tape, x| {
+                    let h = tape.add(x, &tape.linear(x, layers.plain.weight, None)?)?;
+                    tape.add(&h, &tape.rms_norm(&h, layers.norm.gain, RmsNorm::EPSILON)?)
+                },
+            ),
+            (
+                "positions",
+                |layers, tape, x| layers.positions.add_positions(tape, x),
+                |layers, tape, x| tape.add_positions(x, layers.positions.weight),
+            ),
+            (
+                "dropout without random numbers",
+                |layers, tape, x| Dropout { p: 0.5 }.forward(tape, &layers.plain.forward(tape, x)?, None),
+                |layers, tape, x| layers.plain.forward(tape, x),
+            ),
+            (
+                "swiglu, with and without a residual",
+                |layers, tape, x| layers.swiglu.forward_residual(tape, &layers.swiglu.forward(tape, x)?, x),
+                |layers, tape, x| {
+                    let SwiGlu { gate, up, down } = layers.swiglu;
+                    let gated = |x| {
+                        let (gate, up) = (tape.linear(x, gate.weight, None)?, tape.linear(x, up.weight, None)?);
+                        tape.swiglu(&gate, &up)
+                    };
+                    let y = tape.linear(&gated(x)?, down.weight, None)?;
+                    tape.linear_residual(&gated(&y)?, down.weight, None, x)
+                },
+            ),
+            (
                 "mlp, with and without a residual",
                 |layers, tape, x| layers.mlp.forward_residual(tape, &layers.mlp.forward(tape, x)?, x),
                 |layers, tape, x| {
@@ -142,5 +182,30 @@ on_each_device! {
             assert!(layer == ops, "{name}: other bits than its ops");
             assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: no gradient");
         }
+    }
+
+    /// Layers that need more than a variable: ids, and random numbers.
+    fn an_embedding_and_a_dropout(device: &Device) {
+        let mut layout = Layout::builder();
+        let embedding = Embedding::new(layout.names().at("wte"), 7, 5, 1.0);
+        let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let generator = ops::Generator::new(device, 1).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let ids = [6, 0, 3, 3, 1, 6];
+        let [rows, dropped] = arena
+            .step(|step| {
+                let tape = Tape::new(step, &parameters);
+                let y: Var<'_> = embedding.forward(&tape, step.upload(&ids, [2, 3])?.save())?;
+                assert_eq!(y.shape().extents(), [2, 3, 5]);
+                let dropped = Dropout { p: 0.5 }.forward(&tape, &y, Some(&generator.draws(step)?))?;
+                Ok([step.read(y.value())?, step.read(dropped.value())?])
+            })
+            .unwrap();
+        let table = parameters.flat().read().unwrap();
+        let want: Vec<f32> = ids.iter().flat_map(|&id| table[id as usize * 5..][..5].to_vec()).collect();
+        assert_eq!(bits(&rows), bits(&want));
+        let zeros = dropped.iter().filter(|&&y| y == 0.0).count();
+        assert!((5..25).contains(&zeros), "{zeros} of 30");
+        assert!(dropped.iter().zip(&rows).all(|(&y, &x)| y == 0.0 || y == 2.0 * x));
     }
 }

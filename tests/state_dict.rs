@@ -6,7 +6,7 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use stepscope::nn::{Attention, Linear, RmsNorm};
+use stepscope::nn::{Attention, Embedding, Linear, RmsNorm, SwiGlu};
 use stepscope::*;
 use support::on_each_device;
 
@@ -19,6 +19,8 @@ fn layout() -> Layout {
     Linear::new(names.at("encoder").at("0"), 5, 3);
     RmsNorm::new(names.at("norm"), 7);
     Attention::new(names.at("attention"), 128);
+    Embedding::new(names.at("wte"), 6, 4, 0.02);
+    SwiGlu::new(names.at("mlp"), 3, 5, 2);
     layout.add("scalegain", [4], Initializer::ONE);
     layout.add("kernel", [2, 3, 4], Initializer::fan_in(6));
     layout.build().unwrap()
@@ -45,7 +47,8 @@ on_each_device! {
         assert_eq!(names, [
             "attention.k_norm.weight", "attention.norm.weight", "attention.q_norm.weight", "attention.wk.weight",
             "attention.wo.weight", "attention.wq.weight", "attention.wv.weight", "encoder.0.bias", "encoder.0.weight",
-            "kernel", "norm.weight", "scalegain",
+            "kernel", "mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "norm.weight", "scalegain",
+            "wte.weight",
         ]);
         let ours = parameters.flat().read().unwrap();
         let entry = |name: &str| layout.entries().iter().find(|entry| entry.name() == name).unwrap();
@@ -57,6 +60,9 @@ on_each_device! {
                 assert_eq!(theirs[output * 5 + input].to_bits(), ours[start + input * 3 + output].to_bits());
             }
         }
+        assert_eq!(file["mlp.down_proj.weight"].0, [2, 5]);
+        // A table is as it is.
+        assert_eq!(file["wte.weight"], (vec![6, 4], ours[entry("wte.weight").range()].to_vec()));
         assert_eq!(file["kernel"], (vec![2, 3, 4], ours[entry("kernel").range()].to_vec()));
 
         let mut other = Parameters::new(device, &layout, 8).unwrap();

@@ -1,7 +1,7 @@
 //! The kernels of stepscope.
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract. Arithmetic that several families share
-//! is in [`math`], [`exps`], [`update`], [`vector`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
+//! is in [`math`], [`philox`], [`exps`], [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
 //! [`mod@mma`].
 //! The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
@@ -31,6 +31,7 @@ pub mod exps;
 pub mod format;
 pub mod math;
 pub mod mma;
+pub mod philox;
 pub mod row_chunk;
 pub mod stored;
 pub mod tile;
@@ -38,6 +39,7 @@ mod unroll;
 pub mod update;
 pub mod vector;
 pub mod warp;
+pub mod window;
 
 #[cfg(not(all(target_arch = "nvptx64", feature = "library")))]
 #[path = "kernels"]
@@ -48,9 +50,12 @@ mod entries {
     pub mod cast;
     pub mod checksum;
     pub mod clip;
+    pub mod dropout;
     pub mod elementwise;
+    pub mod embedding;
     pub mod fill;
     pub mod flash_attention;
+    pub mod gate;
     pub mod guard;
     pub mod layer_norm;
     pub mod loss;
@@ -64,6 +69,7 @@ mod entries {
     pub mod rotary;
     pub mod scalars;
     pub mod sgd;
+    pub mod slice;
     pub mod softmax;
     pub mod tokens;
     pub mod transpose;

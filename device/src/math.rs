@@ -14,6 +14,9 @@
 //! | `gelu` | 1.833 |
 //! | `gelu_derivative` | 1.950 |
 //! | `rsqrt` | 1.491 |
+//! | `sigmoid` | 1.38 |
+//! | `silu` | 1.42 |
+//! | `gelu_exact` | 2.23 |
 //!
 //! `cargo run --release --example scalars` measures these errors, and compares the bits of a device with the CPU's. The same bounds
 //! hold for subnormal inputs and results. A NaN gives a NaN, whose sign and payload are not fixed. The polynomials are minimax for
@@ -210,15 +213,22 @@ fn gelu_exp(size: f32) -> GeluExp {
 
 /// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016). It is -0 at -infinity.
 ///
-/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative x. The remainder corrects the quotient, so 1 /
-/// (1 + q) need not be exact: it is the parabola over `[1, 2]` whose relative error, a multiple of Chebyshev's T3, is least (1 /
-/// 99), and one step of Newton's iteration.
+/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative x.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     let size = x.abs();
     let size = if size > GELU_END { GELU_END } else { size };
     let GeluExp { r, rest, lift, .. } = gelu_exp(size);
-    let t = r + rest;
+    let y = logistic(x.is_sign_negative(), size, r + rest, lift);
+    select(x > GELU_END, x, y)
+}
+
+/// `size / (1 + q)`; where `negative`, `-size q / (1 + q)`. q = (1 + t) lift 2^-LIFT is at most 1.
+///
+/// The remainder corrects the quotient, so 1 / (1 + q) need not be exact: it is the parabola over `[1, 2]` whose relative error, a
+/// multiple of Chebyshev's T3, is least (1 / 99), and one step of Newton's iteration.
+#[inline(always)]
+fn logistic(negative: bool, size: f32, t: f32, lift: f32) -> f32 {
     let power = lift * LOWER;
     let power_and_1 = 1.0 + power;
     let s = fma(t, power, power_and_1);
@@ -226,13 +236,116 @@ pub fn gelu(x: f32) -> f32 {
     let inverse = newton(fma(fma(32.0 / 99.0, s, -144.0 / 99.0), s, 210.0 / 99.0), s);
 
     // The dividend is base (1 + t).
-    let negative = x.to_bits() >> 31 == 1;
     let (base, t) = (select(negative, size * lift, size), select(negative, t, 0.0));
     let quotient = fma(t, base, base) * inverse;
     let remainder = fma(-quotient, s_low, fma(base, t, fma(-quotient, s, base)));
     let y = fma(remainder, inverse, quotient);
-    let y = y * select(negative, -LOWER, 1.0);
-    select(x > GELU_END, x, y)
+    y * select(negative, -LOWER, 1.0)
+}
+
+/// From this x on, sigmoid(-x) is below the smallest subnormal, and so is silu(-x) from the second on.
+const SIGMOID_END: f32 = 105.0;
+const SILU_END: f32 = 110.0;
+
+/// 1 / (1 + e^-x).
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    let size = x.abs();
+    let size = if size > SIGMOID_END { SIGMOID_END } else { size };
+    let (t, n) = exp_less_1(-size, 0.0);
+    logistic(x.is_sign_negative(), 1.0, t, pow2(n.wrapping_add(LIFT))).abs()
+}
+
+/// x / (1 + e^-x) (Elfwing, Uchibe and Doya, 2017). It is -0 at -infinity.
+#[inline(always)]
+pub fn silu(x: f32) -> f32 {
+    let size = x.abs();
+    let size = if size > SILU_END { SILU_END } else { size };
+    let (t, n) = exp_less_1(-size, 0.0);
+    let y = logistic(x.is_sign_negative(), size, t, pow2(n.wrapping_add(LIFT)));
+    select(x > SILU_END, x, y)
+}
+
+/// From this x on, x times the normal distribution's share below -x is less than the smallest subnormal.
+const NORMAL_END: f32 = 14.5;
+
+/// What the exact GELU and its derivative begin with, for `size` in 0..=14.5: the normal distribution's share below -size is
+/// e^(-size^2 / 2) P / sum, where sum is size + 3, P is minimax of degree 10 in (size - 3) / (size + 3) (error 2^-30.0), and the exponential
+/// is (1 + r + rest) lift 2^-LIFT.
+struct NormalTail {
+    p: Pair,
+    sum: Pair,
+    /// 1 / sum.
+    inverse: f32,
+    r: f32,
+    rest: f32,
+    lift: f32,
+}
+
+/// size^2 is kept as two floats: its absolute error becomes the relative error of the exponential.
+#[inline(always)]
+fn normal_tail(size: f32) -> NormalTail {
+    let half = 0.5 * size;
+    let square = half * size;
+    let (r, q, n) = exp_parts(-square, -fma(half, size, -square));
+    let sum = size + 3.0;
+    let sum_low = select(size < 3.0, size - (sum - 3.0), 3.0 - (sum - size));
+    let inverse = 1.0 / sum;
+    let remainder = fma(-sum, inverse, 1.0) - sum_low * inverse;
+    let u = fma(-6.0 * inverse, remainder, fma(-6.0, inverse, 1.0));
+    let mut p = f32::from_bits(0x3864_6684);
+    p = fma(p, u, f32::from_bits(0x3909_a11c));
+    p = fma(p, u, f32::from_bits(0xb980_5269));
+    p = fma(p, u, f32::from_bits(0xba87_55c0));
+    p = fma(p, u, f32::from_bits(0x3a86_520d));
+    p = fma(p, u, f32::from_bits(0x3be4_5ebe));
+    p = fma(p, u, f32::from_bits(0xbc2b_6afe));
+    p = fma(p, u, f32::from_bits(0xbd41_9685));
+    p = fma(p, u, f32::from_bits(0x3e6b_89c3));
+    p = fma(p, u, f32::from_bits(0xbf02_6395));
+    let first: Pair = (f32::from_bits(0x3f3a_a53b), f32::from_bits(0xb2e6_7cea));
+    let all = fma(p, u, first.0);
+    let p = (all, fma(p, u, first.0 - all) + first.1);
+    NormalTail { p, sum: (sum, sum_low), inverse, r, rest: r * r * q, lift: pow2(n.wrapping_add(LIFT)) }
+}
+
+/// The exact form of GELU: x times the normal distribution's share below x, 0.5 x (1 + erf(x / sqrt(2))). It is -0 at -infinity.
+///
+/// As for [`gelu`], a remainder corrects the quotient.
+#[inline(always)]
+pub fn gelu_exact(x: f32) -> f32 {
+    let size = x.abs();
+    let size = if size > NORMAL_END { NORMAL_END } else { size };
+    let NormalTail { p, sum, inverse, r, rest, lift } = normal_tail(size);
+    let product = size * p.0;
+    let product_low = fma(size, p.1, fma(size, p.0, -product));
+    let quotient = product * inverse;
+    let low = (fma(-quotient, sum.1, fma(-quotient, sum.0, product)) + product_low) * inverse;
+    // Times the exponential.
+    let low = fma(quotient, r, fma(quotient, rest, low));
+    let lost = fma(quotient, lift, low * lift) * LOWER;
+    let y = select(x.is_sign_negative(), -lost, size - lost);
+    select(x > NORMAL_END, x, y)
+}
+
+/// The derivative of [`gelu_exact`]: the share below x, and x times the density. Near its root at -0.7518 the two cancel: there it is good to
+/// 2^-23 of either.
+#[inline(always)]
+pub fn gelu_exact_derivative(x: f32) -> f32 {
+    const INVERSE_ROOT_2_PI: f32 = 0.398_942_28;
+    let size = x.abs();
+    let size = if size > NORMAL_END { NORMAL_END } else { size };
+    let NormalTail { p, inverse, r, rest, lift, .. } = normal_tail(size);
+    let factor = fma(-INVERSE_ROOT_2_PI, size, p.0 * inverse);
+    let negative = fma(factor * (r + rest), lift, factor * lift) * LOWER;
+    select(x.is_sign_negative(), negative, 1.0 - negative)
+}
+
+/// log(1 + q) for `q` in 0..=1, within 1.7 ulp: what the rounding of 1 + q loses is added to the logarithm.
+#[inline(always)]
+pub fn log_and_1(q: f32) -> f32 {
+    let sum = 1.0 + q;
+    log(sum) + (q - (sum - 1.0))
 }
 
 /// The root of [`gelu`]'s derivative, and the derivative's slope there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).

@@ -287,6 +287,18 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     unsafe { *x.as_ptr().add(index) }
 }
 
+/// Like [`load`], from a pointer.
+///
+/// # Safety
+/// `x` is valid for reads of this element.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_raw<T: Copy>(x: *const T, index: usize) -> T {
+    reads(x, index, 1);
+    // SAFETY: the element may be read, as the caller promises.
+    unsafe { *x.add(index) }
+}
+
 /// `x[index]` and `x[index + 1]`, in one access. `index` is even and `x` starts on an 8-byte boundary.
 ///
 /// # Safety

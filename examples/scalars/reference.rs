@@ -19,7 +19,7 @@ pub(crate) struct Function {
     pub(crate) stated_ulps: f64,
 }
 
-pub(crate) const FUNCTIONS: [Function; 6] = [
+pub(crate) const FUNCTIONS: [Function; 9] = [
     Function { name: "exp", number: scalars::EXP, cpu: math::exp, reference: libm::exp, stated_ulps: ulps::EXP },
     Function { name: "log", number: scalars::LOG, cpu: math::log, reference: libm::log, stated_ulps: ulps::LOG },
     Function { name: "tanh", number: scalars::TANH, cpu: math::tanh, reference: libm::tanh, stated_ulps: ulps::TANH },
@@ -32,6 +32,21 @@ pub(crate) const FUNCTIONS: [Function; 6] = [
         stated_ulps: ulps::GELU_DERIVATIVE,
     },
     Function { name: "rsqrt", number: scalars::RSQRT, cpu: math::rsqrt, reference: rsqrt, stated_ulps: ulps::RSQRT },
+    Function {
+        name: "sigmoid",
+        number: scalars::SIGMOID,
+        cpu: math::sigmoid,
+        reference: sigmoid,
+        stated_ulps: ulps::SIGMOID,
+    },
+    Function { name: "silu", number: scalars::SILU, cpu: math::silu, reference: silu, stated_ulps: ulps::SILU },
+    Function {
+        name: "gelu_exact",
+        number: scalars::GELU_EXACT,
+        cpu: math::gelu_exact,
+        reference: gelu_exact,
+        stated_ulps: ulps::GELU_EXACT,
+    },
 ];
 
 /// The largest errors that `device/src/math.rs` states, for any input.
@@ -42,6 +57,9 @@ pub(crate) mod ulps {
     pub(crate) const GELU: f64 = 1.833;
     pub(crate) const GELU_DERIVATIVE: f64 = 1.950;
     pub(crate) const RSQRT: f64 = 1.491;
+    pub(crate) const SIGMOID: f64 = 1.38;
+    pub(crate) const SILU: f64 = 1.42;
+    pub(crate) const GELU_EXACT: f64 = 2.23;
 }
 
 /// 2 sqrt(2/pi) and the cubic's factor.
@@ -87,8 +105,18 @@ fn gelu_argument(x: f64) -> f64 {
     GELU[0] * (x + GELU[1] * x * x * x)
 }
 
+/// x / (1 + e^-x); -0 where that is below any float32.
+pub(crate) fn silu(x: f64) -> f64 {
+    if x < -150.0 { -0.0 } else { x * sigmoid(x) }
+}
+
+/// x times the normal distribution's share below x; -0 where that is below any float32.
+pub(crate) fn gelu_exact(x: f64) -> f64 {
+    if x < -GELU_END { -0.0 } else { 0.5 * x * libm::erfc(-x / 2f64.sqrt()) }
+}
+
 /// 1 / (1 + e^-z), by e^-|z|, which cannot overflow.
-fn sigmoid(z: f64) -> f64 {
+pub(crate) fn sigmoid(z: f64) -> f64 {
     let exp = libm::exp(-z.abs());
     if z < 0.0 { exp / (1.0 + exp) } else { 1.0 / (1.0 + exp) }
 }

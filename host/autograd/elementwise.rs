@@ -1,4 +1,4 @@
-//! Sums of variables and multiples of them on a tape.
+//! Sums, differences, products and multiples of variables on a tape.
 
 use super::{Tape, Var};
 use crate::error::Result;
@@ -18,6 +18,44 @@ impl<'s> Tape<'_, 's> {
         let y = ops::add(self.step(), a.value(), b.value())?;
         let (a, b) = (*a, *b);
         Ok(op.record(y.save(), move |back, dy| back.add_to_both(&a, &b, dy)))
+    }
+
+    /// `y = a - b`; `a`, `b`, `y`: the same shape. See [`ops::sub`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn sub<S: Stored>(&self, a: &Var<'s, S>, b: &Var<'s, S>) -> Result<Var<'s, S>> {
+        let op = self.op("sub", [a, b])?;
+        let y = ops::sub(self.step(), a.value(), b.value())?;
+        let (a, b) = (*a, *b);
+        Ok(op.record(y.save(), move |back, dy| {
+            if b.wants_gradient() {
+                let db = ops::scale(back.step(), &dy, -1.0)?;
+                back.add(&b, db)?;
+            }
+            back.add(&a, dy)
+        }))
+    }
+
+    /// `y = a b`, element by element; `a`, `b`, `y`: the same shape. See [`ops::mul`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn mul<S: Stored>(&self, a: &Var<'s, S>, b: &Var<'s, S>) -> Result<Var<'s, S>> {
+        let op = self.op("mul", [a, b])?;
+        let y = ops::mul(self.step(), a.value(), b.value())?;
+        let (a, b) = (*a, *b);
+        Ok(op.record(y.save(), move |back, dy| {
+            for (of, by) in [(a, b), (b, a)] {
+                if of.wants_gradient() {
+                    let gradient = ops::mul(back.step(), &dy, by.value())?;
+                    back.add(&of, gradient)?;
+                }
+            }
+            Ok(())
+        }))
     }
 
     /// `y = factor x`; `x`, `y`: the same shape. See [`ops::scale`].

@@ -212,8 +212,8 @@ const LEAST_TRANSIT_BYTES: usize = 64 << 10;
 struct Port {
     memory: Memory<u8>,
     transit: Option<Buffer<u32>>,
-    /// The classes that its values name, if they are labels.
-    classes: Option<usize>,
+    /// What its values must be, if they are labels.
+    labels: Vec<Labels>,
 }
 
 /// Where the values of a recording go in and out.
@@ -232,7 +232,7 @@ impl Ports {
         let port = |form: &Form| {
             // Values of so many bytes were there when the key was made.
             let memory = region.slot(form.shape.elements() * form.element_bytes)?;
-            Ok(Port { memory, transit: None, classes: None })
+            Ok(Port { memory, transit: None, labels: Vec::new() })
         };
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
         Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
@@ -241,16 +241,15 @@ impl Ports {
     /// Marks the inputs that the recorded ops took for labels.
     pub(super) fn bind(&mut self, asked: &[Labels]) {
         for port in &mut self.inputs {
-            let of_port = asked.iter().filter(|labels| labels.address == port.memory.as_slice().address());
-            port.classes = of_port.map(|labels| labels.classes).min();
+            let address = port.memory.as_slice().address();
+            port.labels = asked.iter().copied().filter(|labels| labels.address == address).collect();
         }
     }
 
     /// Looks at the labels among the inputs.
     pub(super) fn check(&self, inputs: &Inputs<'_>) -> Result<()> {
-        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match port.classes {
-            Some(classes) => Labels::check(bytemuck::cast_slice(value.values.bytes()), classes),
-            None => Ok(()),
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
+            port.labels.iter().try_for_each(|labels| labels.check(bytemuck::cast_slice(value.values.bytes())))
         })
     }
 

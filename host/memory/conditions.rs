@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
+use kernels::loss::IGNORED;
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -71,6 +72,8 @@ impl Turns {
 pub(crate) struct Labels {
     pub(crate) address: u64,
     pub(crate) classes: usize,
+    /// Whether [`IGNORED`] is allowed too.
+    pub(crate) ignore: bool,
 }
 
 impl Labels {
@@ -78,8 +81,9 @@ impl Labels {
     ///
     /// # Errors
     /// [`Error::Label`] with its place.
-    pub(crate) fn check(labels: &[u32], classes: usize) -> Result<()> {
-        match labels.iter().position(|&label| label as usize >= classes) {
+    pub(crate) fn check(self, labels: &[u32]) -> Result<()> {
+        let Self { classes, ignore, .. } = self;
+        match labels.iter().position(|&label| label as usize >= classes && !(ignore && label == IGNORED)) {
             None => Ok(()),
             Some(sample) => Err(Error::Label { sample, label: labels[sample], classes }),
         }
@@ -91,8 +95,8 @@ impl Labels {
 pub(crate) struct Conditions {
     turns: RefCell<Vec<Arc<Turns>>>,
     labels: RefCell<Vec<Labels>>,
-    /// The address of each upload of integers, and the largest.
-    uploads: RefCell<Vec<(u64, u32)>>,
+    /// The address of each upload of integers, the largest, and the largest but [`IGNORED`].
+    uploads: RefCell<Vec<(u64, [u32; 2])>>,
 }
 
 impl Conditions {
@@ -104,13 +108,16 @@ impl Conditions {
     /// Integers were uploaded.
     pub(crate) fn uploaded(&self, address: u64, values: &[u32]) {
         if let Some(&largest) = values.iter().max() {
-            self.uploads.borrow_mut().push((address, largest));
+            let other = values.iter().copied().filter(|&value| value != IGNORED).max().unwrap_or(0);
+            self.uploads.borrow_mut().push((address, [largest, other]));
         }
     }
 
     /// Whether what was uploaded to these labels' address had one that is no class.
     pub(crate) fn doubts(&self, labels: Labels) -> bool {
-        let holds = |&(address, largest): &(u64, u32)| address == labels.address && largest as usize >= labels.classes;
+        let holds = |&(address, largest): &(u64, [u32; 2])| {
+            address == labels.address && largest[usize::from(labels.ignore)] as usize >= labels.classes
+        };
         self.uploads.borrow().iter().any(holds)
     }
 

@@ -32,17 +32,23 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod dropout;
+mod embedding;
 mod layer_norm;
 mod linear;
 mod mlp;
 mod multi_head_attention;
 mod names;
 mod norm;
+mod swiglu;
 
 pub use attention::Attention;
+pub use dropout::Dropout;
+pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;
 pub use linear::{Linear, TokenLinear};
 pub use mlp::{Gelu, Mlp};
 pub use multi_head_attention::MultiHeadAttention;
 pub use names::Names;
 pub use norm::RmsNorm;
+pub use swiglu::SwiGlu;

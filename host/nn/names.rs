@@ -31,6 +31,11 @@ impl Names<'_> {
         self.layout.add(format!("{}{name}", self.prefix), shape, initializer)
     }
 
+    /// [`Names::add`] of a table, whose rows are looked up by number: see [`LayoutBuilder::add_table`].
+    pub fn add_table(&mut self, name: impl Display, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
+        self.layout.add_table(format!("{}{name}", self.prefix), shape, initializer)
+    }
+
     /// `count` parameters of one shape, named here by their number.
     pub fn add_stack(
         &mut self,

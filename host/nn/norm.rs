@@ -33,4 +33,13 @@ impl RmsNorm {
     pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.rms_norm(x, self.gain, self.epsilon)
     }
+
+    /// `h = x + residual` and the norm of h, both; see [`Tape::rms_norm_residual`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<[Var<'s>; 2]> {
+        tape.rms_norm_residual(x, residual, self.gain, self.epsilon)
+    }
 }

@@ -1,4 +1,4 @@
-//! Sums, scalings and biases, element by element.
+//! Sums, differences, products, scalings and biases, element by element.
 
 use super::same_shape;
 use super::shapes::check_row;
@@ -16,6 +16,30 @@ pub fn add<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Sour
     same_shape("add", a.shape(), b.shape())?;
     let mut out = step.empty(a.shape())?;
     step.launch(elementwise::add { a: a.slice(), b: b.slice(), out: out.out() })?;
+    Ok(out)
+}
+
+/// `out = a - b`; `a`, `b`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
+pub fn sub<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
+    same_shape("sub", a.shape(), b.shape())?;
+    let mut out = step.empty(a.shape())?;
+    step.launch(elementwise::sub { a: a.slice(), b: b.slice(), out: out.out() })?;
+    Ok(out)
+}
+
+/// `out = a b`; `a`, `b`, `out`: the same shape. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when shapes differ; [`Error::ArenaFull`](crate::Error::ArenaFull).
+#[track_caller]
+pub fn mul<'s, S: Stored>(step: &Step<'s>, a: &impl Source<'s, S>, b: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
+    same_shape("mul", a.shape(), b.shape())?;
+    let mut out = step.empty(a.shape())?;
+    step.launch(elementwise::mul { a: a.slice(), b: b.slice(), out: out.out() })?;
     Ok(out)
 }
 

@@ -1,12 +1,13 @@
-//! Cross-entropy of logits against labels.
+//! Losses: cross-entropy of logits against labels, squared errors, and binary cross-entropy.
 
-use super::{fill, scaled_sum};
+use super::{fill, same_shape, scaled_sum};
 use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use kernels::loss as kernel;
+pub use kernels::loss::IGNORED;
 
 /// `loss = weight * sum over r of log(sum over c of exp(logits[r, c])) - logits[r, labels[r]]`, `[1]`, and its gradient
 /// `dlogits[r, c] = weight (softmax(logits)[r, c] - [c = labels[r]])`; `logits`, `dlogits`: `[rows, classes]`, `labels`:
@@ -24,14 +25,47 @@ pub fn cross_entropy<'s, S: Stored>(
     labels: &impl Source<'s, u32>,
     weight: f32,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
+    cross_entropy_by(step, logits, labels, weight, LabelRules::default())
+}
+
+/// How labels count in a cross-entropy: by default each as what it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LabelRules {
+    /// What the label gives up of its weight, in equal parts to all classes, its own among them; in `[0, 1)`.
+    pub smoothing: f32,
+    /// Rows of the label [`IGNORED`] count for nothing: no loss, and gradients of 0. A mean has `weight` = 1 / the others' number.
+    pub ignore: bool,
+}
+
+/// [`cross_entropy`] by these rules: with a smoothing s, `-log softmax` of the label counts `1 - s`, and its mean over all classes s. In the same
+/// launches; without smoothing and ignored labels, to the same bits.
+///
+/// # Errors
+/// Those of [`cross_entropy`]; [`Error::Misuse`] for a smoothing that is not in `[0, 1)`.
+#[track_caller]
+pub fn cross_entropy_by<'s, S: Stored>(
+    step: &Step<'s>,
+    logits: &impl Source<'s, S>,
+    labels: &impl Source<'s, u32>,
+    weight: f32,
+    LabelRules { smoothing, ignore }: LabelRules,
+) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
+    const OP: &str = "cross_entropy";
     let (rows, classes) = match *logits.shape().extents() {
         [rows, classes] if classes > 0 && labels.shape().extents() == [rows] => (rows, classes),
         _ => {
             let got = format!("{} and {}", logits.shape(), labels.shape());
-            return Err(Error::misuse("cross_entropy", "logits [rows, classes] and labels [rows]", got));
+            return Err(Error::misuse(OP, "logits [rows, classes] and labels [rows]", got));
         }
     };
-    step.check_labels(labels, classes)?;
+    if !(0.0..1.0).contains(&smoothing) {
+        return Err(Error::misuse(OP, "a smoothing in [0, 1)", smoothing.to_string()));
+    }
+    if ignore {
+        step.check_labels_but_ignored(labels, classes)?
+    } else {
+        step.check_labels(labels, classes)?
+    }
     let mut dlogits = step.empty(logits.shape())?;
     if rows == 0 {
         return Ok((fill(step, [1], 0.0)?, dlogits));
@@ -44,11 +78,80 @@ pub fn cross_entropy<'s, S: Stored>(
         classes,
         weight,
         scale: if blocks == 1 { weight } else { 1.0 },
+        smoothing,
+        ignore: u32::from(ignore),
         losses: losses.out(),
         dlogits: dlogits.out(),
     })?;
-    let loss = if blocks == 1 { losses } else { scaled_sum(step, &losses, weight)? };
-    Ok((loss, dlogits))
+    Ok((summed(step, losses, weight)?, dlogits))
+}
+
+/// `weight` times the sum of blocks' losses; of one block it is in there.
+fn summed<'s>(step: &Step<'s>, losses: Tensor<'s>, weight: f32) -> Result<Tensor<'s>> {
+    if losses.shape().elements() == 1 { Ok(losses) } else { scaled_sum(step, &losses, weight) }
+}
+
+/// `loss = weight * sum of (x - target)^2`, `[1]`, and its gradient `dx = 2 weight (x - target)`; `x`, `target`, `dx`: the same shape. Returns both.
+/// A mean has `weight = 1 / elements`.
+///
+/// Queued; one launch up to 4096 elements. Scratch: a number for each 4096.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+#[track_caller]
+pub fn squared_error<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    target: &impl Source<'s, f32>,
+    weight: f32,
+) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
+    by_element("squared_error", step, x, target, weight, kernel::SQUARED_ERROR)
+}
+
+/// `loss = weight * sum of -target log p - (1 - target) log(1 - p)`, `[1]`, for `p = 1 / (1 + e^-x)`, and its gradient `dx = weight (p - target)`;
+/// `x`, `target`, `dx`: the same shape. Returns both. It is computed as `max(x, 0) - x target + log(1 + e^-|x|)`, which neither overflows nor
+/// cancels. A mean has `weight = 1 / elements`.
+///
+/// Queued; one launch up to 4096 elements. Scratch: a number for each 4096.
+///
+/// # Errors
+/// [`Error::Misuse`] when shapes differ; [`Error::ArenaFull`].
+#[track_caller]
+pub fn binary_cross_entropy<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    target: &impl Source<'s, f32>,
+    weight: f32,
+) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
+    by_element("binary_cross_entropy", step, x, target, weight, kernel::BINARY_CROSS_ENTROPY)
+}
+
+#[track_caller]
+fn by_element<'s, S: Stored>(
+    op: &'static str,
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    target: &impl Source<'s, f32>,
+    weight: f32,
+    function: u32,
+) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
+    same_shape(op, x.shape(), target.shape())?;
+    let mut dx = step.empty(x.shape())?;
+    let blocks = x.shape().elements().div_ceil(kernels::block::CHUNK);
+    if blocks == 0 {
+        return Ok((fill(step, [1], 0.0)?, dx));
+    }
+    let mut losses = step.empty([blocks])?;
+    step.launch(kernel::element_loss {
+        x: x.slice(),
+        target: target.slice(),
+        function,
+        weight,
+        scale: if blocks == 1 { weight } else { 1.0 },
+        losses: losses.out(),
+        dx: dx.out(),
+    })?;
+    Ok((summed(step, losses, weight)?, dx))
 }
 
 impl<'s> Tape<'_, 's> {
@@ -68,5 +171,44 @@ impl<'s> Tape<'_, 's> {
         let op = self.op("cross_entropy", [logits])?;
         let (loss, dlogits) = ops::cross_entropy(self.step(), logits.value(), &labels, weight)?;
         op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))
+    }
+
+    /// [`Tape::cross_entropy`] by rules for labels; see [`ops::cross_entropy_by`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn cross_entropy_by<S: Stored>(
+        &self,
+        logits: &Var<'s, S>,
+        labels: Saved<'s, u32>,
+        weight: f32,
+        rules: LabelRules,
+    ) -> Result<Var<'s>> {
+        let op = self.op("cross_entropy", [logits])?;
+        let (loss, dlogits) = ops::cross_entropy_by(self.step(), logits.value(), &labels, weight, rules)?;
+        op.record_scalar(loss.save(), logits, move |_| Ok(dlogits))
+    }
+
+    /// [`ops::squared_error`], `[1]`; `x`, `target`: the same shape.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn squared_error<S: Stored>(&self, x: &Var<'s, S>, target: &Saved<'s>, weight: f32) -> Result<Var<'s>> {
+        let op = self.op("squared_error", [x])?;
+        let (loss, dx) = ops::squared_error(self.step(), x.value(), target, weight)?;
+        op.record_scalar(loss.save(), x, move |_| Ok(dx))
+    }
+
+    /// [`ops::binary_cross_entropy`], `[1]`; `x`, `target`: the same shape.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn binary_cross_entropy<S: Stored>(&self, x: &Var<'s, S>, target: &Saved<'s>, weight: f32) -> Result<Var<'s>> {
+        let op = self.op("binary_cross_entropy", [x])?;
+        let (loss, dx) = ops::binary_cross_entropy(self.step(), x.value(), target, weight)?;
+        op.record_scalar(loss.save(), x, move |_| Ok(dx))
     }
 }

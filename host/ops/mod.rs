@@ -11,8 +11,11 @@ mod adamw;
 mod attention;
 mod cast;
 mod clip;
+mod dropout;
 mod elementwise;
+mod embedding;
 mod fill;
+mod gate;
 mod layer_norm;
 mod loss;
 mod matmul;
@@ -23,6 +26,7 @@ mod reduce;
 mod rotary;
 mod sgd;
 mod shapes;
+mod slice;
 mod softmax;
 mod tokens;
 mod transpose;
@@ -33,16 +37,22 @@ pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
 pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
-pub use elementwise::{add, add_assign, add_bias, scale, scale_by};
+pub use dropout::{Draw, Draws, Generator, dropout};
+pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, sub};
+pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward};
 pub use fill::{copy, copy_into, fill, fill_into};
+pub use gate::{
+    gelu_exact, gelu_exact_backward, relu, relu_backward, sigmoid, sigmoid_backward, silu, silu_backward, swiglu,
+    swiglu_backward, swiglu_packed, swiglu_packed_backward,
+};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
-pub use loss::cross_entropy;
+pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
     Factor, Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,
 };
-pub use norm::{rms_norm, rms_norm_backward};
+pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
@@ -50,6 +60,7 @@ pub use reduce::{
 pub use rotary::{Rotary, rotary, rotary_backward};
 pub use sgd::{sgd, sgd_groups};
 pub use shapes::same_shape;
-pub use softmax::{softmax, softmax_backward};
+pub use slice::{concat, slice, slice_backward};
+pub use softmax::{log_softmax, log_softmax_backward, softmax, softmax_backward};
 pub use tokens::{mean_tokens, mean_tokens_backward};
-pub use transpose::transpose;
+pub use transpose::{swap_extents, transpose};

@@ -1,4 +1,5 @@
-//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), alone and, on a tape, followed by projections.
+//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019), alone, behind the sum of a residual and, on a
+//! tape, followed by projections.
 //!
 //! Backward adds to the gradient that x has from elsewhere, such as the residual path's, in the same launch.
 
@@ -11,7 +12,7 @@ use crate::ops::{Factor, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
-use cuda_std::launch::PointerMut;
+use cuda_std::launch::{PointerMut, Slice};
 use kernels::norm as kernel;
 
 /// `y = x gain / sqrt(mean(x^2) + epsilon)` by row; `x`, `y`: `[.., cols]`, `gain`: `[cols]`. Returns `y` and
@@ -26,16 +27,62 @@ pub fn rms_norm<'s, S: Stored>(
     gain: &impl Source<'s, f32>,
     epsilon: f32,
 ) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
+    let (y, inverse_rms) = outputs("rms_norm", step, x, gain)?;
+    launch(step, [x.slice(), Slice::empty()], gain.slice(), epsilon, PointerMut::empty(), y, inverse_rms)
+}
+
+/// `h = x + residual`, and [`rms_norm`] of h, in one launch; `residual`, `h`: as x. What is normalised is h as it is stored. Returns `h`, and
+/// what [`rms_norm`] does. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when the residual has another shape; those of [`rms_norm`].
+#[track_caller]
+pub fn rms_norm_residual<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    residual: &impl Source<'s, S>,
+    gain: &impl Source<'s, f32>,
+    epsilon: f32,
+) -> Result<(Tensor<'s, S>, (Tensor<'s, S>, Tensor<'s>))> {
+    const OP: &str = "rms_norm_residual";
+    same_shape(OP, x.shape(), residual.shape())?;
+    let (mut h, (y, inverse_rms)) = (step.empty(x.shape())?, outputs(OP, step, x, gain)?);
+    let out = launch(step, [x.slice(), residual.slice()], gain.slice(), epsilon, h.out(), y, inverse_rms)?;
+    Ok((h, out))
+}
+
+/// The outputs for `x`, whose gain is right.
+fn outputs<'s, S: Stored>(
+    op: &'static str,
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    gain: &impl Source<'s, f32>,
+) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
     let [rows, cols] = x.shape().as_rows();
-    check_row("rms_norm", "gain", cols, gain)?;
-    let (mut y, mut inverse_rms) = (step.empty(x.shape())?, step.empty([rows])?);
+    check_row(op, "gain", cols, gain)?;
+    Ok((step.empty(x.shape())?, step.empty([rows])?))
+}
+
+#[track_caller]
+fn launch<'s, S: Stored>(
+    step: &Step<'s>,
+    [x, residual]: [Slice<'_, S>; 2],
+    gain: Slice<'_, f32>,
+    epsilon: f32,
+    h: PointerMut<'_, S>,
+    mut y: Tensor<'s, S>,
+    mut inverse_rms: Tensor<'s>,
+) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
+    let (cols, y_out, inverse_rms_out) = (gain.len(), y.out(), inverse_rms.out());
     step.launch(kernel::rms_norm_forward {
-        x: x.slice(),
-        gain: gain.slice(),
+        x,
+        residual,
+        gain,
         cols,
         epsilon,
-        y: y.out(),
-        inverse_rms: inverse_rms.out(),
+        h,
+        y: y_out,
+        inverse_rms: inverse_rms_out,
     })?;
     Ok((y, inverse_rms))
 }
@@ -116,6 +163,33 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(y.save(), move |back, dy| backward(back, &x, gain, &inverse_rms, &dy)))
     }
 
+    /// [`ops::rms_norm_residual`]: `h = x + residual`, and its norm `y`; returns both, since h goes on as the next residual.
+    ///
+    /// Backward adds the norm's gradient to the one that h has from elsewhere, in the norm's launch.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn rms_norm_residual<S: Stored>(
+        &self,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+        gain: Parameter,
+        epsilon: f32,
+    ) -> Result<[Var<'s, S>; 2]> {
+        let op = self.op("rms_norm_residual", [x, residual])?;
+        let gains = op.weights(gain)?;
+        let (h, (y, inverse_rms)) = ops::rms_norm_residual(self.step(), x.value(), residual.value(), &gains, epsilon)?;
+        let (x, residual, h, inverse_rms) = (*x, *residual, h.save(), inverse_rms.save());
+        Ok(op.record_all([h, y.save()], move |back, [dh, dy]| {
+            let dh = match dy {
+                Some(dy) => Some(gradient(back, &h, gain, &inverse_rms, &dy, dh)?),
+                None => dh,
+            };
+            dh.map_or(Ok(()), |dh| back.add_to_both(&x, &residual, dh))
+        }))
+    }
+
     /// `y[i] = rms_norm(x) w_i`, one norm and one batched multiply for all of a stack; `x`: `[batch, tokens, in]`, `w_i`:
     /// `[in, out]`, `y`: `[members, batch, tokens, out]`.
     ///
@@ -176,8 +250,21 @@ fn backward<'s, S: Stored>(
     inverse_rms: &Saved<'s>,
     dy: &Tensor<'s, S>,
 ) -> Result<()> {
-    let (step, weights, so_far) = (back.step(), back.weights(gain)?, back.take(x)?);
-    let (mut dgain, accumulate) = back.gradient(gain)?;
-    let dx = ops::rms_norm_backward(step, x.value(), &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)?;
+    let so_far = back.take(x)?;
+    let dx = gradient(back, x.value(), gain, inverse_rms, dy, so_far)?;
     back.add(x, dx)
+}
+
+/// The gradient of x, with the one that it has so far; that of the gain is put where it belongs.
+fn gradient<'s, S: Stored>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Saved<'s, S>,
+    gain: Parameter,
+    inverse_rms: &Saved<'s>,
+    dy: &Tensor<'s, S>,
+    so_far: Option<Tensor<'s, S>>,
+) -> Result<Tensor<'s, S>> {
+    let (step, weights) = (back.step(), back.weights(gain)?);
+    let (mut dgain, accumulate) = back.gradient(gain)?;
+    ops::rms_norm_backward(step, x, &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)
 }

@@ -1,10 +1,10 @@
-//! Matrices transposed.
+//! Matrices transposed, and any two extents that change places.
 
 use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Shape, Source, Target, Tensor};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::transpose as kernel;
 
 /// `y[.., j, i] = x[.., i, j]`; `x`: `[.., rows, cols]`, `y`: `[.., cols, rows]`. Queued, no scratch. A product transposes its factors
@@ -13,7 +13,7 @@ use kernels::transpose as kernel;
 /// # Errors
 /// [`Error::Misuse`] for fewer than two extents; [`Error::ArenaFull`].
 #[track_caller]
-pub fn transpose<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn transpose<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, S>> {
     let (rows, cols, shape): (_, _, Shape) = match *x.shape().extents() {
         [rows, cols] => (rows, cols, [cols, rows].into()),
         [a, rows, cols] => (rows, cols, [a, cols, rows].into()),
@@ -27,13 +27,50 @@ pub fn transpose<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor
     Ok(y)
 }
 
+/// The extents of the numbers `a` and `b` change places, such as heads and tokens; x: any shape, y: with these extents swapped. The gradient is
+/// the same of dy. Queued, one launch, no scratch. Where the last extent stays, whole rows move; the last two are [`transpose`]d.
+///
+/// # Errors
+/// [`Error::Misuse`] when there is no such extent; [`Error::ArenaFull`].
+#[track_caller]
+pub fn swap_extents<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    a: usize,
+    b: usize,
+) -> Result<Tensor<'s, S>> {
+    let (shape, a, b) = (x.shape(), a.min(b), a.max(b));
+    let extents = shape.extents();
+    if b >= extents.len() {
+        return Err(Error::misuse("swap_extents", format!("a tensor with an extent number {b}"), shape.to_string()));
+    }
+    if a == b {
+        return ops::copy(step, x);
+    }
+    if a + 2 == extents.len() {
+        return transpose(step, x);
+    }
+    let mut y = step.empty(shape.with(a, extents[b]).with(b, extents[a]))?;
+    if shape.elements() > 0 {
+        step.launch(kernel::swap_extents {
+            x: x.slice(),
+            first: extents[a],
+            between: extents[a + 1..b].iter().product(),
+            second: extents[b],
+            cols: extents[b + 1..].iter().product(),
+            y: y.out(),
+        })?;
+    }
+    Ok(y)
+}
+
 impl<'s> Tape<'_, 's> {
     /// The same elements in the same order with other extents; `x`: any shape, result: `shape`, of as many elements. Copies nothing.
     ///
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) when the number of elements differs.
     #[track_caller]
-    pub fn reshape(&self, x: &Var<'s>, shape: impl Into<Shape>) -> Result<Var<'s>> {
+    pub fn reshape<S: Stored>(&self, x: &Var<'s, S>, shape: impl Into<Shape>) -> Result<Var<'s, S>> {
         let op = self.op("reshape", [x])?;
         let (y, x) = (x.value().reshape(shape)?, *x);
         Ok(op.record(y, move |back, dy| {
@@ -47,11 +84,25 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn transpose(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn transpose<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         let op = self.op("transpose", [x])?;
         let (y, x) = (ops::transpose(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::transpose(back.step(), &dy)?;
+            back.add(&x, dx)
+        }))
+    }
+
+    /// [`ops::swap_extents`] of `x`; backward swaps them again.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn swap_extents<S: Stored>(&self, x: &Var<'s, S>, a: usize, b: usize) -> Result<Var<'s, S>> {
+        let op = self.op("swap_extents", [x])?;
+        let (y, x) = (ops::swap_extents(self.step(), x.value(), a, b)?, *x);
+        Ok(op.record(y.save(), move |back, dy| {
+            let dx = ops::swap_extents(back.step(), &dy, a, b)?;
             back.add(&x, dx)
         }))
     }

@@ -43,6 +43,7 @@ pub struct LayoutEntry {
     shape: Shape,
     start: usize,
     pub(super) initializer: Initializer,
+    is_table: bool,
 }
 
 impl LayoutEntry {
@@ -54,6 +55,11 @@ impl LayoutEntry {
     /// The extents.
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// Whether its rows are looked up by number, so that no other layout of it is meant than `[rows, cols]`.
+    pub fn is_table(&self) -> bool {
+        self.is_table
     }
 
     /// The first element's place in a flat region of this layout.
@@ -104,8 +110,21 @@ impl LayoutBuilder {
                 self.elements
             }
         };
-        self.entries.push(LayoutEntry { name: name.into(), shape, start, initializer });
+        self.entries.push(LayoutEntry { name: name.into(), shape, start, initializer, is_table: false });
         Parameter { layout: self.identity, index: self.entries.len() - 1 }
+    }
+
+    /// [`LayoutBuilder::add`] of a table whose rows are looked up by number, as an embedding's: a `state_dict` has it as it is, where
+    /// other matrices are transposed.
+    pub fn add_table(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Shape>,
+        initializer: Initializer,
+    ) -> Parameter {
+        let table = self.add(name, shape, initializer);
+        self.entries[table.index].is_table = true;
+        table
     }
 
     /// `count` parameters of one shape, named by their number.

@@ -14,6 +14,8 @@ use crate::tensor::{Element, Source, Stored, Target, Tensor};
 use Listed::{Bf16Products, Both, FlashForward, FlashKeys, FlashQueries, One, Products, Roundings, TensorProducts};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
+use kernels::dropout::{draw, dropout};
+use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::flash_attention::{Shape, flash_forward, flash_keys, flash_queries};
 use kernels::format::Reduced;
 use kernels::guard::{PATTERN, guard_check, guard_write};
@@ -196,6 +198,23 @@ const LISTED: &[Listed] = &[
         // Whole, norms that are not a number too.
         if i.by_form(true, false) { i.flat(|i, [x, _]| clip_factors(i, x)) } else { i.long(|i, x| clip_factors(i, x)) }
     }),
+    One("draw", |i| {
+        let mut generator = i.step.upload(&[1, 2, u32::MAX, 7], [4])?;
+        let mut drawn = i.step.empty::<u32>([4])?;
+        let (state, next) = generator.in_place();
+        i.step.launch(draw { generator: state, next, draw: drawn.out() })?;
+        i.keep(&generator)?;
+        i.keep(&drawn)
+    }),
+    both!("dropout", <S>, |i| {
+        let drawn = i.step.upload(&[3, 4, 5, 6], [4])?;
+        i.flat::<S>(|i, [x, _]| {
+            let (mut y, threshold) = (i.step.empty::<S>(x.shape())?, 1 << 30);
+            let (x, draw) = (x.slice(), drawn.slice());
+            i.step.launch(dropout { x, draw, call: 7, threshold, scale: 1.25, y: y.out() })?;
+            i.keep(&y)
+        })
+    }),
     both!("add", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::add(i.step, a, b)?))),
     both!("add_assign", <S>, |i| {
         i.flat::<S>(|i, [a, b]| {
@@ -204,6 +223,8 @@ const LISTED: &[Listed] = &[
             i.keep(&out)
         })
     }),
+    both!("sub", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::sub(i.step, a, b)?))),
+    both!("mul", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::mul(i.step, a, b)?))),
     both!("scale", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
     both!("scale_by", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale_by(i.step, x, &i.normals([1])?)?))),
     both!("add_bias", <S>, |i| {
@@ -212,6 +233,49 @@ const LISTED: &[Listed] = &[
             i.keep(&ops::add_bias(i.step, x, &bias)?)
         })
     }),
+    both!("embedding_forward", <S>, |i| {
+        i.rows::<f32>(|i, table| i.with_ids(table, |i, ids| i.keep(&ops::embedding::<S>(i.step, table, ids)?)))
+    }),
+    both!("gather", <S>, |i| {
+        i.rows::<S>(|i, x| i.with_ids(x, |i, ids| i.keep(&ops::gather(i.step, x, ids)?)))
+    }),
+    One("sort_ids", |i| {
+        i.sorted(|i, ids| {
+            let (mut sorted, mut order) = (i.step.empty(ids.shape())?, i.step.empty(ids.shape())?);
+            i.step.launch(sort_ids { ids: ids.slice(), sorted: sorted.out(), order: order.out() })?;
+            i.keep(&sorted)?;
+            i.keep(&order)
+        })
+    }),
+    One("merge_ids", |i| {
+        i.sorted(|i, ids| {
+            // Runs that the upload has sorted: of three, then of six.
+            let (mut merged, mut order) = (i.step.empty(ids.shape())?, i.step.empty(ids.shape())?);
+            let run = ids.shape().elements().div_ceil(5);
+            let (sorted, places) = i.runs(ids, run)?;
+            let (ids, places) = (sorted.slice(), places.slice());
+            i.step.launch(merge_ids { ids, order: places, run, merged: merged.out(), merged_order: order.out() })?;
+            i.keep(&merged)?;
+            i.keep(&order)
+        })
+    }),
+    One("rows_finish", |i| {
+        for (counts, cols) in
+            i.by_form([([3, 65, 0, 700, 64], 64), ([0, 1, 300, 2, 129], 131)], [([3, 65, 0, 70, 2], 20); 2])
+        {
+            let each = counts.iter().enumerate();
+            let sorted: Vec<u32> = each.flat_map(|(id, &count)| std::iter::repeat_n(id as u32, count)).collect();
+            let windows = sorted.len().div_ceil(kernels::embedding::CHUNK);
+            let (sorted, partials) = (i.step.upload(&sorted, [sorted.len()])?, i.normals::<f32>([windows, cols])?);
+            // The last id has no row.
+            let (mut out, length) = (i.normals::<f32>([4, cols])?, 4 * cols);
+            let (sorted, partials) = (sorted.slice(), partials.slice());
+            i.step.launch(rows_finish { sorted, partials, cols, length, out: out.out() })?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
+    both!("rows_sum", <S>, |i| i.embedded::<S>(5)),
     both!("fill", <S>, |i| {
         let lengths = i.by_form(&[1, 1025, 4099][..], &[1027]);
         lengths.iter().try_for_each(|&length| {
@@ -225,6 +289,36 @@ const LISTED: &[Listed] = &[
     FlashQueries,
     FlashKeys,
     One("flash_delta", attention::delta),
+    both!("activation_forward", <S>, |i| {
+        i.flat::<S>(|i, [x, _]| {
+            i.keep(&ops::relu(i.step, x)?)?;
+            i.keep(&ops::sigmoid(i.step, x)?)?;
+            i.keep(&ops::silu(i.step, x)?)?;
+            i.keep(&ops::gelu_exact(i.step, x)?)
+        })
+    }),
+    both!("activation_backward", <S>, |i| {
+        i.flat::<S>(|i, [x, dy]| {
+            i.keep(&ops::relu_backward(i.step, x, dy)?)?;
+            i.keep(&ops::sigmoid_backward(i.step, x, dy)?)?;
+            i.keep(&ops::silu_backward(i.step, x, dy)?)?;
+            i.keep(&ops::gelu_exact_backward(i.step, x, dy)?)
+        })
+    }),
+    both!("swiglu_forward", <S>, |i| {
+        i.flat::<S>(|i, [gate, up]| i.keep(&ops::swiglu(i.step, gate, up)?))?;
+        i.tokens(|i, [a, b, c]| i.keep(&ops::swiglu_packed(i.step, &i.normals::<S>([a, b, 2 * c])?)?))
+    }),
+    both!("swiglu_backward", <S>, |i| {
+        i.flat::<S>(|i, [gate, up]| {
+            let dy = i.normals(up.shape())?;
+            ops::swiglu_backward(i.step, gate, up, &dy)?.iter().try_for_each(|result| i.keep(result))
+        })?;
+        i.tokens(|i, [a, b, c]| {
+            let (x, dy) = (i.normals::<S>([a, b, 2 * c])?, i.normals([a, b, c])?);
+            i.keep(&ops::swiglu_packed_backward(i.step, &x, &dy)?)
+        })
+    }),
     One("guard_write", |i| {
         let block = i.step.upload(&[bf16::ONE; 200], [200])?;
         let guard = block.memory().part(101, 98);
@@ -267,7 +361,19 @@ const LISTED: &[Listed] = &[
             let labels = i.step.lend(&labels, [labels.len()])?;
             let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
             i.keep(&loss)?;
+            i.keep(&dlogits)?;
+            let rules = ops::LabelRules { smoothing: 0.1, ignore: true };
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &labels, 0.1, rules)?;
+            i.keep(&loss)?;
             i.keep(&dlogits)
+        })
+    }),
+    both!("element_loss", <S>, |i| {
+        i.long::<S>(|i, x| {
+            let target = i.normals(x.shape())?;
+            let squared = ops::squared_error(i.step, x, &target, 0.1)?;
+            let binary = ops::binary_cross_entropy(i.step, x, &target, 0.1)?;
+            [squared, binary].iter().try_for_each(|(loss, dx)| i.keep(loss).and_then(|()| i.keep(dx)))
         })
     }),
     Products,
@@ -277,6 +383,10 @@ const LISTED: &[Listed] = &[
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
+            i.keep(&y)?;
+            i.keep(&scale)?;
+            let (h, (y, scale)) = ops::rms_norm_residual(i.step, x, &i.normals(x.shape())?, &i.gain(x)?, 1e-6)?;
+            i.keep(&h)?;
             i.keep(&y)?;
             i.keep(&scale)
         })
@@ -334,7 +444,7 @@ const LISTED: &[Listed] = &[
     One("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
     One("rotary", attention::rotary),
     One("scalars", |i| {
-        (scalars::EXP..=scalars::RSQRT).try_for_each(|function| {
+        (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {
             // In the smallest form from 0.01 to 10, by turns of either sign.
             let (length, first, stride) =
                 i.by_form(((1 << 17) + 3, 0x8000_0001, 32_749), (4099, 0x3c23_d70b, 0x8000_4fd9));
@@ -347,17 +457,40 @@ const LISTED: &[Listed] = &[
     One("sgd_groups", |i| {
         i.by_form(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd_groups(i, length))
     }),
+    both!("copy_rows", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            i.keep(&ops::slice(i.step, x, 1, cols / 4..cols)?)?;
+            i.keep(&ops::concat(i.step, &[x, &ops::slice(i.step, x, 0, 0..rows / 2)?], 0)?)?;
+            i.keep(&ops::concat(i.step, &[x, x], 1)?)
+        })
+    }),
     both!("softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::softmax(i.step, x)?))),
     both!("softmax_backward", <S>, |i| i.rows::<S>(|i, y| i.keep(&ops::softmax_backward(i.step, y, &i.normals(y.shape())?)?))),
+    both!("log_softmax_forward", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::log_softmax(i.step, x)?))),
+    both!("log_softmax_backward", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let y = ops::scale(i.step, &ops::relu(i.step, x)?, -1.0)?;
+            i.keep(&ops::log_softmax_backward(i.step, &y, &i.normals(y.shape())?)?)
+        })
+    }),
     both!("mean_tokens_forward", <S>, |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals::<S>(shape)?)?))),
     both!("mean_tokens_backward", <S>, |i| {
         i.tokens(|i, [samples, tokens, cols]| {
             i.keep(&ops::mean_tokens_backward(i.step, &i.normals::<S>([samples, cols])?, [samples, tokens, cols])?)
         })
     }),
-    One("transpose", |i| {
-        i.rows(|i, x| i.keep(&ops::transpose(i.step, x)?))?;
-        i.tokens(|i, shape| i.keep(&ops::transpose(i.step, &i.normals(shape)?)?))
+    both!("transpose", <S>, |i| {
+        i.rows::<S>(|i, x| i.keep(&ops::transpose(i.step, x)?))?;
+        i.tokens(|i, shape| i.keep(&ops::transpose(i.step, &i.normals::<S>(shape)?)?))
+    }),
+    both!("swap_extents", <S>, |i| {
+        i.rows::<S>(|i, x| {
+            let [rows, cols] = x.shape().as_rows();
+            let both = ops::copy(i.step, x)?.reshape([1, rows, 1, cols])?;
+            i.keep(&ops::swap_extents(i.step, &both, 0, 1)?)
+        })?;
+        i.tokens(|i, [a, b, c]| i.keep(&ops::swap_extents(i.step, &i.normals::<S>([a, b, 2, c])?, 0, 2)?))
     }),
 ];
 

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::memory::{Arena, Buffer};
 use crate::ops::{self, Attention, AttentionForm, QkNorm};
 use crate::step::Eager;
-use crate::tensor::{Element, Shape, Source, Stored, Target, Tensor};
+use crate::tensor::{Element, Lent, Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use half::bf16;
 use kernels::attention::HEAD;
@@ -115,6 +115,49 @@ impl<'s> Inputs<'_, 's> {
     pub(super) fn labels<S: Stored>(&self, logits: &Tensor<'s, S>) -> Result<Buffer<u32>> {
         let [rows, classes] = logits.shape().as_rows();
         Buffer::from_slice(self.step.device(), &self.random.borrow_mut().belows(rows, classes as u32 + 1))
+    }
+
+    /// The op on ids of the rows of `table`, one beyond the last among them: a row of NaN.
+    pub(super) fn with_ids<S: Stored>(
+        &self,
+        table: &Tensor<'s, S>,
+        op: impl Fn(&Self, &Lent<'_, 's, u32>) -> Result<()>,
+    ) -> Result<()> {
+        let rows = table.shape().as_rows()[0] as u32;
+        let mut ids = self.random.borrow_mut().belows(37, rows);
+        ids[5] = rows;
+        let ids = Buffer::from_slice(self.step.device(), &ids)?;
+        op(self, &self.step.lend(&ids, [ids.len()])?)
+    }
+
+    /// The op on ids of which some come often: fewer than a block sorts, and more.
+    pub(super) fn sorted(&self, op: impl Fn(&Self, &Tensor<'s, u32>) -> Result<()>) -> Result<()> {
+        for &count in self.by_form(&[1, 5, 511, 5003][..], &[1300]) {
+            op(self, &self.step.upload(&self.random.borrow_mut().belows(count, 40), [count])?)?;
+        }
+        Ok(())
+    }
+
+    /// The ids with each `run` of them sorted, and where they stood.
+    pub(super) fn runs(&self, ids: &Tensor<'s, u32>, run: usize) -> Result<(Tensor<'s, u32>, Tensor<'s, u32>)> {
+        let ids = self.step.read(ids)?;
+        let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+        order.chunks_mut(run).for_each(|run| run.sort_by_key(|&at| ids[at as usize]));
+        let sorted: Vec<u32> = order.iter().map(|&at| ids[at as usize]).collect();
+        Ok((self.step.upload(&sorted, [ids.len()])?, self.step.upload(&order, [ids.len()])?))
+    }
+
+    /// The gradient of an embedding: of ids that come up to some hundred times, `distinct` of them.
+    pub(super) fn embedded<S: Stored>(&self, distinct: u32) -> Result<()> {
+        for &[count, cols] in self.by_form(&[[1, 3], [700, 64], [5003, 131]][..], &[[530, 20], [140, 131]]) {
+            let ids = self.step.upload(&self.random.borrow_mut().belows(count, distinct), [count])?;
+            let (dy, mut dtable) = (self.normals::<S>([count, cols])?, self.normals([distinct as usize + 1, cols])?);
+            for accumulate in [true, false] {
+                crate::ops::embedding_backward(self.step, &dy, &ids, &mut dtable, accumulate)?;
+                self.keep(&dtable)?;
+            }
+        }
+        Ok(())
     }
 
     /// The op on two arrays: of all magnitudes and what is not a number, then of several lengths. In the smallest form one length,

@@ -36,9 +36,15 @@ impl Shape {
 
     /// The same extents but the last.
     #[must_use]
-    pub fn with_last(mut self, extent: usize) -> Self {
-        if self.rank > 0 {
-            self.extents[self.rank - 1] = extent;
+    pub fn with_last(self, extent: usize) -> Self {
+        self.with(self.rank.wrapping_sub(1), extent)
+    }
+
+    /// The same extents but the one of this number, if there is one.
+    #[must_use]
+    pub fn with(mut self, number: usize, extent: usize) -> Self {
+        if number < self.rank {
+            self.extents[number] = extent;
         }
         self
     }

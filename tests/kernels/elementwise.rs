@@ -1,4 +1,4 @@
-//! `ops::{add, add_assign, scale, scale_by, add_bias}`.
+//! `ops::{add, sub, mul, add_assign, scale, scale_by, add_bias}`.
 //!
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
@@ -38,6 +38,18 @@ on_each_device! {
                 trial.output(&ops::add(trial, &a, &b)?)
             });
             assert_same(length, &got, &rounded(&a, &b, |a, b| a + b));
+        }
+    }
+
+    fn sub_and_mul(device: &Device) {
+        for length in LENGTHS {
+            let (a, b) = pairs(length);
+            let [difference, product] = trial(device, |trial| {
+                let (a, b) = (trial.upload(&a, [length])?, trial.upload(&b, [length])?);
+                Ok([trial.output(&ops::sub(trial, &a, &b)?)?, trial.output(&ops::mul(trial, &a, &b)?)?])
+            });
+            assert_same(length, &difference, &rounded(&a, &b, |a, b| a - b));
+            assert_same(length, &product, &rounded(&a, &b, |a, b| a * b));
         }
     }
 
@@ -97,6 +109,8 @@ on_each_device! {
         trial(device, |trial| {
             let (a, mut b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
             assert_refused(ops::add(trial, &a, &b), &["add", "[2, 3]", "[3, 2]"]);
+            assert_refused(ops::sub(trial, &a, &b), &["sub", "[2, 3]", "[3, 2]"]);
+            assert_refused(ops::mul(trial, &a, &b), &["mul", "[2, 3]", "[3, 2]"]);
             assert_refused(ops::add_assign(trial, &mut b, &a), &["add_assign", "[2, 3]", "[3, 2]"]);
             let bias = trial.upload(&[1.0; 2], [2])?;
             assert_refused(ops::scale_by(trial, &a, &bias), &["scale_by", "[1]", "[2]"]);
@@ -124,6 +138,24 @@ on_each_device! {
         }
     }
 
+    fn gradient_of_sub_and_mul(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape = extents(&mut random, seed, [7, 5, 13]);
+            let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
+            // A variable and itself, and inputs, which want no gradient.
+            Case::new("sub and mul", seed, 4, values).check(device, |_, tape, p| {
+                let (a, b) = (leaf(tape, p[0])?, leaf(tape, p[1])?);
+                let two = tape.input(ops::fill(tape.step(), shape, 2.0)?);
+                let product = tape.mul(&tape.sub(&a, &b)?, &tape.mul(&a, &two)?)?;
+                tape.sub(&tape.mul(&product, &product)?, &tape.sub(&two, &tape.sub(&b, &two)?)?)
+            }, |p| {
+                let y = |(a, b): (&f64, &f64)| ((a - b) * 2.0 * a).powi(2) - (4.0 - b);
+                p[0].iter().zip(&p[1]).map(y).collect()
+            });
+        }
+    }
+
     fn gradient_of_scale(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
@@ -138,6 +170,8 @@ on_each_device! {
 
 attack! {
     elementwise::add<S> { a: stored 9, b: stored 9, out: out_stored 9 }
+    elementwise::sub<S> { a: stored 9, b: stored 9, out: out_stored 9 }
+    elementwise::mul<S> { a: stored 9, b: stored 9, out: out_stored 9 }
     elementwise::add_assign<S> { a: stored 9, out: out_stored 9 }
     elementwise::scale<S> { x: stored 9, factor: float 2.0, out: out_stored 9 }
     elementwise::scale_by<S> { x: stored 9, factor: f32s 1, out: out_stored 9 }

@@ -123,7 +123,7 @@ pub(crate) fn emulated(launches: impl for<'s> FnOnce(&Eager<'s>) -> Result<()>) 
 }
 
 /// Attacks kernels, in a module `contracts`. After a parameter's name stands what it is: a buffer that is read (`f32s`, `u32s`), read by a
-/// pointer (`pointer`) or written (`out`, `out_u32`), `halves` and `out_halves` of BF16, by its elements; a `number`; or a `float`. Of a family `kernel<S>` both types are
+/// pointer (`pointer`, `pointer_u32`) or written (`out`, `out_u32`), `halves` and `out_halves` of BF16, by its elements; a `number`; or a `float`. Of a family `kernel<S>` both types are
 /// attacked; its buffers of S are `stored` and `out_stored`.
 macro_rules! attack {
     ($($file:ident :: $kernel:ident $(by $choice:ident)? $(<$S:ident>)? { $($name:ident: $kind:ident $value:expr),* $(,)? })*) => {
@@ -206,6 +206,9 @@ macro_rules! attack {
     (@make $step:ident, $lengths:ident, $name:ident, pointer, $length:expr) => {
         attack!(@make $step, $lengths, $name, f32s, $length);
     };
+    (@make $step:ident, $lengths:ident, $name:ident, pointer_u32, $length:expr) => {
+        attack!(@make $step, $lengths, $name, u32s, $length);
+    };
     (@make $step:ident, $lengths:ident, $name:ident, u32s, $length:expr) => {
         let $name = $step.upload(&vec![0_u32; $length], [$length])?;
         $lengths.push($length as u64);
@@ -235,6 +238,7 @@ macro_rules! attack {
     (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out() };
     (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice() };
     (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer() };
+    (@argument $numbers:ident, $name:ident, pointer_u32, $length:expr) => { $name.pointer() };
     (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out() };
     (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out() };
     (@argument $numbers:ident, $name:ident, number, $value:expr) => { $numbers.next(stringify!($name), $value) };

@@ -1,15 +1,17 @@
-//! `ops::cross_entropy`: the loss and its gradient.
+//! `ops::{cross_entropy, squared_error, binary_cross_entropy}`: losses and their gradients.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::hostile::attack;
-use crate::shapes::ROWS;
+use crate::reference::{self, ulps};
+use crate::shapes::{LENGTHS, ROWS};
 use crate::softmax::{self, exps, softmax};
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trees;
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::reduce::argmax_columns;
-use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, Source, Target, ops};
+use stepscope::ops::LabelRules;
+use stepscope::{Arena, Buffer, Capacity, Device, Error, Inputs, Result, Source, Step, Target, Tensor, ops};
 
 const WEIGHT: f32 = 1.0 / 3.0;
 
@@ -39,6 +41,17 @@ fn cross_entropy(device: &Device, [rows, classes]: [usize; 2], logits: &[f32], l
 pub(crate) fn in_float64(logits: &[f64], labels: &[u32], classes: usize, weight: f64) -> Vec<f64> {
     let rows = logits.chunks_exact(classes).zip(labels);
     vec![weight * rows.map(|(row, &label)| -softmax::in_float64(row)[label as usize].ln()).sum::<f64>()]
+}
+
+/// A loss of each element, with its gradient.
+type Elementwise = for<'s> fn(&Step<'s>, &Tensor<'s>, &Tensor<'s>) -> Result<(Tensor<'s>, Tensor<'s>)>;
+
+/// max(x, 0) - x target + log(1 + e^-|x|).
+fn cross_entropy_of(x: f32, target: f32) -> Exact {
+    let exp = (-f64::from(x.abs())).exp();
+    // The logarithm's own error, and the exponential's.
+    let log = Exact { value: exp.ln_1p(), error: 2.0 * 1.7 * exp.ln_1p() + 2.0 * ulps::EXP * exp };
+    Exact::given(x.max(0.0)) - Exact::given(x) * Exact::given(target) + log
 }
 
 on_each_device! {
@@ -132,6 +145,184 @@ on_each_device! {
         }
     }
 
+    /// Smoothed, with every seventh row ignored.
+    fn by_rules(device: &Device) {
+        let (mut losses, mut gradients) = (Closeness::new("smoothed"), Closeness::new("smoothed gradient"));
+        let (weight, smoothing) = (Exact::given(WEIGHT), 0.1f32);
+        for shape @ [rows, classes] in ROWS {
+            let mut random = Random::new(classes as u64);
+            let logits = random.normals(rows * classes);
+            let mut labels = random.belows(rows, classes as u32);
+            labels.iter_mut().step_by(7).for_each(|label| *label = ops::IGNORED);
+            let rules = LabelRules { smoothing, ignore: true };
+            let (got, dlogits) = trial(device, |trial| {
+                let (logits, labels) = (trial.upload(&logits, shape)?, trial.upload(&labels, [rows])?);
+                let (loss, dlogits) =
+                    trial.with_scratch(|| ops::cross_entropy_by(trial, &logits, &labels, WEIGHT, rules))?;
+                Ok((trial.output(&loss)?[0], trial.output(&dlogits)?))
+            });
+            let of_label = Exact::given(1.0) - Exact::given(smoothing);
+            let of_each = Exact::given(smoothing) / Exact::given(classes as f32);
+            let each = || logits.chunks_exact(classes).zip(&labels);
+            let row = |(x, &label): (&[f32], &u32)| {
+                let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+                let all = Exact::sum(trees::row_depth(classes), x.iter().map(|&x| Exact::given(x) - largest));
+                let target = of_label * (Exact::given(x[label as usize]) - largest) + of_each * all;
+                Exact::sum(trees::row_depth(classes), exps(x)).ln() - target
+            };
+            let counted = each().filter(|(_, label)| **label != ops::IGNORED).map(row);
+            let want = Exact::sum(depth(rows, classes), counted) * weight;
+            losses.check(format_args!("{rows} x {classes}"), &[got], &[want]);
+            let row = |(x, &label): (&[f32], &u32)| {
+                let less = |(at, p): (usize, Exact)| {
+                    if at == label as usize { p - of_each - of_label } else { p - of_each }
+                };
+                let of_row = softmax(x).into_iter().enumerate().map(less).map(|p| p * weight);
+                if label == ops::IGNORED { vec![Exact::given(0.0); classes] } else { of_row.collect() }
+            };
+            gradients.check(format_args!("{rows} x {classes}"), &dlogits, &each().flat_map(row).collect::<Vec<_>>());
+        }
+        losses.finish();
+        gradients.finish();
+    }
+
+    /// Rows that are ignored may hold anything, and the others have the bits that they have without those.
+    fn ignored_rows_count_for_nothing(device: &Device) {
+        let [rows, classes] = [9, 5];
+        let mut random = Random::new(8);
+        let (mut logits, mut labels) = (random.normals(rows * classes), random.belows(rows, classes as u32));
+        let rules = LabelRules { smoothing: 0.0, ignore: true };
+        let (want_loss, mut want) = cross_entropy(device, [rows - 1, classes], &logits[..(rows - 1) * classes], &labels[..rows - 1]);
+        logits[(rows - 1) * classes..].fill(f32::NAN);
+        labels[rows - 1] = ops::IGNORED;
+        want.extend([0.0; 5]);
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let (loss, dlogits) = arena
+            .step(|step| {
+                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload(&labels, [rows])?);
+                let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules)?;
+                Ok((step.read(&loss)?, step.read(&dlogits)?))
+            })
+            .unwrap();
+        assert_same("loss", &loss, &[want_loss]);
+        assert_same("gradient", &dlogits, &want);
+        // The label is one like any other where nobody asked for it, and others are still none; also at a replay.
+        let by = |labels: &[u32], rules| {
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+            let eager = arena.step(|step| {
+                let (logits, labels) = (step.upload(&logits, [rows, classes])?, step.upload(labels, [rows])?);
+                ops::cross_entropy_by(step, &logits, &labels, WEIGHT, rules).map(drop)
+            });
+            let inputs = Inputs::new().with(&logits, [rows, classes]).unwrap().with(labels, [rows]).unwrap();
+            let mut captured = arena
+                .capture(rules, &inputs, |step, rules, slots| {
+                    let (loss, _) = ops::cross_entropy_by(step, &slots.input::<f32>(0)?, &slots.input(1)?, WEIGHT, *rules)?;
+                    Ok(slots.output(&loss))
+                })
+                .unwrap();
+            assert_eq!(captured.replay(&inputs).err(), eager.clone().err());
+            eager
+        };
+        assert_eq!(by(&labels, rules), Ok(()));
+        let error = |sample, label| Err(Error::Label { sample, label, classes });
+        assert_eq!(by(&labels, LabelRules::default()), error(rows - 1, ops::IGNORED));
+        labels[3] = classes as u32;
+        assert_eq!(by(&labels, rules), error(3, classes as u32));
+    }
+
+    fn of_elements(device: &Device) {
+        let names = ["squared error", "binary cross-entropy"];
+        let [mut squared, mut binary] = names.map(Closeness::new);
+        let [mut of_squared, mut of_binary] = ["squared error gradient", "binary cross-entropy gradient"].map(Closeness::new);
+        let weight = Exact::given(WEIGHT);
+        for length in LENGTHS {
+            let mut random = Random::new(length as u64);
+            let (x, target) = (random.uniforms(length, -30.0, 30.0), random.uniforms(length, 0.0, 1.0));
+            let [(a, da), (b, db)] = trial(device, |trial| {
+                let (x, target) = (trial.upload(&x, [length])?, trial.upload(&target, [length])?);
+                let run = |op: Elementwise| -> Result<(f32, Vec<f32>)> {
+                    let (loss, dx) = trial.with_scratch(|| op(trial, &x, &target))?;
+                    assert_eq!((loss.shape().extents(), dx.shape()), (&[1][..], x.shape()));
+                    Ok((trial.output(&loss)?[0], trial.output(&dx)?))
+                };
+                Ok([
+                    run(|step, x, target| ops::squared_error(step, x, target, WEIGHT))?,
+                    run(|step, x, target| ops::binary_cross_entropy(step, x, target, WEIGHT))?,
+                ])
+            });
+            // The order is that of a sum, whose terms are rounded.
+            let terms: Vec<f32> = x.iter().zip(&target).map(|(x, target)| (x - target) * (x - target)).collect();
+            let sum = trees::all(&terms, &|sum, term| sum + term);
+            assert_same(length, &[a], &[sum * WEIGHT]);
+            let each = |f: &dyn Fn(f32, f32) -> Exact| x.iter().zip(&target).map(|(&x, &target)| f(x, target)).collect::<Vec<_>>();
+            let exact = |terms: Vec<Exact>| Exact::sum(trees::all_depth(length), terms) * weight;
+            let difference = |x: f32, target: f32| Exact::given(x) - Exact::given(target);
+            squared.check(length, &[a], &[exact(each(&|x, target| difference(x, target) * difference(x, target)))]);
+            of_squared.check(length, &da, &each(&|x, target| difference(x, target) * Exact::given(2.0 * WEIGHT)));
+            binary.check(length, &[b], &[exact(each(&cross_entropy_of))]);
+            let sigmoid = |x: f32| {
+                let value = reference::sigmoid(f64::from(x));
+                Exact { value, error: 2.0 * ulps::SIGMOID * value }
+            };
+            of_binary.check(length, &db, &each(&|x, target| (sigmoid(x) - Exact::given(target)) * weight));
+        }
+        [squared, binary, of_squared, of_binary].into_iter().for_each(Closeness::finish);
+    }
+
+    /// Where the plain formula is infinite or 0.
+    fn binary_cross_entropy_far_out(device: &Device) {
+        for (x, target, want, gradient) in [
+            (200.0, 1.0, 0.0, 0.0), (200.0, 0.0, 200.0, 1.0), (-200.0, 0.0, 0.0, 0.0), (-200.0, 1.0, 200.0, -1.0),
+            (3e38, 0.0, 3e38, 1.0), (0.0, 0.5, std::f32::consts::LN_2, 0.0), (f32::NAN, 1.0, f32::NAN, f32::NAN),
+        ] {
+            let (loss, dx) = trial(device, |trial| {
+                let (x, target) = (trial.upload(&[x], [1])?, trial.upload(&[target], [1])?);
+                let (loss, dx) = ops::binary_cross_entropy(trial, &x, &target, 1.0)?;
+                Ok((trial.output(&loss)?, trial.output(&dx)?))
+            });
+            assert_same(x, &loss, &[want]);
+            assert_same(x, &dx, &[gradient]);
+        }
+    }
+
+    fn gradient_of_the_others(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape @ [rows, classes] = extents(&mut random, seed, [71, 11]).map(|extent| extent + 1);
+            let target = random.uniforms(rows * classes, 0.0, 1.0);
+            let mut labels = random.belows(rows, classes as u32);
+            labels[rows / 2] = ops::IGNORED;
+            let weight = 1.0 / rows as f32;
+            let values = vec![normal(&mut random, &shape)];
+            let case = |name| Case::new(name, seed, longest(&shape) * 2, values.clone());
+            case("squared_error").check(device, |step, tape, p| {
+                tape.squared_error(&leaf(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+            }, |p| vec![f64::from(weight) * p[0].iter().zip(&target).map(|(x, &t)| (x - f64::from(t)).powi(2)).sum::<f64>()]);
+            case("binary_cross_entropy").check(device, |step, tape, p| {
+                tape.binary_cross_entropy(&leaf(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+            }, |p| {
+                let each = |(&x, &t): (&f64, &f32)| {
+                    let p = reference::sigmoid(x);
+                    -f64::from(t) * p.ln() - (1.0 - f64::from(t)) * (1.0 - p).ln()
+                };
+                vec![f64::from(weight) * p[0].iter().zip(&target).map(each).sum::<f64>()]
+            });
+            let rules = LabelRules { smoothing: 0.2, ignore: true };
+            case("cross_entropy_by").check(device, |step, tape, p| {
+                let labels = step.upload(&labels, [rows])?.save();
+                tape.cross_entropy_by(&leaf(tape, p[0])?, labels, weight, rules)
+            }, |p| {
+                let counted = p[0].chunks_exact(classes).zip(&labels).filter(|(_, label)| **label != ops::IGNORED);
+                let smoothing = f64::from(0.2f32);
+                let row = |(x, &label): (&[f64], &u32)| {
+                    let logs: Vec<f64> = softmax::in_float64(x).iter().map(|p| -p.ln()).collect();
+                    (1.0 - smoothing) * logs[label as usize] + smoothing * logs.iter().sum::<f64>() / classes as f64
+                };
+                vec![f64::from(weight) * counted.map(row).sum::<f64>()]
+            });
+        }
+    }
+
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (logits, labels) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[0u32; 3], [3])?);
@@ -141,6 +332,15 @@ on_each_device! {
             );
             let (labels, none) = (trial.upload(&[0u32; 2], [2])?, trial.upload::<f32>(&[], [2, 0])?);
             assert_refused(ops::cross_entropy(trial, &none, &labels, 1.0), &["cross_entropy", "[2, 0] and [2]"]);
+            for smoothing in [1.0, -0.1, f32::NAN] {
+                let rules = LabelRules { smoothing, ignore: false };
+                let refused = ops::cross_entropy_by(trial, &logits, &labels, 1.0, rules);
+                assert_refused(refused, &["cross_entropy", "[0, 1)", &smoothing.to_string()]);
+            }
+            let target = trial.upload(&[1.0; 6], [6])?;
+            assert_refused(ops::squared_error(trial, &logits, &target, 1.0), &["squared_error", "[2, 3]", "[6]"]);
+            let refused = ops::binary_cross_entropy(trial, &logits, &target, 1.0);
+            assert_refused(refused, &["binary_cross_entropy", "[2, 3]", "[6]"]);
             Ok(())
         });
     }
@@ -164,7 +364,11 @@ on_each_device! {
 
 attack! {
     loss::cross_entropy<S> {
-        logits: stored 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, losses: out 1,
-        dlogits: out_stored 24,
+        logits: stored 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, smoothing: float 0.1,
+        ignore: number 1, losses: out 1, dlogits: out_stored 24,
+    }
+    loss::element_loss<S> {
+        x: stored 9, target: f32s 9, function: number 1, weight: float 1.0, scale: float 1.0, losses: out 1,
+        dx: out_stored 9,
     }
 }

@@ -58,6 +58,36 @@ fn rsqrt() {
     exactly(math::rsqrt, &ends);
 }
 
+#[test]
+fn sigmoid() {
+    check("sigmoid", ulps::SIGMOID, math::sigmoid, reference::sigmoid, [-105.0, 20.0]);
+    exactly(math::sigmoid, &[(0.0, 0.5), (-0.0, 0.5), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, 0.0), (-3e38, 0.0)]);
+}
+
+#[test]
+fn silu() {
+    check("silu", ulps::SILU, math::silu, reference::silu, [-110.0, 20.0]);
+    let infinite = f32::INFINITY;
+    exactly(math::silu, &[(0.0, 0.0), (-0.0, -0.0), (infinite, infinite), (-infinite, -0.0), (3e38, 3e38)]);
+}
+
+#[test]
+fn gelu_of_the_exact_form() {
+    check("gelu_exact", ulps::GELU_EXACT, math::gelu_exact, reference::gelu_exact, [-14.5, 6.0]);
+    let infinite = f32::INFINITY;
+    exactly(math::gelu_exact, &[(0.0, 0.0), (-0.0, -0.0), (infinite, infinite), (-infinite, -0.0), (3e38, 3e38)]);
+}
+
+#[test]
+fn log_and_1() {
+    let inputs: Vec<f32> = sample(11, 0.0, 1.0).into_iter().filter(|q| (0.0..=1.0).contains(q)).collect();
+    let mut closeness = Closeness::new("log and 1");
+    let got: Vec<f32> = inputs.iter().map(|&q| math::log_and_1(q)).collect();
+    let want: Vec<f64> = inputs.iter().map(|&q| libm::log1p(f64::from(q))).collect();
+    closeness.check_ulps(1.7, "0..1", &got, &want);
+    closeness.finish();
+}
+
 /// These bits; and a NaN for a NaN.
 fn exactly(function: fn(f32) -> f32, pairs: &[(f32, f32)]) {
     for &(x, want) in pairs {

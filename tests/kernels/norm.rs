@@ -1,4 +1,4 @@
-//! `ops::rms_norm` and its backward pass.
+//! `ops::{rms_norm, rms_norm_residual}` and their backward pass.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal, stack};
 use crate::hostile::attack;
@@ -238,6 +238,41 @@ on_each_device! {
         }
     }
 
+    /// Behind a residual the bits are those of the sum itself.
+    fn residual(device: &Device) {
+        for shape in ROWS {
+            let inputs = Inputs::new(shape);
+            trial(device, |trial| {
+                let (x, residual) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.dy, shape)?);
+                let gain = trial.upload(&inputs.gain, [inputs.cols])?;
+                let (h, (y, scale)) = ops::rms_norm_residual(trial, &x, &residual, &gain, EPSILON)?;
+                let sum = ops::add(trial, &x, &residual)?;
+                let (want, want_scale) = ops::rms_norm(trial, &sum, &gain, EPSILON)?;
+                for [got, want] in [[&h, &sum], [&y, &want], [&scale, &want_scale]] {
+                    assert_same(inputs.shape(), &trial.output(got)?, &trial.output(want)?);
+                }
+                Ok(())
+            });
+        }
+    }
+
+    fn gradient_of_residual(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, cols] = extents(&mut random, seed, [7, 41]);
+            let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
+            let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[rows, cols]), normal(&mut random, &[cols])];
+            // h goes on, by its norm and beside it.
+            Case::new("rms_norm_residual", seed, longest(&[rows, cols]), values).check(device, |_, tape, p| {
+                let [h, y] = tape.rms_norm_residual(&leaf(tape, p[0])?, &leaf(tape, p[1])?, p[2], epsilon)?;
+                tape.add(&y, &tape.tanh(&h)?)
+            }, |p| {
+                let h: Vec<f64> = p[0].iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
+                in_float64(&h, &p[2], f64::from(epsilon)).iter().zip(&h).map(|(y, h)| y + h.tanh()).collect()
+            });
+        }
+    }
+
     fn gradient_of_norm_project(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
@@ -262,7 +297,8 @@ on_each_device! {
 
 attack! {
     norm::rms_norm_forward<S> {
-        x: stored 24, gain: f32s 8, cols: number 8, epsilon: float 1e-6, y: out_stored 24, inverse_rms: out 3,
+        x: stored 24, residual: stored 24, gain: f32s 8, cols: number 8, epsilon: float 1e-6, h: out_stored 24,
+        y: out_stored 24, inverse_rms: out 3,
     }
     norm::rms_norm_backward<S> {
         x: stored 24, gain: f32s 8, inverse_rms: f32s 3, dy: stored 48, parts: number 2, cols: number 8,

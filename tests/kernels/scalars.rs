@@ -42,7 +42,7 @@ on_each_device! {
                 trial.launch(scalars::scalars { y: y.out(), length, function, first: 0, stride: 1 })
             };
             assert_refused(launch(4, scalars::EXP), &["`y`", "4 elements"]);
-            assert_refused(launch(5, scalars::RSQRT + 1), &["`function`", "got 6"]);
+            assert_refused(launch(5, scalars::GELU_EXACT + 1), &["`function`", "got 9"]);
             Ok(())
         });
     }
@@ -79,7 +79,7 @@ fn an_error_above_the_stated_one_is_found() {
 /// the root of gelu's derivative, and at the ends.
 #[test]
 fn references_are_right_to_a_hundred_thousandth_of_an_ulp() {
-    let values: [(&str, &[(u32, f64)]); 6] = [
+    let values: [(&str, &[(u32, f64)]); 9] = [
         (
             "exp",
             &[
@@ -129,6 +129,34 @@ fn references_are_right_to_a_hundred_thousandth_of_an_ulp() {
             ],
         ),
         ("rsqrt", &[(0x3980_ffbe, 63.75170422134342), (1, 2.671373890628154e22), (0x7f7f_ffff, 5.421011023986243e-20)]),
+        (
+            "sigmoid",
+            &[
+                (0xc2ce_0000, 1.8521167695179754e-45),
+                (0x4182_d725, 0.9999999210973576),
+                (0xbe80_0000, 0.4378234991142019),
+                (0x3727_c5ac, 0.5000024999999368),
+            ],
+        ),
+        (
+            "silu",
+            &[
+                (0xc185_b938, -9.19803180670192e-7),
+                (0xbfa3_a4ba, -0.2784645427610738),
+                (0x4020_0000, 2.310354549946891),
+                (0xc2d2_0000, -2.631895849694951e-44),
+            ],
+        ),
+        (
+            "gelu_exact",
+            &[
+                (0xc14c_66a0, -1.443505209220313e-36),
+                (0xbfb5_c63f, -0.11046695382985776),
+                (0xbc4c_cccd, -0.00618766698322416),
+                (0x4040_0000, 2.99595030590511),
+                (0xc160_0000, -1.091095154686992e-43),
+            ],
+        ),
     ];
     for (function, (name, values)) in FUNCTIONS.iter().zip(values) {
         assert_eq!(function.name, name);

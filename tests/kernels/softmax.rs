@@ -1,4 +1,4 @@
-//! `ops::softmax` and its backward pass.
+//! `ops::{softmax, log_softmax}` and their backward passes.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::hostile::attack;
@@ -90,10 +90,65 @@ on_each_device! {
         closeness.finish();
     }
 
+    fn log_softmax(device: &Device) {
+        let (mut values, mut gradients) = (Closeness::new("log-softmax"), Closeness::new("log-softmax backward"));
+        for shape @ [rows, cols] in ROWS {
+            for spread in [1.0, 40.0] {
+                let mut random = Random::new(cols as u64);
+                let x: Vec<f32> = random.normals(rows * cols).iter().map(|x| x * spread).collect();
+                let dy = random.normals(rows * cols);
+                let [y, dx] = trial(device, |trial| {
+                    let (x, dy) = (trial.upload(&x, shape)?, trial.upload(&dy, shape)?);
+                    let y = ops::log_softmax(trial, &x)?;
+                    let dx = ops::log_softmax_backward(trial, &y, &dy)?;
+                    Ok([trial.output(&y)?, trial.output(&dx)?])
+                });
+                let what = format!("{rows} x {cols}, spread {spread}");
+                let row = |x: &[f32]| {
+                    let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+                    let log = Exact::sum(trees::row_depth(cols), exps(x)).ln();
+                    x.iter().map(|&x| Exact::given(x) - largest - log).collect::<Vec<_>>()
+                };
+                values.check(&what, &y, &x.chunks_exact(cols).flat_map(row).collect::<Vec<_>>());
+                let row = |(y, dy): (&[f32], &[f32])| {
+                    let sum = Exact::sum(trees::row_depth(cols), dy.iter().map(|&dy| Exact::given(dy)));
+                    let each = |(&y, &dy): (&f32, &f32)| Exact::given(dy) - Exact::given(y).exp().times(sum);
+                    y.iter().zip(dy).map(each).collect::<Vec<_>>()
+                };
+                let want: Vec<Exact> = y.chunks_exact(cols).zip(dy.chunks_exact(cols)).flat_map(row).collect();
+                gradients.check(&what, &dx, &want);
+            }
+        }
+        values.finish();
+        gradients.finish();
+    }
+
+    fn log_softmax_of_special_rows(device: &Device) {
+        let (none, all) = (f32::NEG_INFINITY, f32::INFINITY);
+        let x = [[none, none, none], [1.0, f32::NAN, 2.0], [all, 0.0, 1.0], [none, 5.0, none], [f32::MAX, f32::MIN, 0.0]];
+        let nan = [f32::NAN; 3];
+        let want = [nan, nan, nan, [none, 0.0, none], [0.0, none, f32::MIN]].concat();
+        let got = trial(device, |trial| trial.output(&ops::log_softmax(trial, &trial.upload(&x.concat(), [5, 3])?)?));
+        assert_same("special rows", &got, &want);
+    }
+
+    fn gradient_of_log_softmax(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [a, b, cols] = extents(&mut random, seed, [2, 3, 41]);
+            let cols = cols + 1;
+            let values = vec![normal(&mut random, &[a, b, cols])];
+            Case::new("log_softmax", seed, cols, values).check(device, |_, tape, p| tape.log_softmax(&leaf(tape, p[0])?), |p| {
+                p[0].chunks_exact(cols).flat_map(in_float64).map(f64::ln).collect()
+            });
+        }
+    }
+
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (a, b) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 6], [3, 2])?);
             assert_refused(ops::softmax_backward(trial, &a, &b), &["softmax_backward", "[2, 3]", "[3, 2]"]);
+            assert_refused(ops::log_softmax_backward(trial, &a, &b), &["log_softmax_backward", "[2, 3]", "[3, 2]"]);
             Ok(())
         });
     }
@@ -121,5 +176,7 @@ fn backward(y: &[f32], dy: &[f32]) -> Vec<Exact> {
 
 attack! {
     softmax::softmax_forward<S> { x: stored 24, cols: number 8, y: out_stored 24 }
+    softmax::log_softmax_forward<S> { x: stored 24, cols: number 8, y: out_stored 24 }
+    softmax::log_softmax_backward<S> { y: stored 24, dy: stored 24, cols: number 8, dx: out_stored 24 }
     softmax::softmax_backward<S> { y: stored 24, dy: stored 24, cols: number 8, dx: out_stored 24 }
 }

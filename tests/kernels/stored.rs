@@ -97,6 +97,71 @@ rounded_once! {
         c.keep(&ops::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?)?;
         c.keep(&db)
     }
+    sub<S>: |c| { c.keep(&ops::sub(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    mul<S>: |c| { c.keep(&ops::mul(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    activations<S>: |c| {
+        let x = c.x::<S>()?;
+        c.keep(&ops::relu(c.trial, &x)?)?;
+        c.keep(&ops::sigmoid(c.trial, &x)?)?;
+        c.keep(&ops::silu(c.trial, &x)?)?;
+        c.keep(&ops::gelu_exact(c.trial, &x)?)
+    }
+    activations_backward<S>: |c| {
+        let (x, dy) = (c.x::<S>()?, c.x()?);
+        c.keep(&ops::relu_backward(c.trial, &x, &dy)?)?;
+        c.keep(&ops::sigmoid_backward(c.trial, &x, &dy)?)?;
+        c.keep(&ops::silu_backward(c.trial, &x, &dy)?)?;
+        c.keep(&ops::gelu_exact_backward(c.trial, &x, &dy)?)
+    }
+    swiglu<S>: |c| {
+        let (gate, up, dy) = (c.x::<S>()?, c.x()?, c.x()?);
+        c.keep(&ops::swiglu(c.trial, &gate, &up)?)?;
+        ops::swiglu_backward(c.trial, &gate, &up, &dy)?.iter().try_for_each(|result| c.keep(result))
+    }
+    swiglu_packed<S>: |c| {
+        let [rows, cols] = c.shape;
+        let (x, dy) = (c.of::<S>([rows, 2 * cols])?, c.x()?);
+        c.keep(&ops::swiglu_packed(c.trial, &x)?)?;
+        c.keep(&ops::swiglu_packed_backward(c.trial, &x, &dy)?)
+    }
+    dropout<S>: |c| {
+        let (x, generator) = (c.x::<S>()?, ops::Generator::new(c.trial.device(), 3)?);
+        c.keep(&ops::dropout(c.trial, &x, 0.3, &generator.draws(c.trial)?.next())?)
+    }
+    embedding<S>: |c| {
+        let [rows, cols] = [c.shape[0] + 1, c.shape[1]];
+        let (table, ids) = (c.of::<f32>([rows, cols])?, c.trial.upload(&[0, rows as u32 - 1, 0], [3])?);
+        c.keep(&ops::embedding::<S>(c.trial, &table, &ids)?)?;
+        let mut dtable = c.of::<f32>([rows, cols])?;
+        ops::embedding_backward(c.trial, &c.of::<S>([3, cols])?, &ids, &mut dtable, true)?;
+        c.keep(&dtable)
+    }
+    gather<S>: |c| {
+        let [rows, cols] = [c.shape[0] + 1, c.shape[1]];
+        let ids = c.trial.upload(&[0, rows as u32 - 1, 0], [3])?;
+        c.keep(&ops::gather(c.trial, &c.of::<S>([rows, cols])?, &ids)?)?;
+        c.keep(&ops::gather_backward(c.trial, &c.of::<S>([3, cols])?, &ids, rows)?)
+    }
+    parts<S>: |c| {
+        let (x, cols) = (c.x::<S>()?, c.shape[1]);
+        c.keep(&ops::slice(c.trial, &x, 1, cols / 3..cols)?)?;
+        c.keep(&ops::concat(c.trial, &[&x, &x], 1)?)
+    }
+    transpose<S>: |c| { c.keep(&ops::transpose(c.trial, &c.x::<S>()?)?) }
+    swap_extents<S>: |c| {
+        let [rows, cols] = c.shape;
+        c.keep(&ops::swap_extents(c.trial, &c.of::<S>([3, rows, cols])?, 0, 1)?)
+    }
+    log_softmax<S>: |c| { c.keep(&ops::log_softmax(c.trial, &c.x::<S>()?)?) }
+    log_softmax_backward<S>: |c| {
+        let y = ops::scale(c.trial, &ops::relu(c.trial, &c.x::<S>()?)?, -1.0)?;
+        c.keep(&ops::log_softmax_backward(c.trial, &y, &c.x()?)?)
+    }
+    element_losses<S>: |c| {
+        let (x, target) = (c.x::<S>()?, c.of::<f32>(c.shape)?);
+        let losses = [ops::squared_error(c.trial, &x, &target, 0.1)?, ops::binary_cross_entropy(c.trial, &x, &target, 0.1)?];
+        losses.iter().try_for_each(|(loss, dx)| c.keep(loss).and_then(|()| c.keep(dx)))
+    }
     softmax<S>: |c| { c.keep(&ops::softmax(c.trial, &c.x::<S>()?)?) }
     softmax_backward<S>: |c| { c.keep(&ops::softmax_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
     rms_norm<S>: |c| {
@@ -156,8 +221,11 @@ on_each_device! {
                 let (x, residual, gain, bias) = (case.x::<bf16>()?, case.x()?, case.row()?, case.row()?);
                 let (h, out) = ops::layer_norm_residual(trial, &x, &residual, &gain, &bias, 1e-5)?;
                 let sum = ops::add(trial, &x, &residual)?;
+                let (rms_h, (rms_y, scale)) = ops::rms_norm_residual(trial, &x, &residual, &gain, 1e-6)?;
+                let (of_rms, of_scale) = ops::rms_norm(trial, &sum, &gain, 1e-6)?;
+                assert_same("scale", &trial.output(&scale)?, &trial.output(&of_scale)?);
                 let of_sum = ops::layer_norm(trial, &sum, &gain, &bias, 1e-5)?;
-                for [got, want] in [[&h, &sum], [&out.y, &of_sum.y]] {
+                for [got, want] in [[&h, &sum], [&out.y, &of_sum.y], [&rms_h, &sum], [&rms_y, &of_rms]] {
                     let [got, want] = [trial.output(got)?, trial.output(want)?].map(|x| x.into_iter().map(f32::from).collect::<Vec<_>>());
                     assert_same(format!("{shape:?}"), &got, &want);
                 }

@@ -1,10 +1,10 @@
-//! `ops::transpose`: elements are moved as they are, whatever they hold.
+//! `ops::{transpose, swap_extents}`: elements are moved as they are, whatever they hold.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, normal};
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
-use stepscope::ops;
+use stepscope::{bf16, ops};
 
 /// Matrices, rows, columns: around one square of 32 x 32 and several, in each direction.
 const SHAPES: [[usize; 3]; 15] = [
@@ -66,10 +66,53 @@ on_each_device! {
         });
     }
 
+    /// Any two, against a plain walk over the places.
+    fn any_two_extents_change_places(device: &Device) {
+        for shape in [[2, 3, 5, 7], [1, 1, 1, 1], [4, 12, 3, 64], [2, 33, 2, 20], [3, 2, 40, 1], [2, 0, 3, 4]] {
+            let x = Random::new(2).normals(shape.iter().product());
+            let halves: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            for (a, b) in [(0, 1), (0, 2), (0, 3), (1, 2), (3, 1), (2, 3), (2, 2)] {
+                let mut swapped = shape;
+                swapped.swap(a, b);
+                let place = |at: usize| {
+                    let [_, s1, s2, s3] = swapped;
+                    let mut index = [at / (s1 * s2 * s3), at / (s2 * s3) % s1, at / s3 % s2, at % s3];
+                    index.swap(a, b);
+                    ((index[0] * shape[1] + index[1]) * shape[2] + index[2]) * shape[3] + index[3]
+                };
+                let want: Vec<f32> = (0..x.len()).map(|at| x[place(at)]).collect();
+                trial(device, |trial| {
+                    let (x, halves_there) = (trial.upload(&x, shape)?, trial.upload(&halves, shape)?);
+                    let y = ops::swap_extents(trial, &x, a, b)?;
+                    assert_eq!(y.shape().extents(), swapped);
+                    assert!(bits(&trial.output(&y)?) == bits(&want), "{shape:?}, {a} and {b}");
+                    let y = ops::swap_extents(trial, &halves_there, a, b)?;
+                    assert_eq!(trial.output(&y)?, (0..want.len()).map(|at| halves[place(at)]).collect::<Vec<_>>());
+                    Ok(())
+                });
+            }
+        }
+    }
+
+    fn gradient_of_swapped_extents(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [tokens, heads, cols] = extents(&mut random, seed, [5, 3, 9]);
+            let values = vec![normal(&mut random, &[tokens, heads, cols])];
+            Case::new("swap_extents", seed, 1, values).check(device, |_, tape, p| {
+                tape.tanh(&tape.swap_extents(&leaf(tape, p[0])?, 0, 1)?)
+            }, |p| {
+                let row = |at: usize| &p[0][at % tokens * heads * cols + at / tokens * cols..][..cols];
+                (0..heads * tokens).flat_map(row).map(|x| x.tanh()).collect()
+            });
+        }
+    }
+
     fn fewer_extents_are_refused(device: &Device) {
         trial(device, |trial| {
             let x = trial.upload(&[1.0; 6], [6])?;
             assert_refused(ops::transpose(trial, &x), &["transpose", "two extents", "[6]"]);
+            assert_refused(ops::swap_extents(trial, &x, 1, 0), &["swap_extents", "an extent number 1", "[6]"]);
             Ok(())
         });
     }
@@ -90,5 +133,8 @@ on_each_device! {
 }
 
 attack! {
-    transpose::transpose { x: f32s 24, rows: number 3, cols: number 4, y: out 24 }
+    transpose::transpose<S> { x: stored 24, rows: number 3, cols: number 4, y: out_stored 24 }
+    transpose::swap_extents<S> {
+        x: stored 96, first: number 3, between: number 2, second: number 4, cols: number 4, y: out_stored 96,
+    }
 }

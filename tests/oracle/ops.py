@@ -80,6 +80,38 @@ def cross_entropy(logits, labels, weight):
     return -weight * jnp.sum(chosen)
 
 
+def cross_entropy_by(logits, labels, weight, smoothing):
+    counted = labels != 0xFFFFFFFF
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logs, jnp.where(counted, labels, 0)[:, None], axis=-1)[:, 0]
+    return -weight * jnp.sum(jnp.where(counted, (1 - smoothing) * chosen + smoothing * jnp.mean(logs, axis=-1), 0.0))
+
+
+def binary_cross_entropy(x, target, weight):
+    return -weight * jnp.sum(target * jax.nn.log_sigmoid(x) + (1 - target) * jax.nn.log_sigmoid(-x))
+
+
+def philox(counter, key):
+    """Philox4x32-10 of `[.., 4]` words and a key of two."""
+    low = numpy.uint64(0xFFFFFFFF)
+    words, key = [counter[..., at].astype(numpy.uint64) for at in range(4)], [numpy.uint64(word) for word in key]
+    for number in range(10):
+        first, second = numpy.uint64(0xD2511F53) * words[0], numpy.uint64(0xCD9E8D57) * words[2]
+        high = lambda product: product >> numpy.uint64(32)  # noqa: E731
+        words = [high(second) ^ words[1] ^ key[0], second & low, high(first) ^ words[3] ^ key[1], first & low]
+        key = [(word + numpy.uint64(step)) & low for word, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+    return numpy.stack(words, axis=-1)
+
+
+def dropout(x, generator, p):
+    """The second call of the step: its number is 1."""
+    seed, step = numpy.asarray(generator)[:2], numpy.asarray(generator)[2:]
+    quads = numpy.arange((x.size + 3) // 4)
+    counter = numpy.stack([quads, *(numpy.full_like(quads, word) for word in (1, *step))], axis=-1)
+    words = philox(counter, seed).reshape(-1)[: x.size].reshape(x.shape)
+    return jnp.where(words < numpy.uint64(float(p[0]) * 2**32), 0.0, x / (1 - p))
+
+
 def linear(x, w, bias, residual):
     affine = x @ w + bias
     return {"y": residual + affine, "product": x @ w, "affine": affine, "activated": gelu(affine)}
@@ -123,6 +155,26 @@ def by_groups(update):
 REFERENCES = {
     "tanh": lambda x: jnp.tanh(x),
     "gelu": gelu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "swiglu_packed": lambda x: jax.nn.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
+    "dropout": dropout,
+    "embedding": lambda table, ids: table[ids],
+    "gather": lambda x, ids: x[ids],
+    "add_positions": lambda x, table: x + table[: x.shape[1]],
+    "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],
+    "concat": lambda a, b: jnp.concatenate([a, b], axis=1),
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=-1),
+    "squared_error": lambda x, target, weight: weight * jnp.sum((x - target) ** 2),
+    "binary_cross_entropy": binary_cross_entropy,
+    "cross_entropy_by": cross_entropy_by,
+    "rms_norm_residual": lambda x, residual, gain, epsilon: rms_norm(x + residual, gain, epsilon),
+    "swap_extents": lambda x: jnp.swapaxes(x, 1, 2),
     "gelu_bias": lambda x, bias: gelu(x + bias),
     "add": lambda a, b: a + b,
     "add_assign": lambda a, b: a + b,

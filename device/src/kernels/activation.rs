@@ -6,7 +6,7 @@
 //! Invariant: an element of an output depends on the same element of the inputs alone. The order of a bias's sum follows from the
 //! number of rows.
 
-use crate::block::{BLOCK, ColumnTile};
+use crate::block::ColumnTile;
 use crate::math;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
@@ -25,7 +25,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         crate::block::vector_grid::<S>(k.x.len())
     }
@@ -45,7 +45,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `y` has them; `dy` and `dx` are as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.y.len(), k.dy.len())?;
         Violation::unless_length("dx", k.y.len(), k.dx.len())?;
         crate::block::vector_grid::<S>(k.y.len())
@@ -62,7 +62,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         crate::block::vector_grid::<S>(k.x.len())
     }
@@ -82,7 +82,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `dy` and `dx` are as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
         crate::block::vector_grid::<S>(k.x.len())
@@ -115,7 +115,7 @@ family! {
     }
     // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns. `dy` and `dx` are as long, and `db`
     // has a row for each chunk of rows. The shared bytes are what the tile's sums fill.
-    contract unsafe { block: BLOCK, shared: ColumnTile::BYTES } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;

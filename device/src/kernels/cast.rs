@@ -2,7 +2,6 @@
 //!
 //! Invariant: f32 is rounded to the nearest BF16, ties to even; BF16 becomes f32 exactly.
 
-use crate::block::BLOCK;
 use crate::vector::F4;
 use crate::{contract, write_own_vectors};
 use cuda_std::prelude::*;
@@ -18,7 +17,7 @@ pub unsafe fn cast_to_bf16(x: &[f32], out: *mut bf16) {
 }
 
 // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
-contract! { unsafe cast_to_bf16 { block: BLOCK } |k| {
+contract! { unsafe cast_to_bf16 { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     crate::block::vector_grid::<bf16>(k.x.len())
 }}
@@ -33,7 +32,7 @@ pub unsafe fn cast_to_f32(x: &[bf16], out: *mut f32) {
 }
 
 // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
-contract! { unsafe cast_to_f32 { block: BLOCK } |k| {
+contract! { unsafe cast_to_f32 { block: crate::block::BLOCK } |k| {
     Violation::unless_length("out", k.x.len(), k.out.len())?;
     crate::block::vector_grid::<bf16>(k.x.len())
 }}

@@ -2,7 +2,7 @@
 //!
 //! Invariant: each output element is one or two rounded operations on the same element of the inputs.
 
-use crate::block::{BLOCK, divide};
+use crate::block::divide;
 use crate::vector::{F4, load};
 use crate::{family, write_own_vectors};
 use cuda_std::prelude::*;
@@ -20,7 +20,45 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("b", k.a.len(), k.b.len())?;
+        Violation::unless_length("out", k.a.len(), k.out.len())?;
+        crate::block::vector_grid::<S>(k.a.len())
+    }
+}
+
+family! {
+    /// out = a - b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    sub<S: Stored> { sub_f32: f32; sub_bf16: bf16; }
+    unsafe fn(a: &[S], b: &[S], out: *mut S) {
+        // SAFETY: the vector lies inside `a`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, a.len(), out, |index, part| {
+                F4::load_part(a, index, part, 0.0) - F4::load_part(b, index, part, 0.0)
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        Violation::unless_length("b", k.a.len(), k.b.len())?;
+        Violation::unless_length("out", k.a.len(), k.out.len())?;
+        crate::block::vector_grid::<S>(k.a.len())
+    }
+}
+
+family! {
+    /// out = a b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    mul<S: Stored> { mul_f32: f32; mul_bf16: bf16; }
+    unsafe fn(a: &[S], b: &[S], out: *mut S) {
+        // SAFETY: the vector lies inside `a`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, a.len(), out, |index, part| {
+                F4::load_part(a, index, part, 0.0) * F4::load_part(b, index, part, 0.0)
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.a.len())
@@ -40,7 +78,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `a` has them; `out` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.a.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.a.len())
     }
@@ -58,7 +96,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.x.len())
     }
@@ -76,7 +114,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long, and `factor` has its one element.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("factor", 1, k.factor.len())?;
         Violation::unless_length("out", k.x.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.x.len())
@@ -102,7 +140,7 @@ family! {
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long. A column is a remainder by `cols`, which is not 0,
     // so `bias` has it.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("bias", k.cols, k.bias.len())?;
         Violation::unless_length("out", k.x.len(), k.out.len())?;

@@ -2,7 +2,6 @@
 //!
 //! Invariant: bits are moved as they are, but a NaN of BF16 may become another. Nothing is computed with them.
 
-use crate::block::BLOCK;
 use crate::vector::F4;
 use crate::{family, write_own_vectors};
 use cuda_std::prelude::*;
@@ -18,7 +17,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `length` goes; `out` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.length, k.out.len())?;
         crate::block::vector_grid::<S>(k.length)
     }
@@ -34,7 +33,7 @@ family! {
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
-    contract unsafe { block: BLOCK, shared: 0 } |k| {
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.x.len())
     }

@@ -1,4 +1,4 @@
-//! RMSNorm over the columns of each row, forward and backward (Zhang and Sennrich, 2019).
+//! RMSNorm over the columns of each row, with a residual added first, forward and backward (Zhang and Sennrich, 2019).
 //!
 //! Forward gives each row its lanes, see [`warp`](crate::warp). Backward also sums over rows, for the gain. A block has a chunk of
 //! rows; its threads form groups, a group has one row at a time:
@@ -32,18 +32,32 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `y[r, c] = x[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`; `x`, `y`: `[rows, cols]`, `gain`:
-    /// `[cols]`, `inverse_rms` (s): `[rows]`. Overwrites `y` and `inverse_rms`.
+    /// `h = x + residual`, `y[r, c] = h[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c h[r, c]^2 + epsilon)`; `x`, `residual`, `h`, `y`:
+    /// `[rows, cols]`, `gain`: `[cols]`, `inverse_rms` (s): `[rows]`. Where `residual` is empty, h is x, and is not written. What is normalised
+    /// is h as it is stored. Overwrites its outputs.
     rms_norm_forward<S: Stored> { rms_norm_forward_f32: f32; rms_norm_forward_bf16: bf16; }
-    unsafe fn(x: &[S], gain: &[f32], cols: usize, epsilon: f32, y: *mut S, inverse_rms: *mut f32) {
+    unsafe fn(
+        x: &[S],
+        residual: &[S],
+        gain: &[f32],
+        cols: usize,
+        epsilon: f32,
+        h: *mut S,
+        y: *mut S,
+        inverse_rms: *mut f32,
+    ) {
         let Some(row) = Row::new(x.len(), cols) else { return };
-        // SAFETY: the row lies inside `x`, `y` and `inverse_rms`; its lanes stay together.
-        unsafe { with_held!(row, cols, forward(x, gain, cols, epsilon, y, inverse_rms)) }
+        // SAFETY: the row lies inside the arguments; its lanes stay together.
+        unsafe { with_held!(row, cols, forward(x, residual, gain, cols, epsilon, h, y, inverse_rms)) }
     }
-    // SAFETY: `x` has whole rows of `cols`, `y` is as long, `gain` has one row, and `inverse_rms` one element for each row. A thread
-    // touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `cols`, `y` is as long, so are `residual` and `h` where there is one; `gain` has one row, and `inverse_rms`
+    // one element for each row. A thread touches a row only where it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        if !k.residual.is_empty() {
+            Violation::unless_length("residual", k.x.len(), k.residual.len())?;
+            Violation::unless_length("h", k.x.len(), k.h.len())?;
+        }
         Violation::unless_length("gain", k.cols, k.gain.len())?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
@@ -52,29 +66,50 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `x`, `y` and `inverse_rms`; its lanes call it together.
+/// The row lies inside the arguments; its lanes call it together.
 #[inline(always)]
 unsafe fn forward<const HELD: usize, S: Stored>(
     row: Row,
     x: &[S],
+    residual: &[S],
     gain: &[f32],
     cols: usize,
     epsilon: f32,
+    h: *mut S,
     y: *mut S,
     inverse_rms: *mut f32,
 ) {
     let mut squares = F4::splat(0.0);
-    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes are together here, as the caller promises.
+    // SAFETY: the row lies inside the arguments, and its lanes are together here, as the caller promises.
     unsafe {
-        let x = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
+        let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
+        if !residual.is_empty() {
+            let residual = Share::<HELD, _>::new(row, residual, row.start, cols, 0.0);
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                let value = (held.get(at, column, part) + residual.get(at, column, part)).rounded::<S>();
+                value.store_part(h, row.start + column, part);
+                held.hold(at, value);
+            });
+        }
+        // What is not held is added again.
+        macro_rules! row_value {
+            ($at:ident, $column:ident, $part:ident) => {
+                if HELD > 0 || residual.is_empty() {
+                    held.get($at, $column, $part)
+                } else {
+                    (held.get($at, $column, $part) + F4::load_part(residual, row.start + $column, $part, 0.0))
+                        .rounded::<S>()
+                }
+            };
+        }
         let gain = Share::<HELD, _>::new(row, gain, 0, cols, 0.0);
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let x = x.get(at, column, part);
-            squares = squares.fma(x, x);
+            let value = row_value!(at, column, part);
+            squares = squares.fma(value, value);
         });
         let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let value = x.get(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
+            let value = row_value!(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
             value.store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {

@@ -19,6 +19,12 @@ pub const GELU: u32 = 3;
 pub const GELU_DERIVATIVE: u32 = 4;
 /// [`math::rsqrt`].
 pub const RSQRT: u32 = 5;
+/// [`math::sigmoid`].
+pub const SIGMOID: u32 = 6;
+/// [`math::silu`].
+pub const SILU: u32 = 7;
+/// [`math::gelu_exact`].
+pub const GELU_EXACT: u32 = 8;
 
 /// `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is one of the numbers above and names f.
 /// `y`: `[length]`. Overwrites `y`.
@@ -34,7 +40,10 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
             TANH => map4!(x, math::tanh),
             GELU => map4!(x, math::gelu),
             GELU_DERIVATIVE => map4!(x, math::gelu_derivative),
-            _ => map4!(x, math::rsqrt),
+            RSQRT => map4!(x, math::rsqrt),
+            SIGMOID => map4!(x, math::sigmoid),
+            SILU => map4!(x, math::silu),
+            _ => map4!(x, math::gelu_exact),
         };
         // SAFETY: the vector lies inside `y`.
         unsafe { result.store_part(y, index, part) };
@@ -44,6 +53,6 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
 // SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is that of `y`.
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
-    Violation::unless(k.function <= RSQRT, "function", "a number of this module", k.function)?;
+    Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
     crate::block::vector_grid::<f32>(k.length)
 }}

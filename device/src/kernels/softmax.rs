@@ -1,4 +1,4 @@
-//! Softmax over the columns of each row, forward and backward.
+//! Softmax over the columns of each row and its logarithm, forward and backward.
 //!
 //! ```text
 //! cols = 512: a warp a row        lane 0             lane 1       ..     lane 31          all lanes together
@@ -12,10 +12,11 @@
 //! Invariant: the order of a row's sums follows from its length alone.
 
 use crate::exps::Exps;
+use crate::math;
 use crate::stored::Stored;
 use crate::vector::F4;
 use crate::warp::{Row, Share};
-use crate::{family, for_each_vector, with_held};
+use crate::{family, for_each_vector, map4, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -82,6 +83,75 @@ unsafe fn backward<const HELD: usize, S: Stored>(row: Row, y: &[S], dy: &[S], co
         for_each_vector!(HELD, row, cols, |at, column, part| {
             let gradient = y.get(at, column, part) * (dy.get(at, column, part) - dot);
             gradient.store_part(dx, row.start + column, part);
+        });
+    }
+}
+
+family! {
+    /// `y[r, c] = x[r, c] - m - log(sum_c exp(x[r, c] - m))`, `m = max_c x[r, c]`: the logarithm of the softmax; `x`, `y`: `[rows, cols]`. A row
+    /// that holds a NaN, or nothing above -infinity, becomes NaN. Overwrites `y`.
+    log_softmax_forward<S: Stored> { log_softmax_forward_f32: f32; log_softmax_forward_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, y: *mut S) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: the row lies inside `x` and `y`; its lanes stay together.
+        unsafe { with_held!(row, cols, log_forward(x, cols, y)) }
+    }
+    // SAFETY: `x` has whole rows of `cols`, and `y` is as long; a thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
+    }
+}
+
+/// # Safety
+/// The row lies inside `x` and `y`; its lanes call it together.
+#[inline(always)]
+unsafe fn log_forward<const HELD: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
+    // SAFETY: the row lies inside `x` and `y`, and its lanes are together here, as the caller promises.
+    unsafe {
+        let exps = Exps::<HELD, _>::new(row, x, cols);
+        let log = math::log(exps.sum);
+        // The row is read again: its exponentials are held in its place.
+        for_each_vector!(HELD, row, cols, |_at, column, part| {
+            let value = F4::load_part(x, row.start + column, part, 0.0) - F4::splat(exps.largest) - F4::splat(log);
+            value.store_part(y, row.start + column, part);
+        });
+    }
+}
+
+family! {
+    /// `dx[r, c] = dy[r, c] - exp(y[r, c]) sum_c dy[r, c]`, where y is the logarithm of the softmax; `y`, `dy`, `dx`: `[rows, cols]`. Overwrites
+    /// `dx`.
+    log_softmax_backward<S: Stored> { log_softmax_backward_f32: f32; log_softmax_backward_bf16: bf16; }
+    unsafe fn(y: &[S], dy: &[S], cols: usize, dx: *mut S) {
+        let Some(row) = Row::new(y.len(), cols) else { return };
+        // SAFETY: the row lies inside `y`, and the others are as long; its lanes stay together.
+        unsafe { with_held!(row, cols, log_backward(y, dy, cols, dx)) }
+    }
+    // SAFETY: `y` has whole rows of `cols`, and `dy` and `dx` are as long; a thread touches a row only where it begins inside `y`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        Violation::unless_length("dy", k.y.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.y.len(), k.dx.len())?;
+        crate::warp::Row::grid("y", k.y.len(), k.cols)
+    }
+}
+
+/// # Safety
+/// The row lies inside `y`, `dy` and `dx`; its lanes call it together.
+#[inline(always)]
+unsafe fn log_backward<const HELD: usize, S: Stored>(row: Row, y: &[S], dy: &[S], cols: usize, dx: *mut S) {
+    let mut sum = F4::splat(0.0);
+    // SAFETY: the row lies inside `y`, `dy` and `dx`, and its lanes are together here, as the caller promises.
+    unsafe {
+        let y = Share::<HELD, _>::new(row, y, row.start, cols, f32::NEG_INFINITY);
+        let dy = Share::<HELD, _>::new(row, dy, row.start, cols, 0.0);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            sum = sum + dy.get(at, column, part);
+        });
+        let sum = F4::splat(-row.sum(sum));
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            let p = map4!(y.get(at, column, part), math::exp_negative);
+            dy.get(at, column, part).fma(p, sum).store_part(dx, row.start + column, part);
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Matrices transposed, one after another.
+//! Matrices transposed, one after another; and any two extents that change places.
 //!
 //! A block turns a square of 32 x 32 elements in shared memory, so that both its reads and its writes run along rows:
 //!
@@ -12,14 +12,16 @@
 //! warp 0  r8                  a warp writes a row and reads       warp 0  c8
 //! ..                          a column: 32 banks, both times      ..
 //! ```
-//! Invariant: an element is moved as it is, whatever it holds.
+//! Invariant: an element is moved as it is, whatever it holds; but a NaN of BF16 may get another payload.
 
 use crate::block::{BLOCK, divide};
-use crate::contract;
+use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{load, store};
-use crate::warp::LANES;
+use crate::warp::{LANES, Row, Share};
+use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
+use half::bf16;
 
 /// Rows and columns of a block's square.
 const SIDE: usize = LANES as usize;
@@ -30,45 +32,86 @@ const SQUARE: u32 = LANES * PITCH;
 /// Rows that a block moves at once.
 const WARPS: u32 = BLOCK / LANES;
 
-/// `y[m, c, r] = x[m, r, c]`; `x`: `[matrices, rows, cols]`, `y`: `[matrices, cols, rows]`. Overwrites `y`.
-#[kernel]
-pub unsafe fn transpose(x: &[f32], rows: usize, cols: usize, y: *mut f32) {
-    let (lane, warp) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
-    // SAFETY: the contract checks that neither extent is 0, and that `x` and `y` hold the elements of every matrix. No thread
-    // touches anything beyond its rows and columns. Both indices into the square are below 32.
-    unsafe {
-        let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
-        let (matrix, down) = divide(before, rows.div_ceil(SIDE));
-        let (start, first_row, first_column) = (matrix * rows * cols, down * SIDE, across * SIDE);
-        let square = SharedTile::<f32>::new(0, SQUARE);
-        let column = first_column + lane as usize;
-        let mut at = warp;
-        while at < LANES {
-            let row = first_row + at as usize;
-            if row < rows && column < cols {
-                square.set(at * PITCH + lane, load(x, start + row * cols + column));
+family! {
+    /// `y[m, c, r] = x[m, r, c]`; `x`: `[matrices, rows, cols]`, `y`: `[matrices, cols, rows]`. Overwrites `y`.
+    transpose<S: Stored> { transpose_f32: f32; transpose_bf16: bf16; }
+    unsafe fn(x: &[S], rows: usize, cols: usize, y: *mut S) {
+        let (lane, warp) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
+        // SAFETY: the contract checks that neither extent is 0, and that `x` and `y` hold the elements of every matrix. No thread
+        // touches anything beyond its rows and columns. Both indices into the square are below 32.
+        unsafe {
+            let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
+            let (matrix, down) = divide(before, rows.div_ceil(SIDE));
+            let (start, first_row, first_column) = (matrix * rows * cols, down * SIDE, across * SIDE);
+            let square = SharedTile::<f32>::new(0, SQUARE);
+            let column = first_column + lane as usize;
+            let mut at = warp;
+            while at < LANES {
+                let row = first_row + at as usize;
+                if row < rows && column < cols {
+                    square.set(at * PITCH + lane, load(x, start + row * cols + column).widen());
+                }
+                at += WARPS;
             }
-            at += WARPS;
-        }
-        thread::sync_threads();
-        let row = first_row + lane as usize;
-        let mut at = warp;
-        while at < LANES {
-            let column = first_column + at as usize;
-            if row < rows && column < cols {
-                store(y, start + column * rows + row, square.get(lane * PITCH + at));
+            thread::sync_threads();
+            let row = first_row + lane as usize;
+            let mut at = warp;
+            while at < LANES {
+                let column = first_column + at as usize;
+                if row < rows && column < cols {
+                    store(y, start + column * rows + row, S::narrow(square.get(lane * PITCH + at)));
+                }
+                at += WARPS;
             }
-            at += WARPS;
         }
+    }
+    // SAFETY: `x` has whole matrices of `rows` x `cols`, neither of which is 0, and `y` is as long. Each block has one square of one
+    // matrix, and there are as many squares as blocks. The shared bytes are the square's.
+    contract unsafe { block: BLOCK, shared: SQUARE * 4 } |k| {
+        Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
+        let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless(all_rows.is_multiple_of(k.rows), "x", "whole matrices of rows x cols", k.x.len())?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        Grid::cover(Size::of(all_rows).div_ceil(k.rows).times(k.rows.div_ceil(SIDE)).times(k.cols.div_ceil(SIDE)), 1)
     }
 }
 
-// SAFETY: `x` has whole matrices of `rows` x `cols`, neither of which is 0, and `y` is as long. Each block has one square of one
-// matrix, and there are as many squares as blocks. The shared bytes are the square's.
-contract! { unsafe transpose { block: BLOCK, shared: SQUARE * 4, align: 4 } |k| {
-    Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
-    let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless(all_rows.is_multiple_of(k.rows), "x", "whole matrices of rows x cols", k.x.len())?;
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    Grid::cover(Size::of(all_rows).div_ceil(k.rows).times(k.rows.div_ceil(SIDE)).times(k.cols.div_ceil(SIDE)), 1)
-}}
+family! {
+    /// `y[n, j, m, i, c] = x[n, i, m, j, c]`, i below `first`, m below `between`, j below `second`: two extents change places, and whole rows of
+    /// `cols` move. Overwrites `y`, which is as long as `x`.
+    swap_extents<S: Stored> { swap_extents_f32: f32; swap_extents_bf16: bf16; }
+    unsafe fn(x: &[S], first: usize, between: usize, second: usize, cols: usize, y: *mut S) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: no extent is 0. The row of `y` lies inside it, and so does the one of `x`, which is as long and has as many rows. The
+        // row's lanes stay together.
+        unsafe {
+            let (rest, i) = divide(row.number, first);
+            let (rest, m) = divide(rest, between);
+            let (n, j) = divide(rest, second);
+            let from = ((n * first + i) * between + m) * second + j;
+            with_held!(row, cols, moved(x, from * cols, cols, y))
+        }
+    }
+    // SAFETY: `x` is whole blocks of first x between x second rows of `cols`, none of them 0, and `y` is as long; a thread touches a row of `y`
+    // only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let all = Size::of(k.first).times(k.between).times(k.second);
+        Violation::unless(!all.is(0), "first, between, second", "at least 1 each", all)?;
+        crate::warp::rows_in("x", k.x.len(), all.times(k.cols))?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        Row::grid("x", k.x.len(), k.cols)
+    }
+}
+
+/// # Safety
+/// The row lies inside `y`, and `cols` elements from `start` inside `x`; its lanes call it together.
+#[inline(always)]
+unsafe fn moved<const HELD: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
+    // SAFETY: both rows lie inside their arrays, as is asked.
+    unsafe {
+        let values = Share::<HELD, _>::new(row, x, start, cols, 0.0);
+        for_each_vector!(HELD, row, cols, |at, column, part| {
+            values.get(at, column, part).store_part(y, row.start + column, part);
+        });
+    }
+}

@@ -1,0 +1,160 @@
+//! Activations by which a network gates: ReLU, sigmoid, SiLU, the exact GELU; and SwiGLU, a product with one of them.
+//!
+//! The activations share a kernel for each direction: `function` says which. All threads of a launch take the same way.
+//!
+//! ```text
+//! swiglu        gate            up               y                of one tensor, rows of 2 cols
+//!            | r0 | r1 |  *  | r0 | r1 |  ->  | r0 | r1 |         | gate r0 | up r0 | gate r1 | up r1 |  ->  | r0 | r1 |
+//! ```
+//! Invariant: an element of an output depends on the same element of the inputs alone.
+
+use crate::block::BLOCK;
+use crate::math;
+use crate::vector::F4;
+use crate::window::Window;
+use crate::{family, for_own_vector, map4, write_own_vectors};
+use cuda_std::{GpuFloat, prelude::*};
+use half::bf16;
+
+/// max(x, 0), as the kernels' `function`; a NaN stays one. Backward gets x or y.
+pub const RELU: u32 = 0;
+/// [`math::sigmoid`]. Backward gets y.
+pub const SIGMOID: u32 = 1;
+/// [`math::silu`]. Backward gets x.
+pub const SILU: u32 = 2;
+/// [`math::gelu_exact`]. Backward gets x.
+pub const GELU_EXACT: u32 = 3;
+
+family! {
+    /// y = f(x), by the number of f; `x`, `y`: `[n]`. Overwrites `y`.
+    activation_forward<S: Stored> { activation_forward_f32: f32; activation_forward_bf16: bf16; }
+    unsafe fn(x: &[S], function: u32, y: *mut S) {
+        // SAFETY: the vector lies inside `x`, and `y` is as long.
+        unsafe {
+            write_own_vectors!(S, x.len(), y, |index, part| {
+                let x = F4::load_part(x, index, part, 0.0);
+                match function {
+                    RELU => map4!(x, rectified),
+                    SIGMOID => map4!(x, math::sigmoid),
+                    SILU => map4!(x, math::silu),
+                    _ => map4!(x, math::gelu_exact),
+                }
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        crate::block::vector_grid::<S>(k.x.len())
+    }
+}
+
+family! {
+    /// dx = dy f'(x), by the number of f; `kept`: what this needs of x and y, `kept`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    activation_backward<S: Stored> { activation_backward_f32: f32; activation_backward_bf16: bf16; }
+    unsafe fn(kept: &[S], dy: &[S], function: u32, dx: *mut S) {
+        // SAFETY: the vector lies inside `kept`, and the others are as long.
+        unsafe {
+            write_own_vectors!(S, kept.len(), dx, |index, part| {
+                let kept = F4::load_part(kept, index, part, 0.0);
+                let dy = F4::load_part(dy, index, part, 0.0);
+                match function {
+                    RELU => kept.zip(dy, |kept, dy| if kept <= 0.0 { 0.0 } else { dy }),
+                    SIGMOID => dy * kept.fma(-kept, kept),
+                    SILU => dy * map4!(kept, silu_derivative),
+                    _ => dy * map4!(kept, math::gelu_exact_derivative),
+                }
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `kept` has them; `dy` and `dx` are as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
+        Violation::unless_length("dy", k.kept.len(), k.dy.len())?;
+        Violation::unless_length("dx", k.kept.len(), k.dx.len())?;
+        crate::block::vector_grid::<S>(k.kept.len())
+    }
+}
+
+#[inline(always)]
+fn rectified(x: f32) -> f32 {
+    if x <= 0.0 { 0.0 } else { x }
+}
+
+/// s + x s (1 - s), s the sigmoid of x. Where x is far from 0, it stands for one at which s is 0 or 1.
+#[inline(always)]
+fn silu_derivative(x: f32) -> f32 {
+    let x = if x > 110.0 { 110.0 } else { x };
+    let x = if x < -110.0 { -110.0 } else { x };
+    let s = math::sigmoid(x);
+    GpuFloat::mul_add(x * s, math::sigmoid(-x), s)
+}
+
+/// Where gate and up stand: alone, or both in rows of 2 `cols`.
+#[inline(always)]
+fn places(cols: usize, both: bool) -> [Window; 2] {
+    if both { [0, cols].map(|start| Window { cols, stride: 2 * cols, start }) } else { [Window::whole(cols); 2] }
+}
+
+family! {
+    /// y = silu(gate) up; `gate`, `up`, `y`: `[rows, cols]`. Where `up` is empty, both stand in `gate`: `[rows, 2 cols]`, the gate first.
+    /// `length` is y's. Overwrites `y`.
+    swiglu_forward<S: Stored> { swiglu_forward_f32: f32; swiglu_forward_bf16: bf16; }
+    unsafe fn(gate: &[S], up: &[S], cols: usize, length: usize, y: *mut S) {
+        let places = places(cols, up.is_empty());
+        let up = if up.is_empty() { gate } else { up };
+        // SAFETY: the vector lies inside `y`, and `gate` and `up` have its elements.
+        unsafe {
+            write_own_vectors!(S, length, y, |index, part| {
+                map4!(places[0].load(gate, index, part), math::silu) * places[1].load(up, index, part)
+            });
+        }
+    }
+    // SAFETY: a thread touches its own vectors, as far as `length` goes, which is that of `y`. `y` is whole rows of `cols`, and `gate` and `up`
+    // are as long, or `gate` twice as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        swiglu_lengths(k.length, k.cols, k.gate.len(), k.up.len())?;
+        Violation::unless_length("y", k.length, k.y.len())?;
+        crate::block::vector_grid::<S>(k.length)
+    }
+}
+
+family! {
+    /// dgate = dy up silu'(gate), dup = dy silu(gate): `gate` and `up` as for [`swiglu_forward`], `dgate` and `dup` as they are, `dy`:
+    /// `[rows, cols]`. Overwrites `dgate` and `dup`.
+    swiglu_backward<S: Stored> { swiglu_backward_f32: f32; swiglu_backward_bf16: bf16; }
+    unsafe fn(gate: &[S], up: &[S], dy: &[S], cols: usize, dgate: *mut S, dup: *mut S) {
+        let places = places(cols, up.is_empty());
+        let dup = if up.is_empty() { dgate } else { dup };
+        let up = if up.is_empty() { gate } else { up };
+        for_own_vector!(dy.len(), |index, part| {
+            // SAFETY: the vector lies inside `dy`, and the others have its elements.
+            unsafe {
+                let dy = F4::load_part(dy, index, part, 0.0);
+                let (gate, up) = (places[0].load(gate, index, part), places[1].load(up, index, part));
+                places[0].store(dy * up * map4!(gate, silu_derivative), dgate, index, part);
+                places[1].store(dy * map4!(gate, math::silu), dup, index, part);
+            }
+        });
+    }
+    // SAFETY: a thread touches its own vector, as far as `dy` has it. `dy` is whole rows of `cols`, and the others are as long, or `gate` and
+    // `dgate` twice as long.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        swiglu_lengths(k.dy.len(), k.cols, k.gate.len(), k.up.len())?;
+        Violation::unless_length("dgate", k.gate.len(), k.dgate.len())?;
+        Violation::unless_length("dup", k.up.len(), k.dup.len())?;
+        crate::block::vector_grid::<f32>(k.dy.len())
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+fn swiglu_lengths(length: usize, cols: usize, gate: usize, up: usize) -> Result<(), cuda_std::launch::Violation> {
+    use cuda_std::launch::{Size, Violation};
+    crate::warp::rows_in("dy", length, cols)?;
+    if up == 0 {
+        return Violation::unless_length("gate", Size::of(length).times(2), gate);
+    }
+    Violation::unless_length("gate", length, gate)?;
+    Violation::unless_length("up", length, up)
+}

@@ -1,0 +1,170 @@
+//! Parts of tensors along an extent: taken out, and put together.
+
+use super::fill_into;
+use crate::autograd::{Tape, Var};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::step::Step;
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
+use cuda_std::launch::{PointerMut, Slice};
+use kernels::slice as kernel;
+use std::ops::Range;
+
+/// `y[.., i, ..] = x[.., range.start + i, ..]` at the extent number `extent`; x: any shape, y: with the range's length there. Queued, one
+/// launch, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`] when there is no such extent, or it has not the range; [`Error::ArenaFull`].
+#[track_caller]
+pub fn slice<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    extent: usize,
+    range: Range<usize>,
+) -> Result<Tensor<'s, S>> {
+    let shape = part_of("slice", x.shape(), extent, &range)?;
+    let mut y = step.empty(shape)?;
+    launch(step, x.slice(), [(x.shape(), range.start), (shape, 0)], extent, shape, y.out())?;
+    Ok(y)
+}
+
+/// The gradient of [`slice`]: dy at its range of `shape`, zeros beside it. Queued, two launches, no scratch.
+///
+/// # Errors
+/// As for [`slice`]; [`Error::Misuse`] when dy has another shape.
+#[track_caller]
+pub fn slice_backward<'s, S: Stored>(
+    step: &Step<'s>,
+    dy: &impl Source<'s, S>,
+    shape: impl Into<Shape>,
+    extent: usize,
+    range: Range<usize>,
+) -> Result<Tensor<'s, S>> {
+    const OP: &str = "slice_backward";
+    let shape = shape.into();
+    super::same_shape(OP, part_of(OP, shape, extent, &range)?, dy.shape())?;
+    let mut dx = step.empty(shape)?;
+    fill_into(step, &mut dx, 0.0)?;
+    put(step, dy, &mut dx, extent, range.start)?;
+    Ok(dx)
+}
+
+/// The parts one after another along the extent number `extent`; parts: at least one, of any shapes that differ at most there. Queued, a
+/// launch for each, no scratch. Its gradient is a [`slice`] for each.
+///
+/// # Errors
+/// [`Error::Misuse`] for no part, for other shapes, or when there is no such extent; [`Error::ArenaFull`].
+#[track_caller]
+pub fn concat<'s, S: Stored>(step: &Step<'s>, parts: &[&impl Source<'s, S>], extent: usize) -> Result<Tensor<'s, S>> {
+    const OP: &str = "concat";
+    let Some(first) = parts.first().map(|part| part.shape()) else {
+        return Err(Error::misuse(OP, "at least one part", "none"));
+    };
+    let mut all = 0usize;
+    for shape in parts.iter().map(|part| part.shape()) {
+        let own = extent_of(OP, shape, extent)?;
+        super::same_shape(OP, first, shape.with(extent, extent_of(OP, first, extent)?))?;
+        all = all.saturating_add(own);
+    }
+    let mut y = step.empty(first.with(extent, all))?;
+    let mut start = 0;
+    for part in parts {
+        put(step, *part, &mut y, extent, start)?;
+        start += part.shape().extents()[extent];
+    }
+    Ok(y)
+}
+
+/// Copies `part` into `out`, from `start` on along an extent.
+fn put<'s, S: Stored>(
+    step: &Step<'s>,
+    part: &impl Source<'s, S>,
+    out: &mut impl Target<'s, S>,
+    extent: usize,
+    start: usize,
+) -> Result<()> {
+    let shape = part.shape();
+    launch(step, part.slice(), [(shape, 0), (out.shape(), start)], extent, shape, out.out())
+}
+
+/// Copies `part` along an extent: its elements stand from the second number on in x and in `out`, which have these shapes.
+fn launch<S: Stored>(
+    step: &Step<'_>,
+    x: Slice<'_, S>,
+    [from, to]: [(Shape, usize); 2],
+    extent: usize,
+    part: Shape,
+    out: PointerMut<'_, S>,
+) -> Result<()> {
+    if part.elements() == 0 {
+        return Ok(());
+    }
+    let inner: usize = part.extents()[extent + 1..].iter().product();
+    let cols = part.extents()[extent] * inner;
+    let stride = |shape: Shape| shape.extents()[extent] * inner;
+    step.launch(kernel::copy_rows {
+        x,
+        rows: part.elements() / cols,
+        cols,
+        stride: stride(from.0),
+        start: from.1 * inner,
+        out_stride: stride(to.0),
+        out_start: to.1 * inner,
+        out,
+    })
+}
+
+/// The extent of that number.
+fn extent_of(op: &'static str, shape: Shape, extent: usize) -> Result<usize> {
+    let found = shape.extents().get(extent).copied();
+    found.ok_or_else(|| Error::misuse(op, format!("a tensor with an extent number {extent}"), shape.to_string()))
+}
+
+/// The shape of a range of it.
+fn part_of(op: &'static str, shape: Shape, extent: usize, range: &Range<usize>) -> Result<Shape> {
+    let all = extent_of(op, shape, extent)?;
+    if range.start <= range.end && range.end <= all {
+        return Ok(shape.with(extent, range.len()));
+    }
+    Err(Error::misuse(op, format!("a range inside 0..{all}"), format!("{range:?}")))
+}
+
+impl<'s> Tape<'_, 's> {
+    /// [`ops::slice`] of `x`; backward is [`ops::slice_backward`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn slice<S: Stored>(&self, x: &Var<'s, S>, extent: usize, range: Range<usize>) -> Result<Var<'s, S>> {
+        let op = self.op("slice", [x])?;
+        let (y, x) = (ops::slice(self.step(), x.value(), extent, range.clone())?, *x);
+        Ok(op.record(y.save(), move |back, dy| {
+            let dx = ops::slice_backward(back.step(), &dy, x.shape(), extent, range)?;
+            back.add(&x, dx)
+        }))
+    }
+
+    /// [`ops::concat`] of `parts`; the gradient of each is its part of the result's.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn concat<S: Stored>(&self, parts: &[Var<'s, S>], extent: usize) -> Result<Var<'s, S>> {
+        parts.iter().try_for_each(|part| self.op("concat", [part]).map(drop))?;
+        let values: Vec<_> = parts.iter().map(Var::value).collect();
+        let (op, y) = (self.op("concat", [])?, ops::concat(self.step(), &values, extent)?);
+        let parts = parts.to_vec();
+        Ok(op.record(y.save(), move |back, dy| {
+            let mut start = 0;
+            for part in &parts {
+                let end = start + part.shape().extents()[extent];
+                if part.wants_gradient() {
+                    let dx = ops::slice(back.step(), &dy, extent, start..end)?;
+                    back.add(part, dx)?;
+                }
+                start = end;
+            }
+            Ok(())
+        }))
+    }
+}
