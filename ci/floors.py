@@ -30,7 +30,7 @@ EXCEPTIONS = {
     "device/src": {
         ("kernels/attention/head.rs", "kernels/attention.rs"): "the sizes of a head stand beside the kernels",
         ("kernels/matmul/*.rs", "kernels/matmul.rs"): "what all products share stands beside the kernels",
-        ("kernels/matmul_tensor*", "kernels/matmul*"): "products by matrix instructions share epilogue, checks and split",
+        ("kernels/matmul_*", "kernels/matmul*"): "products by matrix instructions share epilogue, checks and split",
         ("kernels/precision.rs", "kernels/matmul/checks.rs"): "what is rounded is checked as the product's operand",
     },
 }
