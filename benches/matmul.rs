@@ -1,8 +1,9 @@
-//! f32 matrix multiply: ours beside cuBLAS, as PyTorch calls it, in the same run.
+//! Matrix multiply: ours beside cuBLAS, as PyTorch calls it, in the same run.
 //!
 //! `cargo bench --bench matmul` (the emulator), `cargo bench --features cuda --bench matmul -- --device cuda`; `--tiles` measures every
 //! tile instead of the one that the op takes, `--precision tf32` or `bf16` multiplies so on both sides (the peer's operands and
-//! outputs are then BF16 themselves; ours are f32, and what rounds them is part of the time). Multiplies stand in a row in one graph, on both sides, and a sample is the time of
+//! outputs are then BF16 themselves; ours are f32, and what rounds them is part of the time); `--stored bf16` multiplies BF16 tensors, into
+//! BF16, on both sides. Multiplies stand in a row in one graph, on both sides, and a sample is the time of
 //! a replay divided by their number; matrices that fit are in the L2 cache. Prints a table and writes every sample to
 //! `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
 
@@ -19,8 +20,8 @@ use clap::Parser;
 use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
-use stepscope::ops::{self, Gemm, Precision, TENSOR_TILES, TILES};
-use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor};
+use stepscope::ops::{self, BF16_TILES, Factor, Gemm, Precision, TENSOR_TILES, TILES};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
 
 const SAMPLES: usize = 25;
 /// Outputs that are compared between tiles.
@@ -28,7 +29,14 @@ const COMPARED: usize = 1 << 16;
 /// Blocks beyond which a tile is not tried.
 const MOST_BLOCKS: usize = 1 << 14;
 
-/// Times f32 matrix multiplies, ours beside PyTorch's.
+/// What operands and outputs are in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum StoredAs {
+    F32,
+    Bf16,
+}
+
+/// Times matrix multiplies, ours beside PyTorch's.
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
@@ -39,6 +47,9 @@ struct Args {
     /// How factors are rounded, on both sides
     #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
     precision: Precision,
+    /// What operands and outputs are in memory; of BF16 nothing is rounded before a product
+    #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
+    stored: StoredAs,
     /// Only cases whose name contains this, such as `3072x256` or `NT`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
@@ -60,28 +71,42 @@ enum Line {
 }
 
 /// What the graph works on.
-struct State {
+struct State<S: Factor<S>> {
     gemm: Gemm,
     row: usize,
-    a: Buffer<f32>,
-    b: Buffer<f32>,
-    out: Buffer<f32>,
+    a: Buffer<S>,
+    b: Buffer<S>,
+    out: Buffer<S>,
 }
 
-impl State {
+impl<S: Factor<S>> State<S> {
+    fn new(device: &Device, case: Case, gemm: Gemm) -> Result<Self> {
+        let [a, b, out] = case.elements();
+        let spread = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
+        Ok(Self {
+            gemm,
+            row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
+            a: Buffer::from_slice(device, &spread(a, 1))?,
+            b: Buffer::from_slice(device, &spread(b, 2))?,
+            out: Buffer::zeros(device, out)?,
+        })
+    }
+
     /// Room for the sums of chunks, and for rounded operands.
     fn capacity(&self) -> Capacity {
         let Gemm { m, n, k, batches, .. } = self.gemm;
-        Capacity::Bytes(batches * (m + n) * k.next_multiple_of(8) * size_of::<f32>() + (64 << 20))
+        Capacity::Bytes(batches * (m + n) * k.next_multiple_of(8) * size_of::<f32>() + (512 << 20))
     }
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, tiles, precision, only } = Args::parse();
+    let Args { common, tiles, precision, stored, only } = Args::parse();
+    // The peer's operands are BF16 in either case.
+    let of_peer = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
-    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, precision, emulated));
+    let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, of_peer, emulated));
     if let Some(reason) = &peer.failed {
         println!("PyTorch: not measured, or not all ({reason})");
     }
@@ -104,14 +129,17 @@ fn main() -> harness::Result<()> {
     for case in cases {
         let theirs = lines.iter().position(|line| matches!(line, Line::Measured { case: other, .. } if *other == case));
         let theirs = theirs.map(|at| lines[at].clone());
-        let ours = ours(&device, case, precision, tiles)?;
+        let ours = match stored {
+            StoredAs::F32 => ours(&device, case, precision, tiles)?,
+            StoredAs::Bf16 => ours_of_bf16(&device, case, tiles)?,
+        };
         let unit = theirs.as_ref().map(median);
         for line in theirs.iter().chain(&ours) {
             print(line, unit);
         }
         lines.extend(ours);
     }
-    println!("samples in {}", record(&group(precision), &device, &lines)?);
+    println!("samples in {}", record(&group(precision, stored), &device, &lines)?);
     Ok(())
 }
 
@@ -127,20 +155,17 @@ fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<S
 }
 
 /// The name of the run's file.
-fn group(precision: Precision) -> String {
-    if precision == Precision::Ieee { "matmul".into() } else { format!("matmul-{precision}") }
+fn group(precision: Precision, stored: StoredAs) -> String {
+    match precision {
+        _ if stored == StoredAs::Bf16 => "matmul-stored-bf16".into(),
+        Precision::Ieee => "matmul".into(),
+        _ => format!("matmul-{precision}"),
+    }
 }
 
 /// The op's own choice, or every tile.
 fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Result<Vec<Line>> {
-    let [a, b, out] = case.elements();
-    let mut state = State {
-        gemm: case.gemm().precision(precision),
-        row: if device.description().kind == DeviceKind::Emulated { 1 } else { case.row() },
-        a: Buffer::from_slice(device, &spread(a, 1))?,
-        b: Buffer::from_slice(device, &spread(b, 2))?,
-        out: Buffer::zeros(device, out)?,
-    };
+    let mut state = State::<f32>::new(device, case, case.gemm().precision(precision))?;
     let (chosen, want) = measure(device, &mut state)?;
     let measured = |contender: String, nanoseconds| Line::Measured { case, contender, nanoseconds };
     let mut lines = vec![measured("stepscope".into(), chosen)];
@@ -166,24 +191,41 @@ fn ours(device: &Device, case: Case, precision: Precision, tiles: bool) -> Resul
     Ok(lines)
 }
 
+/// The same of BF16 tensors.
+fn ours_of_bf16(device: &Device, case: Case, tiles: bool) -> Result<Vec<Line>> {
+    let mut state = State::<bf16>::new(device, case, case.gemm())?;
+    let (chosen, want) = measure(device, &mut state)?;
+    let mut lines = vec![Line::Measured { case, contender: "stepscope".into(), nanoseconds: chosen }];
+    for tile in BF16_TILES.into_iter().filter(|_| tiles) {
+        if blocks(case, tile.rows(), tile.cols()) <= MOST_BLOCKS {
+            state.gemm.bf16_tile = Some(tile);
+            let (nanoseconds, got) = measure(device, &mut state)?;
+            let name = format!("  {}x{}, {} threads", tile.rows(), tile.cols(), tile.threads());
+            assert!(got == want, "{case}: tile{name} gives other bits");
+            lines.push(Line::Measured { case, contender: name, nanoseconds });
+        }
+    }
+    Ok(lines)
+}
+
 fn blocks(case: Case, rows: u32, cols: u32) -> usize {
     case.batches * case.m.div_ceil(rows as usize) * case.n.div_ceil(cols as usize)
 }
 
 /// Samples of one multiply, and the bits of the first outputs.
-fn measure(device: &Device, state: &mut State) -> Result<(Samples, Vec<u32>)> {
+fn measure<S: Factor<S>>(device: &Device, state: &mut State<S>) -> Result<(Samples, Vec<u32>)> {
     let row = state.row;
     let mut arena = Arena::builder(device).capacity(state.capacity()).build()?;
     let mut captured = arena.capture(state, &Inputs::new(), multiply)?;
     let settle = || device.synchronize(device.deadline());
     let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
     let out = &captured.state().out;
-    let first = out.read_range(0, out.len().min(COMPARED))?.into_iter().map(f32::to_bits).collect();
+    let first = out.read_range(0, out.len().min(COMPARED))?.into_iter().map(|value| value.widen().to_bits()).collect();
     Ok((samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect(), first))
 }
 
 /// The graph: multiplies in a row.
-fn multiply(step: &mut Step<'_>, state: &mut &mut State, _: &Slots<'_>) -> Result<()> {
+fn multiply<S: Factor<S>>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &Slots<'_>) -> Result<()> {
     let State { gemm, row, a, b, out } = &mut **state;
     let [a_len, b_len, out_len] = [a.len(), b.len(), out.len()];
     let (a, b, mut out) = (step.lend(a, [a_len])?, step.lend(b, [b_len])?, step.lend_mut(out, [out_len])?);

@@ -1,4 +1,4 @@
-//! What is multiplied: the shapes of CrossAsset's training at batch 1, 256 and 4096, and large matrices.
+//! What is multiplied: the shapes of CrossAsset's training at batch 1, 256 and 4096, of GPT-2's with 16,384 tokens, and large matrices.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -9,6 +9,9 @@ const SCALES: usize = 12;
 const FEATURES: usize = 193;
 const WIDTH: usize = 256;
 const HIDDEN: usize = 1024;
+/// The tokens of a step of GPT-2, and the width of the model.
+const TOKENS: usize = 16_384;
+const GPT: usize = 768;
 
 /// How A and B are stored: `T` is transposed. In more than one batch, what is an activation (A of `NN`, both of `TN`) has its
 /// batches side by side in each row.
@@ -55,6 +58,7 @@ impl Case {
             Self::training(1),
             Self::training(256),
             Self::training(4096),
+            Self::layers(TOKENS, [[GPT, GPT], [GPT, 3 * GPT], [GPT, 4 * GPT], [4 * GPT, GPT]]),
             [Form::NN, Form::NT, Form::TN, Form::TT].map(forms).concat(),
             vec![Self::new(Form::NN, [2049, 1023, 511])],
         ]
@@ -63,20 +67,22 @@ impl Case {
 
     /// Forward, the gradient of the input and the gradient of the weights of each kind of layer.
     fn training(batch: usize) -> Vec<Self> {
-        let rows = batch * SCALES;
-        let layers = [[WIDTH, WIDTH], [WIDTH, HIDDEN], [HIDDEN, WIDTH]];
-        let mut cases = layers
-            .map(|[inner, outer]| {
-                [
-                    Self::new(Form::NN, [rows, outer, inner]),
-                    Self::new(Form::NT, [rows, inner, outer]),
-                    Self::new(Form::TN, [inner, outer, rows]),
-                ]
-            })
-            .concat();
+        let mut cases = Self::layers(batch * SCALES, [[WIDTH, WIDTH], [WIDTH, HIDDEN], [HIDDEN, WIDTH]]);
         cases.push(Self { batches: SCALES, ..Self::new(Form::NN, [batch, WIDTH, FEATURES]) });
         cases.push(Self { batches: SCALES, ..Self::new(Form::TN, [FEATURES, WIDTH, batch]) });
         cases
+    }
+
+    /// The three products of each layer, which has inputs and outputs.
+    fn layers<const N: usize>(rows: usize, layers: [[usize; 2]; N]) -> Vec<Self> {
+        let products = |[inner, outer]: [usize; 2]| {
+            [
+                Self::new(Form::NN, [rows, outer, inner]),
+                Self::new(Form::NT, [rows, inner, outer]),
+                Self::new(Form::TN, [inner, outer, rows]),
+            ]
+        };
+        layers.map(products).concat()
     }
 
     /// Elements of A, B and the output.
