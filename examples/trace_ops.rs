@@ -166,7 +166,8 @@ const CASES: &[(&str, Run)] = &[
     ("concat", |c| {
         let [rows, a, b] = c.extents([70, 130, 60]);
         c.longest(0);
-        let (left, right, dy) = (c.operand("a", [rows, a])?, c.operand("b", [rows, b])?, c.operand("dy", [rows, a + b])?);
+        let (left, right, dy) =
+            (c.operand("a", [rows, a])?, c.operand("b", [rows, b])?, c.operand("dy", [rows, a + b])?);
         c.result("y", &ops::concat(c.step, &[&left, &right], 1)?)?;
         c.result("da", &ops::slice(c.step, &dy, 1, 0..a)?)?;
         c.result("db", &ops::slice(c.step, &dy, 1, a..a + b)?)
@@ -304,7 +305,7 @@ const CASES: &[(&str, Run)] = &[
         c.longest(rows.max(cols));
         let [x, residual, dy] = ["x", "residual", "dy"].map(|name| c.operand(name, [rows, cols]));
         let (x, residual, dy, gain) = (x?, residual?, dy?, c.operand("gain", [cols])?);
-        let (h, (y, inverse_rms)) = ops::rms_norm_residual(c.step, &x, &residual, &gain, c.scalar("epsilon"))?;
+        let (h, y, inverse_rms) = ops::rms_norm_residual(c.step, &x, &residual, &gain, c.scalar("epsilon"))?;
         c.result("y", &y)?;
         let mut dgain = c.step.empty([cols])?;
         c.result("dx", &ops::rms_norm_backward(c.step, &h, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;

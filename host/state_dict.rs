@@ -48,7 +48,9 @@ fn shape(entry: &LayoutEntry) -> Vec<usize> {
 /// The words of a matrix `[rows, cols]` as those of `[cols, rows]`; of a table or anything else as they are.
 fn transposed(entry: &LayoutEntry, words: &[[u8; 4]], extents: &[usize]) -> Vec<u8> {
     match *extents {
-        [rows, cols] if !entry.is_table() => (0..cols).flat_map(|col| (0..rows).flat_map(move |row| words[row * cols + col])).collect(),
+        [rows, cols] if !entry.is_table() => {
+            (0..cols).flat_map(|col| (0..rows).flat_map(move |row| words[row * cols + col])).collect()
+        }
         _ => words.as_flattened().to_vec(),
     }
 }

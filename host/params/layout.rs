@@ -116,7 +116,12 @@ impl LayoutBuilder {
 
     /// [`LayoutBuilder::add`] of a table whose rows are looked up by number, as an embedding's: a `state_dict` has it as it is, where
     /// other matrices are transposed.
-    pub fn add_table(&mut self, name: impl Into<String>, shape: impl Into<Shape>, initializer: Initializer) -> Parameter {
+    pub fn add_table(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Shape>,
+        initializer: Initializer,
+    ) -> Parameter {
         let table = self.add(name, shape, initializer);
         self.entries[table.index].is_table = true;
         table
