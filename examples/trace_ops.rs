@@ -306,7 +306,7 @@ const CASES: &[(&str, Run)] = &[
         c.longest(rows.max(cols));
         let [x, residual, dy] = ["x", "residual", "dy"].map(|name| c.operand(name, [rows, cols]));
         let (x, residual, dy, gain) = (x?, residual?, dy?, c.operand("gain", [cols])?);
-        let (h, (y, inverse_rms)) = ops::rms_norm_residual(c.step, &x, &residual, &gain, c.scalar("epsilon"))?;
+        let (h, y, inverse_rms) = ops::rms_norm_residual(c.step, &x, &residual, &gain, c.scalar("epsilon"))?;
         c.result("y", &y)?;
         let mut dgain = c.step.empty([cols])?;
         c.result("dx", &ops::rms_norm_backward(c.step, &h, &gain, &inverse_rms, &dy, None, &mut dgain, false)?)?;

@@ -332,7 +332,7 @@ pub fn gelu_exact(x: f32) -> f32 {
 /// 2^-23 of either.
 #[inline(always)]
 pub fn gelu_exact_derivative(x: f32) -> f32 {
-    const INVERSE_ROOT_2_PI: f32 = 0.398_942_28;
+    const INVERSE_ROOT_2_PI: f32 = 0.398_942_3;
     let size = x.abs();
     let size = if size > NORMAL_END { NORMAL_END } else { size };
     let NormalTail { p, inverse, r, rest, lift, .. } = normal_tail(size);

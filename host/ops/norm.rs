@@ -43,12 +43,12 @@ pub fn rms_norm_residual<'s, S: Stored>(
     residual: &impl Source<'s, S>,
     gain: &impl Source<'s, f32>,
     epsilon: f32,
-) -> Result<(Tensor<'s, S>, (Tensor<'s, S>, Tensor<'s>))> {
+) -> Result<(Tensor<'s, S>, Tensor<'s, S>, Tensor<'s>)> {
     const OP: &str = "rms_norm_residual";
     same_shape(OP, x.shape(), residual.shape())?;
     let (mut h, (y, inverse_rms)) = (step.empty(x.shape())?, outputs(OP, step, x, gain)?);
-    let out = launch(step, [x.slice(), residual.slice()], gain.slice(), epsilon, h.out(), y, inverse_rms)?;
-    Ok((h, out))
+    let (y, inverse_rms) = launch(step, [x.slice(), residual.slice()], gain.slice(), epsilon, h.out(), y, inverse_rms)?;
+    Ok((h, y, inverse_rms))
 }
 
 /// The outputs for `x`, whose gain is right.
@@ -179,7 +179,7 @@ impl<'s> Tape<'_, 's> {
     ) -> Result<[Var<'s, S>; 2]> {
         let op = self.op("rms_norm_residual", [x, residual])?;
         let gains = op.weights(gain)?;
-        let (h, (y, inverse_rms)) = ops::rms_norm_residual(self.step(), x.value(), residual.value(), &gains, epsilon)?;
+        let (h, y, inverse_rms) = ops::rms_norm_residual(self.step(), x.value(), residual.value(), &gains, epsilon)?;
         let (x, residual, h, inverse_rms) = (*x, *residual, h.save(), inverse_rms.save());
         Ok(op.record_all([h, y.save()], move |back, [dh, dy]| {
             let dh = match dy {

@@ -385,7 +385,7 @@ const LISTED: &[Listed] = &[
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
             i.keep(&y)?;
             i.keep(&scale)?;
-            let (h, (y, scale)) = ops::rms_norm_residual(i.step, x, &i.normals(x.shape())?, &i.gain(x)?, 1e-6)?;
+            let (h, y, scale) = ops::rms_norm_residual(i.step, x, &i.normals(x.shape())?, &i.gain(x)?, 1e-6)?;
             i.keep(&h)?;
             i.keep(&y)?;
             i.keep(&scale)

@@ -245,7 +245,7 @@ on_each_device! {
             trial(device, |trial| {
                 let (x, residual) = (trial.upload(&inputs.x, shape)?, trial.upload(&inputs.dy, shape)?);
                 let gain = trial.upload(&inputs.gain, [inputs.cols])?;
-                let (h, (y, scale)) = ops::rms_norm_residual(trial, &x, &residual, &gain, EPSILON)?;
+                let (h, y, scale) = ops::rms_norm_residual(trial, &x, &residual, &gain, EPSILON)?;
                 let sum = ops::add(trial, &x, &residual)?;
                 let (want, want_scale) = ops::rms_norm(trial, &sum, &gain, EPSILON)?;
                 for [got, want] in [[&h, &sum], [&y, &want], [&scale, &want_scale]] {

@@ -221,7 +221,7 @@ on_each_device! {
                 let (x, residual, gain, bias) = (case.x::<bf16>()?, case.x()?, case.row()?, case.row()?);
                 let (h, out) = ops::layer_norm_residual(trial, &x, &residual, &gain, &bias, 1e-5)?;
                 let sum = ops::add(trial, &x, &residual)?;
-                let (rms_h, (rms_y, scale)) = ops::rms_norm_residual(trial, &x, &residual, &gain, 1e-6)?;
+                let (rms_h, rms_y, scale) = ops::rms_norm_residual(trial, &x, &residual, &gain, 1e-6)?;
                 let (of_rms, of_scale) = ops::rms_norm(trial, &sum, &gain, 1e-6)?;
                 assert_same("scale", &trial.output(&scale)?, &trial.output(&of_scale)?);
                 let of_sum = ops::layer_norm(trial, &sum, &gain, &bias, 1e-5)?;
