@@ -215,6 +215,8 @@ const CASES: &[(&str, Run)] = &[
             },
         )
     }),
+    ("to_bf16", |c| c.reduced(|_| 0, |c, x| ops::to_f32(c.step, &ops::to_bf16(c.step, x)?))),
+    ("to_f32", |c| c.reduced(|_| 0, |c, x| ops::to_f32(c.step, &ops::to_bf16(c.step, x)?))),
     ("copy", |c| {
         c.reduced(
             |_| 0,

@@ -182,6 +182,8 @@ REFERENCES = {
     "scale_by": lambda x, factor: factor * x,
     "add_bias": lambda x, bias: x + bias,
     "fill": lambda x, value: jnp.full(x.shape, value[0]),
+    "to_bf16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float64),
+    "to_f32": lambda x: x.astype(jnp.bfloat16).astype(jnp.float64),
     "copy": lambda x: x,
     "sum": lambda x: jnp.sum(x),
     "scaled_sum": lambda x, factor: factor * jnp.sum(x),

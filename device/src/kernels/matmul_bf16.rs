@@ -40,7 +40,7 @@ pub const T64X64: Tile = Tile { warps: [2, 2], each: [2, 2], cost: Cost::new(6, 
 /// 128 x 128, 128 threads.
 pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(20, 15, 5000) };
 /// 128 x 256, 256 threads.
-pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 30, 11800) };
+pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
 
 family! {
     /// A multiply of BF16 tensors; the parameters are the module's.
