@@ -100,7 +100,7 @@ fn run(rig: &mut Option<Rig>, device: DeviceKind, kind: Kind, program: &Program)
             *rig = Some(used);
         }
         match outcome {
-            Err(Violation { pauses, .. }) if kind == Kind::Stalling && pauses > PAUSE && attempts < 5 => {}
+            Err(Violation { pauses, .. }) if kind == Kind::Stalling && pauses > PAUSE && attempts < 50 => {}
             outcome => return outcome,
         }
     }

@@ -76,7 +76,7 @@ fn a_profiler_sees_steps_uploads_and_launches() {
     let seen = SEEN.take();
     let [step, upload, launch, other] = &seen[..] else { panic!("{seen:?}") };
     assert_eq!((step.as_str(), upload.as_str()), ("step number=0", "  upload bytes=8"));
-    assert!(launch.starts_with("  launch kernel=tanh_forward grid="), "{launch}");
+    assert!(launch.starts_with("  launch kernel=tanh_forward_f32 grid="), "{launch}");
     assert_eq!(other, "other text=ab");
     assert_eq!(DEPTH.take(), 0, "a range without an end");
 }

@@ -4,7 +4,7 @@ use crate::hostile::attack;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::stored::Stored as _;
-use stepscope::{Device, Result, Saved, Stored, Tensor, bf16, ops};
+use stepscope::{Arena, Capacity, Device, Saved, Stored, bf16, ops};
 
 /// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
 const EXTENTS: [[usize; 3]; 8] = [
@@ -53,10 +53,6 @@ fn product<S: Stored>(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16])
     trial_of_one(device, run)
 }
 
-fn read<'s>(trial: &Trial<'_, 's>, tensor: &Tensor<'s, bf16>) -> Result<Vec<f32>> {
-    Ok(trial.output(tensor)?.into_iter().map(f32::from).collect())
-}
-
 on_each_device! {
     /// Whole numbers: no order of sums changes a bit, so every tile and form has those of the exact sums.
     fn exact_sums_have_their_bits(device: &Device) {
@@ -100,15 +96,17 @@ on_each_device! {
         let sums: Vec<f32> = reference([m, n, k], [false, false], &x, &w).into_iter().map(|[sum, _]| sum as f32).collect();
         assert!(kernels::matmul_bf16::chunk(m, n, k) < k);
         let round = |x: f32| bf16::narrow(x).widen();
-        let (linear, kept, gelu) = trial(device, |trial| {
-            let (x, w) = (trial.upload(&x, [m, k])?, trial.upload(&w, [k, n])?);
-            let (residual, bias) = (trial.upload(&residual, [m, n])?, trial.upload(&bias, [n])?);
-            trial.with_scratch(|| {
-                let linear = ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?;
-                let (gelu, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
-                Ok((read(trial, &linear)?, read(trial, &pre)?, read(trial, &gelu)?))
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
+        let [linear, kept, gelu] = arena
+            .step(|step| {
+                let (x, w) = (step.upload(&x, [m, k])?, step.upload(&w, [k, n])?);
+                let (residual, bias) = (step.upload(&residual, [m, n])?, step.upload(&bias, [n])?);
+                let linear = ops::linear_residual(step, &x, &w, Some(&bias), &residual)?;
+                let (gelu, pre) = ops::linear_gelu(step, &x, &w, Some(&bias))?;
+                Ok([step.read(&linear)?, step.read(&pre)?, step.read(&gelu)?])
             })
-        });
+            .unwrap()
+            .map(|values| values.into_iter().map(f32::from).collect::<Vec<_>>());
         let with_bias = |at: usize| sums[at] + bias[at % n];
         let of = |f: &dyn Fn(usize) -> f32| (0..m * n).map(|at| round(f(at))).collect::<Vec<f32>>();
         assert_same("linear_residual", &linear, &of(&|at| 1.0f32.mul_add(residual[at].widen(), with_bias(at))));

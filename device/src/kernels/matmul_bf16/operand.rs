@@ -66,7 +66,9 @@ impl<'p> Part<'p> {
         let (down, along) = divide(thread::thread_idx_x(), chunks(along_k, width));
         let to = place(along_k, width, down, along) * CHUNK_WORDS;
         let (across, within) = if along_k { (first_row, first_k) } else { (first_k, first_row) };
-        let from = start + (across + down) as usize * stride as usize + (within + along * CHUNK) as usize;
+        // Without k or rows there is nothing to read, wherever it would lie.
+        let ahead = (across + down) as usize * stride as usize + (within + along * CHUNK) as usize;
+        let from = start.wrapping_add(ahead);
         let chunk_stride = divide(threads, chunks(along_k, width)).0 as usize * stride as usize;
         let stage = if along_k { DEPTH as usize } else { DEPTH as usize * stride as usize };
         let passes = (width * DEPTH / CHUNK / threads) as usize;

@@ -1,0 +1,128 @@
+//! A network whose activations, gradients and products are BF16 trains as its f32 twin does, captured as eagerly.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use stepscope::nn::{LayerNorm, Mlp};
+use stepscope::ops::Factor;
+use stepscope::*;
+use support::{Random, bits, on_each_device};
+
+const ROWS: usize = 48;
+const WIDTH: usize = 40;
+const CLASSES: usize = 10;
+
+/// Two residual blocks and a head: every kind of layer that BF16 goes through.
+struct Model {
+    norms: [LayerNorm; 2],
+    blocks: [Mlp; 2],
+    head: Mlp,
+    weights: Parameters,
+    gradients: Gradients,
+    optimizer: Optimizer<AdamW>,
+}
+
+impl Model {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let norms = [0, 1].map(|at| LayerNorm::new(names.at(format!("norm.{at}")), WIDTH));
+        let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
+        let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
+        let weights = Parameters::new(device, &layout.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
+        let config = AdamWConfig { learning_rate: 3e-3, ..AdamWConfig::default() };
+        let optimizer = Optimizer::new(&weights, AdamW::new(config).unwrap()).unwrap();
+        Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }
+    }
+
+    fn loss<'s, S: Factor<S> + Factor<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: Var<'s, S>,
+        labels: Saved<'s, u32>,
+    ) -> Result<Var<'s>> {
+        let mut h = x;
+        for (norm, block) in self.norms.iter().zip(&self.blocks) {
+            h = tape.add(&h, &block.forward(tape, &norm.forward(tape, &h)?)?)?;
+        }
+        tape.cross_entropy(&self.head.forward(tape, &h)?, labels, 1.0 / ROWS as f32)
+    }
+
+    /// The loss before an update, and the update.
+    fn update<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>, halves: bool) -> Result<Saved<'s>> {
+        let tape = Tape::new(step, &self.weights);
+        let x = tape.input(x);
+        let loss = if halves { self.loss(&tape, tape.to_bf16(&x)?, labels)? } else { self.loss(&tape, x, labels)? };
+        let value = *loss.value();
+        tape.backward_afresh(&loss, &mut self.gradients)?;
+        self.optimizer.apply(step, &mut self.weights, &self.gradients)?;
+        Ok(value)
+    }
+}
+
+fn batch(number: u64) -> (Vec<f32>, Vec<u32>) {
+    let x = Random::new(number).normals(ROWS * WIDTH);
+    // A class that can be learned: where the largest of the first features stands.
+    let class = |row: &[f32]| (0..CLASSES).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap() as u32;
+    let labels = x.chunks(WIDTH).map(class).collect();
+    (x, labels)
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap()
+}
+
+/// Losses and weights of eager updates.
+fn trained(device: &Device, updates: u64, halves: bool) -> (Vec<f32>, Vec<f32>) {
+    let (mut arena, mut model) = (arena(device), Model::new(device));
+    let mut losses = Vec::new();
+    for number in 0..updates {
+        let (x, labels) = batch(number);
+        model.optimizer.advance().unwrap();
+        let loss = arena.step(|step| {
+            let (x, labels) = (step.upload(&x, [ROWS, WIDTH])?.save(), step.upload(&labels, [ROWS])?.save());
+            let loss = model.update(step, x, labels, halves)?;
+            step.read_scalar(&loss)
+        });
+        losses.push(loss.unwrap());
+    }
+    (losses, model.weights.flat().read().unwrap())
+}
+
+fn mean(values: &[f32]) -> f64 {
+    values.iter().map(|&value| f64::from(value)).sum::<f64>() / values.len() as f64
+}
+
+on_each_device! {
+    /// Each loss of the first updates within 2^-7, and the mean of the last within 5 %, of those in f32.
+    fn losses_are_those_of_f32(device: &Device) {
+        let ((floats, _), (halves, _)) = (trained(device, 150, false), trained(device, 150, true));
+        for (at, (float, half)) in floats.iter().zip(&halves).take(5).enumerate() {
+            assert!((float - half).abs() < float / 128.0, "update {at}: {half}, in f32 {float}");
+        }
+        let [float, half] = [&floats, &halves].map(|losses| mean(&losses[120..]));
+        assert!(float < 0.8 * f64::from(floats[0]), "nothing was learned: {float}");
+        assert!((float - half).abs() < 0.05 * float, "{half}, in f32 {float}");
+        assert_ne!(bits(&floats), bits(&halves));
+    }
+
+    fn captured_and_eager_are_the_same(device: &Device) {
+        let (eager_losses, eager_weights) = trained(device, 4, true);
+        let (x, labels) = batch(0);
+        let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+        let update = |step: &mut Step<'_>, model: &mut Model, slots: &Slots<'_>| {
+            Ok(slots.output(&model.update(step, slots.input(0)?, slots.input(1)?, true)?))
+        };
+        let mut captured = arena(device).capture(Model::new(device), &inputs, update).unwrap();
+        for (number, eager) in (0..4).zip(&eager_losses) {
+            let (x, labels) = batch(number);
+            let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
+            captured.state_mut().optimizer.advance().unwrap();
+            let replay = captured.replay(&inputs).unwrap();
+            let loss = *replay.outputs();
+            assert_eq!(replay.read(loss).unwrap(), [*eager]);
+        }
+        assert_eq!(bits(&captured.state().weights.flat().read().unwrap()), bits(&eager_weights));
+    }
+}
