@@ -20,7 +20,7 @@ struct Model {
     head: Mlp,
     weights: Parameters,
     gradients: Gradients,
-    optimizer: Optimizer<AdamW>,
+    optimizer: AdamW,
 }
 
 impl Model {
@@ -32,7 +32,7 @@ impl Model {
         let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
         let weights = Parameters::new(device, &layout.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
         let config = AdamWConfig { learning_rate: 3e-3, ..AdamWConfig::default() };
-        let optimizer = Optimizer::new(&weights, AdamW::new(config).unwrap()).unwrap();
+        let optimizer = AdamW::new(&weights, config).unwrap();
         Self { norms, blocks, head, gradients: Gradients::zeros(&weights).unwrap(), weights, optimizer }
     }
 
@@ -111,10 +111,12 @@ on_each_device! {
         let (eager_losses, eager_weights) = trained(device, 4, true);
         let (x, labels) = batch(0);
         let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();
-        let update = |step: &mut Step<'_>, model: &mut Model, slots: &Slots<'_>| {
-            Ok(slots.output(&model.update(step, slots.input(0)?, slots.input(1)?, true)?))
-        };
-        let mut captured = arena(device).capture(Model::new(device), &inputs, update).unwrap();
+        let model = Model::new(device);
+        let mut captured = arena(device)
+            .capture(model, &inputs, |step, model, slots| {
+                Ok(slots.output(&model.update(step, slots.input(0)?, slots.input(1)?, true)?))
+            })
+            .unwrap();
         for (number, eager) in (0..4).zip(&eager_losses) {
             let (x, labels) = batch(number);
             let inputs = Inputs::new().with(&x, [ROWS, WIDTH]).unwrap().with(&labels, [ROWS]).unwrap();

@@ -34,7 +34,7 @@ fn meet(kind: DeviceKind, way: &str) -> Result<()> {
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(16)).build()?;
     let mut flag = Buffer::<u32>::zeros(&device, 1)?;
     let mut values = Buffer::<f32>::zeros(&device, 1 << 20)?;
-    let double: Record<(), _> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input(0)?, 2.0)?));
+    let double: Record<(), _> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input::<f32>(0)?, 2.0)?));
     let x = [1.0f32; 8];
     let inputs = Inputs::new().with(&x, [8])?;
     let mut captured = arena.capture((), &inputs, double)?;
@@ -118,7 +118,7 @@ fn trained(kind: DeviceKind) -> Result<String> {
     let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
         gradients.zero(step)?;
         let tape = Tape::new(step, weights);
-        let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input(0)?), *w, None)?, slots.input(1)?, 0.25)?;
+        let loss = tape.cross_entropy(&tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?, slots.input(1)?, 0.25)?;
         tape.backward(&loss, gradients)?;
         adamw.apply(step, weights, gradients)?;
         Ok(slots.output(loss.value()))
