@@ -4,7 +4,7 @@
 
 mod support;
 
-use stepscope::nn::{LayerNorm, Mlp};
+use stepscope::nn::{Mlp, RmsNorm};
 use stepscope::ops::Factor;
 use stepscope::*;
 use support::{Random, bits, on_each_device};
@@ -15,7 +15,7 @@ const CLASSES: usize = 10;
 
 /// Two residual blocks and a head: every kind of layer that BF16 goes through.
 struct Model {
-    norms: [LayerNorm; 2],
+    norms: [RmsNorm; 2],
     blocks: [Mlp; 2],
     head: Mlp,
     weights: Parameters,
@@ -27,7 +27,7 @@ impl Model {
     fn new(device: &Device) -> Self {
         let mut layout = Layout::builder();
         let mut names = layout.names();
-        let norms = [0, 1].map(|at| LayerNorm::new(names.at(format!("norm.{at}")), WIDTH));
+        let norms = [0, 1].map(|at| RmsNorm::new(names.at(format!("norm.{at}")), WIDTH));
         let blocks = [0, 1].map(|at| Mlp::new(names.at(format!("block.{at}")), WIDTH, 4 * WIDTH, WIDTH));
         let head = Mlp::new(names.at("head"), WIDTH, WIDTH, CLASSES);
         let weights = Parameters::new(device, &layout.build().unwrap(), 11).unwrap().with_bf16_copy().unwrap();
