@@ -83,7 +83,9 @@ on_each_device! {
         let kind = device.description().kind;
         for (call, fault) in [(Call::Launch, Fault::Never), (Call::Poll, Fault::Stalls)] {
             for kernel in ["guard_write", "softmax_forward_f32"] {
-                let number = before(kind, call, kernel) + 1;
+                // A GPU that is faster than before is asked less often.
+                let share = if kind == DeviceKind::Cuda && call == Call::Poll { 2 } else { 1 };
+                let number = before(kind, call, kernel) / share + 1;
                 let planted = open(kind, &FaultPlan::new().on(call, number, fault));
                 let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
                 let error = planted.self_test().unwrap_err();
