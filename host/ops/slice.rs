@@ -28,10 +28,10 @@ pub fn slice<'s, S: Stored>(
     Ok(y)
 }
 
-/// The gradient of [`slice`]: dy at its range of `shape`, zeros beside it. Queued, two launches, no scratch.
+/// The gradient of [`slice()`]: dy at its range of `shape`, zeros beside it. Queued, two launches, no scratch.
 ///
 /// # Errors
-/// As for [`slice`]; [`Error::Misuse`] when dy has another shape.
+/// As for [`slice()`]; [`Error::Misuse`] when dy has another shape.
 #[track_caller]
 pub fn slice_backward<'s, S: Stored>(
     step: &Step<'s>,
@@ -50,7 +50,7 @@ pub fn slice_backward<'s, S: Stored>(
 }
 
 /// The parts one after another along the extent number `extent`; parts: at least one, of any shapes that differ at most there. Queued, a
-/// launch for each, no scratch. Its gradient is a [`slice`] for each.
+/// launch for each, no scratch. Its gradient is a [`slice()`] for each.
 ///
 /// # Errors
 /// [`Error::Misuse`] for no part, for other shapes, or when there is no such extent; [`Error::ArenaFull`].

@@ -89,12 +89,12 @@ family! {
     }
 }
 
-/// Rows that a block of [`gelu_bias_backward`](fn@gelu_bias_backward) sums: few, because each element takes much work.
+/// Rows that a block of [`gelu_bias_backward`](struct@gelu_bias_backward) sums: few, because each element takes much work.
 pub const BIAS_ROWS: usize = 128;
 
 family! {
     /// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, before dx is rounded, in the order of a
-    /// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](fn@crate::reduce::sum_rows) adds
+    /// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](struct@crate::reduce::sum_rows) adds
     /// its rows up.
     ///
     /// `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`, and `db` unless `accumulate` is 1.
@@ -124,7 +124,7 @@ family! {
     }
 }
 
-/// Rows that a thread of [`gelu_bias_backward`](fn@gelu_bias_backward) has.
+/// Rows that a thread of [`gelu_bias_backward`](struct@gelu_bias_backward) has.
 const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
 
 /// Writes four columns of dx in this thread's rows. Returns their sums, rows ascending.

@@ -82,7 +82,7 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// [`adamw`](fn@adamw) with settings by group. `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// [`adamw`](struct@adamw) with settings by group. `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
 /// Elements whose group does not exist become NaN.
 #[kernel]
 pub unsafe fn adamw_groups(

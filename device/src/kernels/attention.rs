@@ -176,7 +176,7 @@ unsafe fn forward<const GROUPS: usize>(
     }
 }
 
-/// The gradients of [`attention_forward`](fn@attention_forward), from `dout`. With `dp[i, j] = dout[i] . v[j]` and
+/// The gradients of [`attention_forward`](struct@attention_forward), from `dout`. With `dp[i, j] = dout[i] . v[j]` and
 /// `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`:
 ///
 /// ```text
@@ -184,7 +184,7 @@ unsafe fn forward<const GROUPS: usize>(
 /// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))     dgain = sum_i dQ[i] n     with n = q[i] s, g = gains[0]; the same for k
 /// ```
 /// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`, `dgains`: `[batch heads, 2, 64]`, one row for each head of each
-/// sample. [`sum_rows`](fn@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
+/// sample. [`sum_rows`](struct@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
 #[kernel]
 pub unsafe fn attention_backward(
     qkv: &[f32],

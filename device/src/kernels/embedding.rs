@@ -73,7 +73,7 @@ unsafe fn row_of<const HELD: usize, T: Stored>(row: Row, table: &[T], ids: &[u32
     }
 }
 
-/// Ids that a block of [`sort_ids`] sorts.
+/// Ids that a block of [`sort_ids`](struct@sort_ids) sorts.
 pub const RUN: usize = 512;
 /// Those that each of its threads places.
 const OWN: usize = RUN / BLOCK as usize;
@@ -214,7 +214,7 @@ unsafe fn item_and_columns(items: usize, cols: usize) -> Option<(usize, usize, P
 family! {
     /// `out[id, c] = sum of dy[t, c] over the t with ids[t] = id`, for each id that comes: the positions ascend, in chunks of [`CHUNK`]. The
     /// first chunk goes to `out`, is added to what it holds where `accumulate` is 1, and each other to `partials`;
-    /// [`rows_finish`](fn@rows_finish) adds those. Rows of `out` whose id does not come stay as they are.
+    /// [`rows_finish`](struct@rows_finish) adds those. Rows of `out` whose id does not come stay as they are.
     ///
     /// `dy`: `[n, cols]`, `sorted`, `order`: `[n]`, `out`: `length` elements in rows of `cols`, `partials`: `[ceil(n / 64), cols]`.
     rows_sum<S: Stored> { rows_sum_f32: f32; rows_sum_bf16: bf16; }

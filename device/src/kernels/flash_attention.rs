@@ -98,7 +98,7 @@ family! {
 family! {
     /// The gradient of q: `dq[i] = scale sum_j ds[i, j] k[j]` with `ds[i, j] = p[i, j] (dout[i] . v[j] - delta[i])`.
     ///
-    /// As for [`flash_forward`]; `lse` as it gave it, `delta` as [`flash_delta`](fn@flash_delta) did, `dout` as `out`, `dqkv` as `qkv`. Overwrites q's
+    /// As for [`flash_forward`]; `lse` as it gave it, `delta` as [`flash_delta`](struct@flash_delta) did, `dout` as `out`, `dqkv` as `qkv`. Overwrites q's
     /// part of `dqkv`.
     flash_queries(shape: Shape as SHAPE) {
         /// Up to 64 columns.

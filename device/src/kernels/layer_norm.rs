@@ -215,7 +215,7 @@ family! {
     /// `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`, `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]` over
     /// the rows r of chunk i, where `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, `n[c] = (h[r, c] - mean[r]) s`; `h`, `dy`, `dh`: `[rows,
     /// cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`, `dgain`, `dbias`: `[ceil(rows / chunk), cols]`, to be finished by
-    /// [`sum_rows`](fn@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
+    /// [`sum_rows`](struct@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
     /// [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds, as `add` says.
     layer_norm_backward<S: Stored> { layer_norm_backward_f32: f32; layer_norm_backward_bf16: bf16; }
     unsafe fn(

@@ -132,7 +132,7 @@ unsafe fn loss_of_row<const HELD: usize, S: Stored>(
     }
 }
 
-/// Rows that a block of [`cross_entropy`](fn@cross_entropy) has.
+/// Rows that a block of [`cross_entropy`](struct@cross_entropy) has.
 #[inline(always)]
 pub fn loss_rows(classes: usize) -> usize {
     rows_at_once(BLOCK, classes)

@@ -24,7 +24,7 @@
 //! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0, and may be `out`.
 //!   With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
 //! - `chunk`: the k of one product. Where it is less than k, each `z` is `ceil(k / chunk)` products. `out` then has a matrix for
-//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](fn@sum_splits) adds them up. No bias, `beta`, gelu or
+//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](struct@sum_splits) adds them up. No bias, `beta`, gelu or
 //!   `pre` may follow such a partial sum.
 
 mod block;

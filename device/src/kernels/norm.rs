@@ -304,7 +304,7 @@ family! {
     ///
     /// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
     /// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
-    /// [`sum_rows`](fn@crate::reduce::sum_rows) adds the rows of `dgain` up.
+    /// [`sum_rows`](struct@crate::reduce::sum_rows) adds the rows of `dgain` up.
     ///
     /// A block has one chunk of [`chunk_of`] rows. It first sums the rows of one number mod [`groups_of`], ascending,
     /// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.

@@ -113,13 +113,13 @@ contract! { unsafe qk_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
     crate::warp::Row::grid("x", k.x.len(), k.width as usize)
 }}
 
-/// The gradients of [`qk_norm_forward`](fn@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
+/// The gradients of [`qk_norm_forward`](struct@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
 ///
 /// ```text
 /// dx[r, c] = s (g[c] - x[r, c] s^2 / width sum_c g[c] x[r, c])     with g[c] = dy[r, c] gains[part, c]; for v, dx = dy
 /// dgains[i, part, c] = sum_r x[r, c] s dy[r, c]                     over the rows r of chunk i that are of this part
 /// ```
-/// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains; [`sum_rows`](fn@crate::reduce::sum_rows) adds its rows up. A block has one chunk of
+/// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains; [`sum_rows`](struct@crate::reduce::sum_rows) adds its rows up. A block has one chunk of
 /// [`chunk_of`](crate::row_chunk::chunk_of) rows. It first sums the rows of one number mod [`groups_of`], ascending, then these sums, ascending. Changes
 /// `dx`, overwrites `dgains`.
 #[kernel]

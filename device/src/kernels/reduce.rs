@@ -97,7 +97,7 @@ family! {
     }
 }
 
-/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](fn@sum_all)
+/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](struct@sum_all)
 /// adds these up. Overwrites `out`.
 #[kernel]
 pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {

@@ -71,7 +71,7 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// [`sgd`](fn@sgd) with settings by group. `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
+/// [`sgd`](struct@sgd) with settings by group. `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
 /// Elements whose group does not exist become NaN.
 #[kernel]
 pub unsafe fn sgd_groups(
