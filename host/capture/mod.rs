@@ -117,7 +117,7 @@ impl Arena {
     /// let mut captured = arena.capture(state, &inputs, |step, (w, weights, gradients, adamw), slots| {
     ///     gradients.zero(step)?;
     ///     let tape = Tape::new(step, weights);
-    ///     let logits = tape.linear(&tape.input(slots.input(0)?), *w, None)?;
+    ///     let logits = tape.linear(&tape.input(slots.input::<f32>(0)?), *w, None)?;
     ///     let loss = tape.cross_entropy(&logits, slots.input(1)?, 0.5)?;
     ///     tape.backward(&loss, gradients)?;
     ///     adamw.apply(step, weights, gradients)?;
