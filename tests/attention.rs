@@ -272,7 +272,7 @@ fn bytes(device: &Device, tokens: usize, norm: bool) -> usize {
     let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
     let measured = arena.measure(|step| {
         let tape = Tape::new(step, &weights);
-        let x = tape.input(step.empty([1, tokens, WIDTH])?);
+        let x = tape.input(step.empty::<f32>([1, tokens, WIDTH])?);
         let y = layer.forward(&tape, &x)?;
         let labels = step.empty::<u32>([tokens])?.save();
         let loss = tape.cross_entropy(&tape.reshape(&y, [tokens, WIDTH])?, labels, 1.0)?;

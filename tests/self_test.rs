@@ -35,7 +35,7 @@ fn before(kind: DeviceKind, call: Call, kernel: &str) -> u64 {
     let device = open(kind, &plan);
     device.synchronize(DEADLINE).unwrap();
     for (_, case) in in_order().into_iter().take_while(|(name, _)| *name != kernel) {
-        same_bits::run(&device, case, Form::Smallest).unwrap();
+        same_bits::run(&device, &case, Form::Smallest).unwrap();
     }
     plan.count(call)
 }

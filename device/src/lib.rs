@@ -33,6 +33,7 @@ pub mod math;
 pub mod mma;
 pub mod philox;
 pub mod row_chunk;
+pub mod squares;
 pub mod stored;
 pub mod tile;
 mod unroll;
@@ -55,6 +56,7 @@ mod entries {
     pub mod embedding;
     pub mod fill;
     pub mod flash_attention;
+    pub mod flash_attention_bf16;
     pub mod gate;
     pub mod guard;
     pub mod layer_norm;

@@ -337,18 +337,61 @@ impl SharedTile<u32> {
         }
     }
 
+    /// Starts to copy `x[from..from + 8]` to the four words from `index` on, or zeros where `there` is false. As for
+    /// [`copy8`](Self::copy8) besides.
+    ///
+    /// # Safety
+    /// Where `there` is true, `from + 8 <= x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy8_or_zero(self, index: u32, x: &[bf16], from: usize, there: bool) {
+        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks. Both lie on 16
+        // bytes.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
+                "cp.async.cg.shared.global [{0}], [%global], 16, %absent; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().wrapping_add(from), in(reg32) u32::from(there),
+                options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            if there {
+                self.copy8(index, x, from);
+            } else {
+                (0..4).for_each(|word| self.set(index + word, 0));
+            }
+        }
+    }
+
     /// Four matrices of 8 x 8 elements of 16 bits, of which lane `8 q + r` names row r of matrix q by its first word, `index`. Lane `4 g +
     /// t` gets elements 2 t and 2 t + 1 of row g of each; of column g, if they are to be `transposed`.
     ///
     /// # Safety
     /// All lanes of the warp make the call, [`together`](crate::warp::stay_together), each with a row inside the tile on 16 bytes, and with
     /// the same `transposed`, a constant.
-    #[cfg(target_arch = "nvptx64")]
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn matrices(self, index: u32, transposed: bool) -> [u32; 4] {
-        let (a, b, c, d): (u32, u32, u32, u32);
+        #[cfg(not(target_arch = "nvptx64"))]
+        {
+            let own = [0, 1, 2, 3].map(|word| self.get(index + word));
+            let rows = cuda_std::emulator::lanes(&own);
+            let (g, t) = (cuda_std::warp::lane_id() as usize / 4, cuda_std::warp::lane_id() as usize % 4);
+            // SAFETY: each lane's row lives until the `sync_warp` below, where all lanes come, as they came here.
+            let matrices = [0, 8, 16, 24].map(|first| {
+                let word = |row: usize, word: usize| unsafe { (*rows[first + row])[word] };
+                let element = |row: usize| word(row, g / 2) >> (16 * (g % 2)) & 0xffff;
+                if transposed { element(2 * t) | element(2 * t + 1) << 16 } else { word(g, t) }
+            });
+            // SAFETY: all lanes are here together, as the caller promises.
+            unsafe { cuda_std::warp::sync_warp(u32::MAX) };
+            matrices
+        }
+        #[cfg(target_arch = "nvptx64")]
         // SAFETY: the rows lie inside the tile, and all lanes are here, as the caller promises.
         unsafe {
+            let (a, b, c, d): (u32, u32, u32, u32);
             if transposed {
                 core::arch::asm!(
                     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{{0}, {1}, {2}, {3}}}, [{4}];",
@@ -362,8 +405,8 @@ impl SharedTile<u32> {
                     in(reg32) self.address + index * 4, options(nostack)
                 );
             }
+            [a, b, c, d]
         }
-        [a, b, c, d]
     }
 }
 

@@ -342,6 +342,19 @@ unsafe extern "C" {
     fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
 }
 
+/// The `value` of the lane whose number is this lane's xor `distance`, a power of two. `T` is 4 or 8 bytes, without padding.
+///
+/// # Safety
+/// The lanes in `mask`, whole segments of `2 distance`, call it together.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+#[track_caller]
+pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
+    // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as the caller promises.
+    let segment = unsafe { cuda_std::emulator::gather(mask, 2 * distance, value) };
+    segment[((warp::lane_id() % (2 * distance)) ^ distance) as usize]
+}
+
 /// The `value` of the lane whose number is this lane's xor `distance`. `T` is 4 or 8 bytes.
 ///
 /// # Safety

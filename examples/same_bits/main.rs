@@ -96,7 +96,7 @@ fn digests(device: &Device, form: Form, args: &Args) -> Result<(bool, String)> {
     let start = Instant::now();
     let mut found = String::new();
     for (name, case) in cases() {
-        let mut results = same_bits::run(device, case, form)?;
+        let mut results = same_bits::run(device, &case, form)?;
         if args.plant.as_deref() == Some(name) {
             results[0][0] ^= 1;
         }

@@ -4,7 +4,7 @@ use super::{Linear, Names};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
-use crate::ops::{AttentionForm, Rotary, Sees};
+use crate::ops::{Attend, AttentionForm, Factor, Rotary, Sees};
 use crate::params::Stack;
 
 /// `attention(x Wqkv + bqkv) Wo + bo`; `x`, result: `[batch, tokens, width]`. What a query sees, grouped queries, rotary positions and a norm
@@ -100,7 +100,10 @@ impl MultiHeadAttention {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
         self.forward_masked(tape, x, &self.form())
     }
 
@@ -109,7 +112,15 @@ impl MultiHeadAttention {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward_masked<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+    pub fn forward_masked<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
         let qkv = self.qkv.forward(tape, x)?;
         let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
         let mixed = match (self.rotary, norm) {

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::Stack;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::qk_norm as kernel;
 
 /// The norm of queries and keys.
@@ -51,12 +51,12 @@ impl<'n, 's> QkNorm<'n, 's> {
 /// # Errors
 /// [`Error::Misuse`] when shapes are not of the form; [`Error::ArenaFull`].
 #[track_caller]
-pub fn qk_norm<'s>(
+pub fn qk_norm<'s, S: Stored>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: QkNorm<'_, 's>,
     form: &AttentionForm<'s>,
-) -> Result<(Tensor<'s>, Tensor<'s>)> {
+) -> Result<(Tensor<'s, S>, Tensor<'s>)> {
     const OP: &str = "qk_norm";
     let sizes = form.sizes(OP, qkv.shape())?;
     let distance = norm.distance(OP, sizes.width)?;
@@ -82,16 +82,16 @@ pub fn qk_norm<'s>(
 /// # Errors
 /// As for [`qk_norm`].
 #[track_caller]
-pub fn qk_norm_backward<'s>(
+pub fn qk_norm_backward<'s, S: Stored>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: QkNorm<'_, 's>,
     form: &AttentionForm<'s>,
     inverse_rms: &impl Source<'s, f32>,
-    mut dy: Tensor<'s>,
+    mut dy: Tensor<'s, S>,
     dgains: &mut impl Target<'s, f32>,
     accumulate: bool,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "qk_norm_backward";
     let sizes = form.sizes(OP, qkv.shape())?;
     let distance = norm.distance(OP, sizes.width)?;
@@ -128,7 +128,13 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn qk_norm(&self, qkv: &Var<'s>, gains: &Stack, epsilon: f32, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+    pub fn qk_norm<S: Stored>(
+        &self,
+        qkv: &Var<'s, S>,
+        gains: &Stack,
+        epsilon: f32,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("qk_norm", [qkv])?;
         let (weights, distance) = (op.stack_weights(gains)?, Some(op.stack(gains)?.1));
         let norm = QkNorm { gains: &weights, distance, epsilon };

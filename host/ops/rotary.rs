@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut};
 use kernels::rotary as kernel;
 
@@ -51,12 +51,12 @@ impl Default for Rotary {
 /// # Errors
 /// [`Error::Misuse`] when shapes are not of the form, or heads have no multiple of 8 columns; [`Error::ArenaFull`].
 #[track_caller]
-pub fn rotary<'s>(
+pub fn rotary<'s, S: Stored>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     rotary: Rotary,
     form: &AttentionForm<'s>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary", qkv.shape())?;
     let ratio = rotary.ratio("rotary", sizes.width)?;
     let mut y = step.empty(qkv.shape())?;
@@ -69,12 +69,12 @@ pub fn rotary<'s>(
 /// # Errors
 /// As for [`rotary`].
 #[track_caller]
-pub fn rotary_backward<'s>(
+pub fn rotary_backward<'s, S: Stored>(
     step: &Step<'s>,
-    mut dy: Tensor<'s>,
+    mut dy: Tensor<'s, S>,
     rotary: Rotary,
     form: &AttentionForm<'s>,
-) -> Result<Tensor<'s>> {
+) -> Result<Tensor<'s, S>> {
     let sizes = form.sizes("rotary_backward", dy.shape())?;
     let ratio = rotary.ratio("rotary_backward", sizes.width)?;
     launch(step, sizes, (ratio, rotary.offset, true), dy.in_place())?;
@@ -82,11 +82,11 @@ pub fn rotary_backward<'s>(
 }
 
 #[track_caller]
-fn launch(
+fn launch<S: Stored>(
     step: &Step<'_>,
     sizes: Sizes,
     (ratio, offset, back): (u64, u32, bool),
-    (x, out): (Pointer<'_, f32>, PointerMut<'_, f32>),
+    (x, out): (Pointer<'_, S>, PointerMut<'_, S>),
 ) -> Result<()> {
     step.launch(kernel::rotary {
         x,
@@ -109,7 +109,12 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn rotary(&self, qkv: &Var<'s>, rotary: Rotary, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+    pub fn rotary<S: Stored>(
+        &self,
+        qkv: &Var<'s, S>,
+        rotary: Rotary,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("rotary", [qkv])?;
         let y = ops::rotary(self.step(), qkv.value(), rotary, form)?;
         let (qkv, form) = (*qkv, *form);

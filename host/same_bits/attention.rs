@@ -7,7 +7,7 @@
 use super::inputs::Inputs;
 use crate::error::Result;
 use crate::ops::{self, AttentionForm, QkNorm, Rotary};
-use crate::tensor::{Source, Target, Tensor};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use kernels::flash_attention::{CAUSAL, Shape, flash_delta, flash_forward, flash_keys, flash_queries};
 
 /// Batch, tokens, heads, key heads, and whether they are stacked.
@@ -63,7 +63,7 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// Heads with q, k and v, and gains for two of them.
-    fn heads_of_all(&self, run: impl Fn(&Tensor<'s>, &AttentionForm<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    fn heads_of_all<S: Stored>(&self, run: impl Fn(&Tensor<'s, S>, &AttentionForm<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
         let smallest = [([1, 21], [4, 2], 32, false), ([1, 9], [1, 1], 80, true), ([1, 5], [2, 1], 256, false)];
         let whole = [([2, 50], [4, 2], 32, false), ([1, 77], [2, 2], 80, true), ([2, 20], [3, 1], 256, false)];
         for ([batch, tokens], [heads, kv_heads], width, stacked) in self.by_form(whole, smallest) {
@@ -140,10 +140,10 @@ pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
     })
 }
 
-pub(super) fn delta(i: &Inputs<'_, '_>) -> Result<()> {
+pub(super) fn delta<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     for [batch, tokens, heads, width] in i.by_form([[2, 130, 3, 80], [1, 9, 2, 256]], [[1, 9, 3, 32], [2, 5, 1, 132]]) {
         let length = (batch * tokens * heads) as usize;
-        let values = || i.normals([length * width as usize]);
+        let values = || i.normals::<S>([length * width as usize]);
         let (out, dout, mut delta) = (values()?, values()?, i.step.empty([length])?);
         i.step.launch(flash_delta {
             out: out.slice(),
@@ -158,27 +158,27 @@ pub(super) fn delta(i: &Inputs<'_, '_>) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn qk_norm(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all(|qkv, form, gains| {
+pub(super) fn qk_norm<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    i.heads_of_all::<S>(|qkv, form, gains| {
         let (y, inverse_rms) = ops::qk_norm(i.step, qkv, QkNorm::new(gains, 1e-6), form)?;
         i.keep(&y)?;
         i.keep(&inverse_rms)
     })
 }
 
-pub(super) fn qk_norm_backward(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all(|qkv, form, gains| {
+pub(super) fn qk_norm_backward<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    i.heads_of_all::<S>(|qkv, form, gains| {
         let norm = QkNorm::new(gains, 1e-6);
         let (_, inverse_rms) = ops::qk_norm(i.step, qkv, norm, form)?;
-        let (dy, mut dgains) = (i.normals(qkv.shape())?, i.normals(gains.shape())?);
+        let (dy, mut dgains) = (i.normals::<S>(qkv.shape())?, i.normals(gains.shape())?);
         let dqkv = ops::qk_norm_backward(i.step, qkv, norm, form, &inverse_rms, dy, &mut dgains, true)?;
         i.keep(&dqkv)?;
         i.keep(&dgains)
     })
 }
 
-pub(super) fn rotary(i: &Inputs<'_, '_>) -> Result<()> {
-    i.heads_of_all(|qkv, form, _| {
+pub(super) fn rotary<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
+    i.heads_of_all::<S>(|qkv, form, _| {
         let far = Rotary { base: 500_000.0, offset: 100_000 };
         i.keep(&ops::rotary(i.step, qkv, Rotary::default(), form)?)?;
         i.keep(&ops::rotary_backward(i.step, ops::copy(i.step, qkv)?, far, form)?)

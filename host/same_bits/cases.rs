@@ -7,104 +7,65 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use super::{attention, products};
+use super::{attention, attention_bf16, products};
 use crate::error::Result;
 use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
-use Listed::{Bf16Products, Both, FlashForward, FlashKeys, FlashQueries, One, Products, Roundings, TensorProducts};
+use Listed::{Both, Each, One};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
-use kernels::flash_attention::{Shape, flash_forward, flash_keys, flash_queries};
-use kernels::format::Reduced;
+use kernels::flash_attention::{flash_forward, flash_keys, flash_queries};
+use kernels::flash_attention_bf16::{flash_forward_bf16, flash_keys_bf16, flash_queries_bf16};
 use kernels::guard::{PATTERN, guard_check, guard_write};
-use kernels::matmul::{Tile, matmul};
-use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
-use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
+use kernels::matmul::matmul;
+use kernels::matmul_bf16::matmul_bf16;
+use kernels::matmul_tensor::matmul_tensor;
 use kernels::precision::round;
 use kernels::{reduce, scalars};
+use std::fmt;
+use std::sync::Arc;
 
 /// Runs a kernel and keeps its results.
 type Run = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
 /// What runs a kernel and keeps its results.
-#[derive(Clone, Copy, Debug)]
-pub enum Case {
-    /// A function of its own.
-    Own(Run),
-    /// A multiply by a tile.
-    Product(Tile),
-    /// A multiply by a tile, of factors rounded to a format.
-    TensorProduct(Reduced, TensorTile),
-    /// A multiply of BF16 tensors by a tile, into f32 or BF16.
-    Bf16Product(Bf16Tile, &'static str),
-    /// Rounding to a format.
-    Rounding(Reduced),
-    /// Attention over any number of tokens.
-    FlashForward(Shape),
-    /// The gradient of its queries.
-    FlashQueries(Shape),
-    /// The gradients of its keys and values.
-    FlashKeys(Shape),
-}
+#[derive(Clone)]
+pub struct Case(Arc<dyn for<'s> Fn(&Inputs<'_, 's>) -> Result<()>>);
 
-impl Case {
-    /// Runs it.
-    pub(super) fn run(self, i: &Inputs<'_, '_>) -> Result<()> {
-        match self {
-            Self::Own(run) => run(i),
-            Self::Product(tile) => products::product(i, tile),
-            Self::TensorProduct(format, tile) => products::tensor_product(i, format, tile),
-            Self::Bf16Product(tile, <bf16 as Element>::NAME) => products::bf16_product::<bf16>(i, tile),
-            Self::Bf16Product(tile, _) => products::bf16_product::<f32>(i, tile),
-            Self::Rounding(format) => products::rounding(i, format),
-            Self::FlashForward(shape) => attention::forward(i, shape),
-            Self::FlashQueries(shape) => attention::queries(i, shape),
-            Self::FlashKeys(shape) => attention::keys(i, shape),
-        }
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Case").finish_non_exhaustive()
     }
 }
 
-/// One kernel, or a family of which every variant has the same case.
+impl Case {
+    fn new(run: impl for<'s> Fn(&Inputs<'_, 's>) -> Result<()> + 'static) -> Self {
+        Self(Arc::new(run))
+    }
+
+    /// Runs it.
+    pub(super) fn run(&self, i: &Inputs<'_, '_>) -> Result<()> {
+        (self.0)(i)
+    }
+}
+
+/// One kernel, or those of a family.
 enum Listed {
     One(&'static str, Run),
     /// A kernel for each type that memory may hold: f32, then BF16.
     Both([(&'static str, Run); 2]),
-    Products,
-    TensorProducts,
-    Bf16Products,
-    Roundings,
-    FlashForward,
-    FlashQueries,
-    FlashKeys,
+    /// A kernel for each variant, all of which have the same case.
+    Each(fn() -> Vec<(&'static str, Case)>),
 }
 
 impl Listed {
     fn cases(&self) -> Vec<(&'static str, Case)> {
         match self {
-            &One(name, run) => vec![(name, Case::Own(run))],
-            Both(each) => each.iter().map(|&(name, run)| (name, Case::Own(run))).collect(),
-            Products => {
-                let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu());
-                on_gpu.map(|&(name, tile)| (name, Case::Product(tile))).collect()
-            }
-            TensorProducts => {
-                let case = |&(name, (format, tile)): &(_, _)| (name, Case::TensorProduct(format, tile));
-                matmul_tensor::VARIANTS.iter().map(case).collect()
-            }
-            Bf16Products => {
-                let case = |&(name, tile, stored)| (name, Case::Bf16Product(tile, stored));
-                matmul_bf16::<'_, f32>::VARIANTS.iter().map(case).collect()
-            }
-            Roundings => round::VARIANTS.iter().map(|&(name, format)| (name, Case::Rounding(format))).collect(),
-            FlashForward => {
-                flash_forward::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashForward(shape))).collect()
-            }
-            FlashQueries => {
-                flash_queries::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashQueries(shape))).collect()
-            }
-            FlashKeys => flash_keys::VARIANTS.iter().map(|&(name, shape)| (name, Case::FlashKeys(shape))).collect(),
+            &One(name, run) => vec![(name, Case::new(run))],
+            Both(each) => each.iter().map(|&(name, run)| (name, Case::new(run))).collect(),
+            Each(cases) => cases(),
         }
     }
 }
@@ -146,6 +107,16 @@ macro_rules! both {
         }
         Both([(concat!($family, "_f32"), run::<f32>), (concat!($family, "_bf16"), run::<bf16>)])
     }};
+}
+
+/// An [`Each`] of the variants of a family: of those that are `if` so. The pattern is what stands in their table behind the name.
+macro_rules! each {
+    ($variants:expr, |$i:ident, $($value:pat_param),+| $body:expr $(, if $wanted:expr)?) => {
+        Each(|| {
+            let variants = $variants.iter().copied()$(.filter($wanted))?;
+            variants.map(|(name, $($value),+)| (name, Case::new(move |$i| $body))).collect()
+        })
+    };
 }
 
 /// What has cases, in the order of the files that the kernels are in.
@@ -285,10 +256,13 @@ const LISTED: &[Listed] = &[
         })
     }),
     both!("copy", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::copy(i.step, x)?))),
-    FlashForward,
-    FlashQueries,
-    FlashKeys,
-    One("flash_delta", attention::delta),
+    each!(flash_forward::VARIANTS, |i, shape| attention::forward(i, shape)),
+    each!(flash_queries::VARIANTS, |i, shape| attention::queries(i, shape)),
+    each!(flash_keys::VARIANTS, |i, shape| attention::keys(i, shape)),
+    both!("flash_delta", <S>, |i| attention::delta::<S>(i)),
+    each!(flash_forward_bf16::VARIANTS, |i, shape| attention_bf16::forward(i, shape)),
+    each!(flash_queries_bf16::VARIANTS, |i, shape| attention_bf16::queries(i, shape)),
+    each!(flash_keys_bf16::VARIANTS, |i, shape| attention_bf16::keys(i, shape)),
     both!("activation_forward", <S>, |i| {
         i.flat::<S>(|i, [x, _]| {
             i.keep(&ops::relu(i.step, x)?)?;
@@ -376,10 +350,14 @@ const LISTED: &[Listed] = &[
             [squared, binary].iter().try_for_each(|(loss, dx)| i.keep(loss).and_then(|()| i.keep(dx)))
         })
     }),
-    Products,
+    each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
-    TensorProducts,
-    Bf16Products,
+    each!(matmul_tensor::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
+    each!(matmul_bf16::<'_, f32>::VARIANTS, |i, tile, stored| if stored == <bf16 as Element>::NAME {
+        products::bf16_product::<bf16>(i, tile)
+    } else {
+        products::bf16_product::<f32>(i, tile)
+    }),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {
             let (y, scale) = ops::rms_norm(i.step, x, &i.gain(x)?, 1e-6)?;
@@ -401,9 +379,9 @@ const LISTED: &[Listed] = &[
             i.keep(&gain)
         })
     }),
-    Roundings,
-    One("qk_norm_forward", attention::qk_norm),
-    One("qk_norm_backward", attention::qk_norm_backward),
+    each!(round::VARIANTS, |i, format| products::rounding(i, format)),
+    both!("qk_norm_forward", <S>, |i| attention::qk_norm::<S>(i)),
+    both!("qk_norm_backward", <S>, |i| attention::qk_norm_backward::<S>(i)),
     both!("sum_columns", <S>, |i| {
         i.rows::<S>(|i, x| {
             let [rows, cols] = x.shape().as_rows();
@@ -442,7 +420,7 @@ const LISTED: &[Listed] = &[
     One("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
     One("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
     One("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
-    One("rotary", attention::rotary),
+    both!("rotary", <S>, |i| attention::rotary::<S>(i)),
     One("scalars", |i| {
         (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {
             // In the smallest form from 0.01 to 10, by turns of either sign.

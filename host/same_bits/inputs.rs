@@ -264,7 +264,7 @@ impl<'s> Inputs<'_, 's> {
 ///
 /// # Errors
 /// Those of the device.
-pub fn run(device: &Device, case: Case, form: Form) -> Result<Vec<Vec<u32>>> {
+pub fn run(device: &Device, case: &Case, form: Form) -> Result<Vec<Vec<u32>>> {
     let bytes = match form {
         Form::Whole => ARENA_BYTES,
         Form::Smallest => SMALLEST_ARENA_BYTES,

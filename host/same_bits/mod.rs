@@ -11,7 +11,7 @@
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;
 //! let (name, case) = cases()[0];
-//! let found = line(name, &run(&device, case, Form::Smallest)?);
+//! let found = line(name, &run(&device, &case, Form::Smallest)?);
 //! assert!(compare(&found, Form::Smallest.golden())[0].equal());
 //! # Ok::<(), stepscope::Error>(())
 //! ```
@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod attention_bf16;
 mod cases;
 mod form;
 mod golden;

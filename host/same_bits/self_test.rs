@@ -58,7 +58,7 @@ impl Device {
         let start = Instant::now();
         let mut kernels = 0;
         for (kernel, case) in in_order() {
-            let results = run(self, case, Form::Smallest).map_err(|error| self.blame(kernel, error))?;
+            let results = run(self, &case, Form::Smallest).map_err(|error| self.blame(kernel, error))?;
             let found = line(kernel, &results);
             if !golden.lines().any(|line| line == found.trim_end()) {
                 return Err(

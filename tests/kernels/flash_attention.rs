@@ -298,7 +298,7 @@ fn backward_refuses(device: &Device) {
         refuse!(&qkv, form, made(few), &dout, &["attention_backward", "[1, 1, 2]", "[1, 1, 1]"]);
         let kept = AttentionKept::Short { probabilities: lse, inverse_rms: lse };
         refuse!(&qkv, form, Attention { out, kept }, &dout, &["attention_backward", "without a norm", "Short"]);
-        let normal = Some([out, lse]);
+        let normal = Some((out, lse));
         let kept = AttentionKept::Flash { lse, normal };
         refuse!(&qkv, form, Attention { out, kept }, &dout, &["attention_backward", "without a norm", "normal"]);
         let mut dgains = trial.upload(&[1.0; 128], [2, 64])?;
@@ -323,7 +323,7 @@ attack! {
         qkv: f32s 128, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: f32s 64, tokens: number 4,
         heads: number 2, kv_heads: number 1, width: number 4, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out 128,
     }
-    flash_attention::flash_delta {
-        out: f32s 64, dout: f32s 64, tokens: number 4, heads: number 2, width: number 4, delta: out 16,
+    flash_attention::flash_delta <S> {
+        out: stored 64, dout: stored 64, tokens: number 4, heads: number 2, width: number 4, delta: out 16,
     }
 }

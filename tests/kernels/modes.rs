@@ -19,7 +19,7 @@ fn outputs(mode: Mode) -> (Vec<Outputs>, Duration) {
     let device = support::open(DeviceKind::Emulated);
     let start = Instant::now();
     let mut outputs: Vec<Outputs> =
-        mode.scope(|| cases().iter().map(|(_, case)| run(&device, *case, Form::Whole)).collect());
+        mode.scope(|| cases().iter().map(|(_, case)| run(&device, case, Form::Whole)).collect());
     let elapsed = start.elapsed();
     for word in outputs.iter_mut().flatten().flatten() {
         *word = canonical(f32::from_bits(*word));

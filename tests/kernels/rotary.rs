@@ -162,8 +162,8 @@ on_each_device! {
 }
 
 attack! {
-    rotary::rotary {
-        x: pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
-        ratio: number 1u64 << 60, offset: number 3, back: number 0, samples: number 2, out: out 128,
+    rotary::rotary <S> {
+        x: stored_pointer 128, tokens: number 2, heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0,
+        ratio: number 1u64 << 60, offset: number 3, back: number 0, samples: number 2, out: out_stored 128,
     }
 }

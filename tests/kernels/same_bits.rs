@@ -7,6 +7,9 @@ use crate::launches::launched;
 use crate::support::{self, on_each_device};
 use std::collections::BTreeSet;
 use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
+use kernels::format::Reduced;
+use kernels::matmul::matmul;
+use kernels::matmul_tensor::matmul_tensor;
 use stepscope::{Device, DeviceKind};
 
 #[test]
@@ -17,10 +20,10 @@ fn every_kernel_has_a_case() {
     let cases = cases();
     assert_eq!(known, cases.iter().map(|(name, _)| *name).collect(), "kernels that exist, and cases");
     let device = support::open(DeviceKind::Emulated);
-    for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| cases.iter().map(move |case| (form, *case))) {
+    for (form, (name, case)) in Form::ALL.into_iter().flat_map(|form| cases.iter().map(move |case| (form, case))) {
         let mut results = Vec::new();
         let ran = launched(|| results = run(&device, case, form));
-        assert!(ran.contains(name), "the case `{name}`, {form:?}, launches {ran:?}");
+        assert!(ran.contains(*name), "the case `{name}`, {form:?}, launches {ran:?}");
         let nans = results.iter().flatten().filter(|&&word| f32::from_bits(word).is_nan()).count();
         let words: usize = results.iter().map(Vec::len).sum();
         assert!(words > 0 && 4 * nans < words, "{name}, {form:?}: {nans} of {words} words are NaN and say nothing");
@@ -33,14 +36,14 @@ fn the_self_test_uses_no_kernel_before_its_case() {
     let device = support::open(DeviceKind::Emulated);
     let mut known = BTreeSet::new();
     for (name, case) in in_order() {
-        let ran = launched(|| drop(run(&device, case, Form::Smallest)));
+        let ran = launched(|| drop(run(&device, &case, Form::Smallest)));
         assert!(known.insert(name.to_owned()), "{name} comes twice");
         assert!(ran.is_subset(&known), "the case `{name}` launches {:?} before their cases", &ran - &known);
     }
     assert_eq!(known.len(), cases().len());
 }
 
-pub(crate) fn run(device: &Device, case: Case, form: Form) -> Vec<Vec<u32>> {
+pub(crate) fn run(device: &Device, case: &Case, form: Form) -> Vec<Vec<u32>> {
     same_bits::run(device, case, form).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -60,9 +63,9 @@ fn gives_the_committed_bits(device: &Device, form: Form) {
     for (name, case) in cases() {
         let mut results = Vec::new();
         // What ci/sanitize counts.
-        launched(|| results = run(device, case, form)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
+        launched(|| results = run(device, &case, form)).iter().for_each(|kernel| println!("launch kernel={kernel:?}"));
         // The digest tells that there is a difference, this tells where.
-        if let Some(place) = difference(name, &run(&emulated, case, form), &results) {
+        if let Some(place) = difference(name, &run(&emulated, &case, form), &results) {
             println!("{place}");
         }
         text += &same_bits::line(name, &results);
@@ -75,19 +78,17 @@ fn gives_the_committed_bits(device: &Device, form: Form) {
 #[test]
 fn the_tiles_of_a_product_give_the_same_bits() {
     let device = support::open(DeviceKind::Emulated);
-    let same = |case: &Case| match case {
-        Case::Product(_) => Some("f32".to_owned()),
-        Case::TensorProduct(format, _) => Some(format!("{format:?}")),
-        _ => None,
-    };
-    for (family, count) in [("f32", 5), ("Tf32", 4), ("Bf16", 4)] {
+    let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu()).map(|&(name, _)| name);
+    let of = |wanted| move |&(name, (format, _)): &(_, _)| (format == wanted).then_some(name);
+    let [tf32, bf16] = [Reduced::Tf32, Reduced::Bf16].map(|format| matmul_tensor::VARIANTS.iter().filter_map(of(format)));
+    for (names, count) in [(on_gpu.collect::<Vec<_>>(), 5), (tf32.collect(), 4), (bf16.collect(), 4)] {
         let mut tiles = cases();
-        tiles.retain(|(_, case)| same(case).as_deref() == Some(family));
+        tiles.retain(|(name, _)| names.contains(name));
         assert_eq!(tiles.len(), count);
         for (form, (name, case)) in
             Form::ALL.into_iter().flat_map(|form| tiles[1..].iter().map(move |tile| (form, tile)))
         {
-            assert_eq!(difference(name, &run(&device, tiles[0].1, form), &run(&device, *case, form)), None);
+            assert_eq!(difference(name, &run(&device, &tiles[0].1, form), &run(&device, case, form)), None);
         }
     }
 }
@@ -95,7 +96,7 @@ fn the_tiles_of_a_product_give_the_same_bits() {
 #[test]
 fn one_ulp_in_one_result_is_seen() {
     let device = support::open(DeviceKind::Emulated);
-    let ((name, case), golden) = (cases()[0], Form::Whole.golden());
+    let ((name, case), golden) = (&cases()[0], Form::Whole.golden());
     let mut results = run(&device, case, Form::Whole);
     let committed = golden.lines().next().expect("a line");
     assert_eq!(same_bits::line(name, &results), format!("{committed}\n"));

@@ -35,7 +35,7 @@
 
 mod backward;
 mod forward;
-mod place;
+pub(crate) mod place;
 mod shape;
 mod tile;
 
@@ -44,10 +44,11 @@ use crate::warp::Row;
 use backward::{delta, keys, queries};
 use cuda_std::prelude::*;
 use forward::forward;
+use half::bf16;
 use place::Problem;
 #[cfg(not(target_arch = "nvptx64"))]
 use place::Sizes;
-pub use shape::{BACKWARD, BLOCK, FORWARD, MAX_WIDTH, Shape, TILE, W64, W128, W128_BACKWARD, W256};
+pub use shape::{BLOCK, FORWARD, KEYS, MAX_WIDTH, QUERIES, Shape, TILE, W64, W128, W128_BACKWARD, W256};
 
 /// `window`: a query sees its own token and all before it.
 pub const CAUSAL: u32 = u32::MAX;
@@ -87,11 +88,11 @@ family! {
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token; `lse` has an element for each token of a head. Each
     // block has rows of its own, and touches only those below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(1) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE)?;
+        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
         Violation::unless_length("out", sizes.outputs(), p.out.len())?;
         Violation::unless_length("lse", sizes.rows(p.heads), p.lse.len())?;
-        sizes.grid(p.heads, SHAPE)
+        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -130,11 +131,11 @@ family! {
     }
     // SAFETY: as for `flash_forward`; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE)?;
+        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        sizes.grid(p.heads, SHAPE)
+        Grid::cover(sizes.blocks(p.heads, SHAPE.rows()), 1)
     }
 }
 
@@ -173,31 +174,33 @@ family! {
     }
     // SAFETY: as for `flash_queries`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2) } |p| {
-        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE)?;
+        let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
         sizes.check_gradients(p.heads, [p.lse.len(), p.delta.len(), p.dout.len()])?;
         Violation::unless_length("dqkv", p.qkv.len(), p.dqkv.len())?;
-        sizes.grid(p.kv_heads, SHAPE)
+        Grid::cover(sizes.blocks(p.kv_heads, SHAPE.rows()), 1)
     }
 }
 
-/// `delta[b, h, i] = sum_c dout[b, i, h, c] out[b, i, h, c]`; `out`, `dout`: `[batch, tokens, heads, width]`, `delta`: `[batch, heads,
-/// tokens]`. Overwrites `delta`.
-#[kernel]
-pub unsafe fn flash_delta(out: &[f32], dout: &[f32], tokens: u32, heads: u32, width: u32, delta: *mut f32) {
-    let Some(row) = Row::new(out.len(), width as usize) else { return };
-    // SAFETY: the row lies inside `out` and `dout`, and has an element in `delta`; its lanes stay together.
-    unsafe { self::delta(row, out, dout, [tokens, heads, width], delta) }
+family! {
+    /// `delta[b, h, i] = sum_c dout[b, i, h, c] out[b, i, h, c]`; `out`, `dout`: `[batch, tokens, heads, width]`, `delta`: `[batch, heads,
+    /// tokens]`. Overwrites `delta`.
+    flash_delta<S: Stored> { flash_delta_f32: f32; flash_delta_bf16: bf16; }
+    unsafe fn(out: &[S], dout: &[S], tokens: u32, heads: u32, width: u32, delta: *mut f32) {
+        let Some(row) = Row::new(out.len(), width as usize) else { return };
+        // SAFETY: the row lies inside `out` and `dout`, and has an element in `delta`; its lanes stay together.
+        unsafe { self::delta(row, out, dout, [tokens, heads, width], delta) }
+    }
+    // SAFETY: `out` has whole rows of `width`, one for each head of each token of a whole number of samples; `dout` is as long, and
+    // `delta` has an element for each row. A thread touches a row only where it begins inside `out`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let width = Size::of(k.width).at_most(MAX_WIDTH);
+        let suits = width && k.width > 0 && k.width.is_multiple_of(4);
+        Violation::unless(suits, "width", "a multiple of 4 up to 256", k.width)?;
+        let rows = Size::of(k.tokens).times(k.heads);
+        let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
+        Violation::unless_length("dout", k.out.len(), k.dout.len())?;
+        Violation::unless_length("delta", rows.times(samples), k.delta.len())?;
+        Grid::cover(rows.times(samples), crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize))
+    }
 }
-
-// SAFETY: `out` has whole rows of `width`, one for each head of each token of a whole number of samples; `dout` is as long, and `delta`
-// has an element for each row. A thread touches a row only where it begins inside `out`.
-crate::contract! { unsafe flash_delta { block: crate::warp::ROW_BLOCK } |k| {
-    let width = Size::of(k.width).at_most(MAX_WIDTH);
-    Violation::unless(width && k.width > 0 && k.width.is_multiple_of(4), "width", "a multiple of 4 up to 256", k.width)?;
-    let rows = Size::of(k.tokens).times(k.heads);
-    let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
-    Violation::unless_length("dout", k.out.len(), k.dout.len())?;
-    Violation::unless_length("delta", rows.times(samples), k.delta.len())?;
-    Grid::cover(rows.times(samples), crate::warp::rows_at_once(crate::warp::ROW_BLOCK, k.width as usize))
-}}

@@ -17,8 +17,9 @@ use crate::row_chunk::{BLOCK, RowChunk, groups_of};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
 use crate::warp::{Row, lanes_of};
-use crate::{contract, for_each_vector, math};
+use crate::{family, for_each_vector, math};
 use cuda_std::prelude::*;
+use half::bf16;
 
 /// The widest head: what the lanes of a row hold.
 pub const MAX_WIDTH: usize = 256;
@@ -49,45 +50,58 @@ unsafe fn part_of(row: usize, rows: usize, heads: u32, kv_heads: u32, stacked: u
     }
 }
 
-/// `y[r, c] = x[r, c] s[r] gains[part, c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`, for the rows of q (`part` 0) and k (1). Those of v
-/// are copied, with s = 1.
-///
-/// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), `gains`: those of q
-/// and, `distance` behind them, those of k; `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
-#[kernel]
-pub unsafe fn qk_norm_forward(
-    x: &[f32],
-    gains: &[f32],
-    heads: u32,
-    kv_heads: u32,
-    width: u32,
-    distance: u32,
-    stacked: u32,
-    epsilon: f32,
-    y: *mut f32,
-    inverse_rms: *mut f32,
-) {
-    let cols = width as usize;
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay together. The numbers are not 0.
-    unsafe {
-        let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
-        let mut held = [F4::splat(0.0); HELD];
-        let mut squares = F4::splat(0.0);
-        for_each_vector!(HELD, row, cols, |at, column, present| {
-            held[at] = F4::load_part(x, row.start + column, present, 0.0);
-            squares = squares.fma(held[at], held[at]);
-        });
-        let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
-        let is_normed = part < 2;
-        for_each_vector!(HELD, row, cols, |at, column, present| {
-            let gain = F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
-            let value = held[at] * F4::splat(scale) * gain;
-            (if is_normed { value } else { held[at] }).store_part(y, row.start + column, present);
-        });
-        if row.is_first_lane() {
-            store(inverse_rms, row.number, if is_normed { scale } else { 1.0 });
+family! {
+    /// `y[r, c] = x[r, c] s[r] gains[part, c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`, for the rows of q (`part` 0) and k (1). Those of v
+    /// are copied, with s = 1.
+    ///
+    /// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), `gains`: those of q
+    /// and, `distance` behind them, those of k; `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
+    qk_norm_forward<S: Stored> { qk_norm_forward_f32: f32; qk_norm_forward_bf16: bf16; }
+    unsafe fn(
+        x: &[S],
+        gains: &[f32],
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        distance: u32,
+        stacked: u32,
+        epsilon: f32,
+        y: *mut S,
+        inverse_rms: *mut f32,
+    ) {
+        let cols = width as usize;
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay together. The numbers are not 0.
+        unsafe {
+            let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
+            let mut held = [F4::splat(0.0); HELD];
+            let mut squares = F4::splat(0.0);
+            for_each_vector!(HELD, row, cols, |at, column, present| {
+                held[at] = F4::load_part(x, row.start + column, present, 0.0);
+                squares = squares.fma(held[at], held[at]);
+            });
+            let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
+            let is_normed = part < 2;
+            for_each_vector!(HELD, row, cols, |at, column, present| {
+                let gain = F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
+                let value = held[at] * F4::splat(scale) * gain;
+                (if is_normed { value } else { held[at] }).store_part(y, row.start + column, present);
+            });
+            if row.is_first_lane() {
+                store(inverse_rms, row.number, if is_normed { scale } else { 1.0 });
+            }
         }
+    }
+    // SAFETY: `x` has whole rows of `width`, those of all heads of a whole number of tokens; `y` is as long, `gains` has two rows, and
+    // `inverse_rms` an element for each row. A thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
+        Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
+        Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
+        Violation::unless_length("y", k.x.len(), k.y.len())?;
+        Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.width as usize)
     }
 }
 
@@ -101,120 +115,111 @@ unsafe fn inverse_rms_rows(length: usize, cols: usize) -> usize {
     unsafe { divide(length, cols).0 }
 }
 
-// SAFETY: `x` has whole rows of `width`, those of all heads of a whole number of tokens; `y` is as long, `gains` has two rows, and
-// `inverse_rms` an element for each row. A thread touches a row only where it begins inside `x`.
-contract! { unsafe qk_norm_forward { block: crate::warp::ROW_BLOCK } |k| {
-    let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
-    Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
-    Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
-    Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
-    Violation::unless_length("y", k.x.len(), k.y.len())?;
-    Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.width as usize)
-}}
 
-/// The gradients of [`qk_norm_forward`](struct@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
-///
-/// ```text
-/// dx[r, c] = s (g[c] - x[r, c] s^2 / width sum_c g[c] x[r, c])     with g[c] = dy[r, c] gains[part, c]; for v, dx = dy
-/// dgains[i, part, c] = sum_r x[r, c] s dy[r, c]                     over the rows r of chunk i that are of this part
-/// ```
-/// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains; [`sum_rows`](struct@crate::reduce::sum_rows) adds its rows up. A block has one chunk of
-/// [`chunk_of`](crate::row_chunk::chunk_of) rows. It first sums the rows of one number mod [`groups_of`], ascending, then these sums, ascending. Changes
-/// `dx`, overwrites `dgains`.
-#[kernel]
-pub unsafe fn qk_norm_backward(
-    x: &[f32],
-    gains: &[f32],
-    inverse_rms: &[f32],
-    heads: u32,
-    kv_heads: u32,
-    width: u32,
-    distance: u32,
-    stacked: u32,
-    chunk: usize,
-    dx: *mut f32,
-    dgains: *mut f32,
-) {
-    let cols = width as usize;
-    let rows = RowChunk::of_block(chunk, inverse_rms.len());
-    let mut sums = [[F4::splat(0.0); HELD]; 2];
-    // SAFETY: the rows lie inside the arguments; their lanes stay together, and every thread comes to the barrier. The tile fills the declared
-    // shared memory.
-    unsafe {
-        let mut next = Row::after(rows.first, x.len(), cols);
-        while let Some(row) = next
-            && row.number < rows.end
-        {
-            let part = part_of(row.number, inverse_rms.len(), heads, kv_heads, stacked);
-            let scale = load(inverse_rms, row.number);
-            let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); HELD], [F4::splat(0.0); HELD], F4::splat(0.0));
-            for_each_vector!(HELD, row, cols, |at, column, present| {
-                held[at] = F4::load_part(x, row.start + column, present, 0.0);
-                let dy = F4::load_part_raw(dx, row.start + column, present, 0.0);
-                gradients[at] = dy * F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
-                dot = dot.fma(gradients[at], held[at]);
-                let normal = held[at] * F4::splat(scale);
-                if part == 0 {
-                    sums[0][at] = sums[0][at].fma(normal, dy);
-                } else if part == 1 {
-                    sums[1][at] = sums[1][at].fma(normal, dy);
-                }
-            });
-            // s^3 alone could overflow where this product does not.
-            let coefficient = row.sum(dot) * scale / cols as f32 * scale * scale;
-            if part < 2 {
+family! {
+    /// The gradients of [`qk_norm_forward`](struct@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
+    ///
+    /// ```text
+    /// dx[r, c] = s (g[c] - x[r, c] s^2 / width sum_c g[c] x[r, c])     with g[c] = dy[r, c] gains[part, c]; for v, dx = dy
+    /// dgains[i, part, c] = sum_r x[r, c] s dy[r, c]                     over the rows r of chunk i that are of this part
+    /// ```
+    /// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains; [`sum_rows`](struct@crate::reduce::sum_rows) adds its rows up. A block has one chunk of
+    /// [`chunk_of`](crate::row_chunk::chunk_of) rows. It first sums the rows of one number mod [`groups_of`], ascending, then these sums, ascending. Changes
+    /// `dx`, overwrites `dgains`.
+    qk_norm_backward<S: Stored> { qk_norm_backward_f32: f32; qk_norm_backward_bf16: bf16; }
+    unsafe fn(
+        x: &[S],
+        gains: &[f32],
+        inverse_rms: &[f32],
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        distance: u32,
+        stacked: u32,
+        chunk: usize,
+        dx: *mut S,
+        dgains: *mut f32,
+    ) {
+        let cols = width as usize;
+        let rows = RowChunk::of_block(chunk, inverse_rms.len());
+        let mut sums = [[F4::splat(0.0); HELD]; 2];
+        // SAFETY: the rows lie inside the arguments; their lanes stay together, and every thread comes to the barrier. The tile fills the declared
+        // shared memory.
+        unsafe {
+            let mut next = Row::after(rows.first, x.len(), cols);
+            while let Some(row) = next
+                && row.number < rows.end
+            {
+                let part = part_of(row.number, inverse_rms.len(), heads, kv_heads, stacked);
+                let scale = load(inverse_rms, row.number);
+                let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); HELD], [F4::splat(0.0); HELD], F4::splat(0.0));
                 for_each_vector!(HELD, row, cols, |at, column, present| {
-                    let gradient = (gradients[at] * F4::splat(scale)).fma(F4::splat(-coefficient), held[at]);
-                    gradient.store_part(dx, row.start + column, present);
+                    held[at] = F4::load_part(x, row.start + column, present, 0.0);
+                    let dy = F4::load_part_raw(dx, row.start + column, present, 0.0);
+                    gradients[at] = dy * F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
+                    dot = dot.fma(gradients[at], held[at]);
+                    let normal = held[at] * F4::splat(scale);
+                    if part == 0 {
+                        sums[0][at] = sums[0][at].fma(normal, dy);
+                    } else if part == 1 {
+                        sums[1][at] = sums[1][at].fma(normal, dy);
+                    }
                 });
-            }
-            next = Some(row.later(groups_of(cols), cols));
-        }
-
-        let tile = SharedTile::new(0, BACKWARD_BYTES / 4);
-        let lanes = lanes_of(cols);
-        let (group, lane) = (thread::thread_idx_x() / lanes, thread::thread_idx_x() % lanes);
-        let row_len = lanes * (HELD * F4::LEN) as u32;
-        crate::unroll_on_gpu!(part < 2 => {
-            crate::unroll_on_gpu!(at < 4 => {
-                let column = (lane + at as u32 * lanes) * F4::LEN as u32;
-                tile.set4((group * 2 + part as u32) * row_len + column, sums[part][at]);
-            });
-        });
-        thread::sync_threads();
-        let groups = groups_of(cols) as u32;
-        let mut column = thread::thread_idx_x();
-        while column < distance + width {
-            let mut total = 0.0;
-            if column < width || column >= distance {
-                let at = if column < width { column } else { row_len + column - distance };
-                total = tile.get(at);
-                let mut group = 1;
-                while group < groups {
-                    total += tile.get(group * 2 * row_len + at);
-                    group += 1;
+                // s^3 alone could overflow where this product does not.
+                let coefficient = row.sum(dot) * scale / cols as f32 * scale * scale;
+                if part < 2 {
+                    for_each_vector!(HELD, row, cols, |at, column, present| {
+                        let gradient = (gradients[at] * F4::splat(scale)).fma(F4::splat(-coefficient), held[at]);
+                        gradient.store_part(dx, row.start + column, present);
+                    });
                 }
+                next = Some(row.later(groups_of(cols), cols));
             }
-            store(dgains, thread::block_idx_x() as usize * (distance + width) as usize + column as usize, total);
-            column += BLOCK;
+
+            let tile = SharedTile::new(0, BACKWARD_BYTES / 4);
+            let lanes = lanes_of(cols);
+            let (group, lane) = (thread::thread_idx_x() / lanes, thread::thread_idx_x() % lanes);
+            let row_len = lanes * (HELD * F4::LEN) as u32;
+            crate::unroll_on_gpu!(part < 2 => {
+                crate::unroll_on_gpu!(at < 4 => {
+                    let column = (lane + at as u32 * lanes) * F4::LEN as u32;
+                    tile.set4((group * 2 + part as u32) * row_len + column, sums[part][at]);
+                });
+            });
+            thread::sync_threads();
+            let groups = groups_of(cols) as u32;
+            let mut column = thread::thread_idx_x();
+            while column < distance + width {
+                let mut total = 0.0;
+                if column < width || column >= distance {
+                    let at = if column < width { column } else { row_len + column - distance };
+                    total = tile.get(at);
+                    let mut group = 1;
+                    while group < groups {
+                        total += tile.get(group * 2 * row_len + at);
+                        group += 1;
+                    }
+                }
+                store(dgains, thread::block_idx_x() as usize * (distance + width) as usize + column as usize, total);
+                column += BLOCK;
+            }
         }
+    }
+    // SAFETY: as for `qk_norm_forward`; `dx` is as long as `x`, `chunk` is a number of rows, and `dgains` has two rows for each chunk.
+    contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
+        let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
+        Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
+        Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
+        Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
+        let chunk = crate::row_chunk::chunk_of(rows, k.width as usize);
+        Violation::unless(k.chunk == chunk, "chunk", "what `chunk_of` gives", k.chunk)?;
+        Violation::unless_length("dx", k.x.len(), k.dx.len())?;
+        Violation::unless_length("dgains", Size::of(rows).div_ceil(chunk).times(k.gains.len()), k.dgains.len())?;
+        Grid::cover(rows, chunk)
     }
 }
 
-// SAFETY: as for `qk_norm_forward`; `dx` is as long as `x`, `chunk` is a number of rows, and `dgains` has two rows for each chunk.
-contract! { unsafe qk_norm_backward { block: BLOCK, shared: BACKWARD_BYTES } |k| {
-    let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
-    Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
-    Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
-    Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
-    Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
-    let chunk = crate::row_chunk::chunk_of(rows, k.width as usize);
-    Violation::unless(k.chunk == chunk, "chunk", "what `chunk_of` gives", k.chunk)?;
-    Violation::unless_length("dx", k.x.len(), k.dx.len())?;
-    Violation::unless_length("dgains", Size::of(rows).div_ceil(chunk).times(k.gains.len()), k.dgains.len())?;
-    Grid::cover(rows, chunk)
-}}
 
 /// The rows of q, k and v in so many elements, or what is wrong with the numbers.
 #[cfg(not(target_arch = "nvptx64"))]

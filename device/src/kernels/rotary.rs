@@ -15,8 +15,9 @@
 
 use crate::block::divide;
 use crate::vector::F4;
-use crate::{contract, unroll};
+use crate::{family, unroll};
 use cuda_std::{GpuFloat, prelude::*};
+use half::bf16;
 
 /// Threads of a block.
 const BLOCK: u32 = 128;
@@ -26,88 +27,90 @@ const RADIAN: u64 = 0x28be_60db_9391_054a;
 const TURN_HI: f32 = f32::from_bits(0x20c9_0fdb);
 const TURN_LO: f32 = f32::from_bits(0x943b_bd2e);
 
-/// Turns each pair of columns of q and k, `(x, y)`, to `(x cos - y sin, y cos + x sin)`; with `back` not 0, by the opposite angle.
-///
-/// `x`, `out`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width` columns. Token t has the position
-/// `offset + t`. Pair i turns by `ratio^i` radians at each position, `ratio` in units of 2^-64. v is copied, unless `out` is `x` itself.
-/// Overwrites `out`.
-#[kernel]
-pub unsafe fn rotary(
-    x: *const f32,
-    tokens: u32,
-    heads: u32,
-    kv_heads: u32,
-    width: u32,
-    stacked: u32,
-    ratio: u64,
-    offset: u32,
-    back: u32,
-    samples: u32,
-    out: *mut f32,
-) {
-    let half = width as usize / 2;
-    let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
-    // SAFETY: the contract has checked that no number is 0, and that `x` and `out` hold all heads of all tokens of the samples.
-    unsafe {
-        let (row, quad) = divide(index, half / F4::LEN);
-        if row >= samples as usize * tokens as usize {
-            return;
-        }
-        let (_, token) = divide(row, tokens as usize);
-        let column = quad * F4::LEN;
-        let (mut cos, mut sin) = (F4::splat(0.0), F4::splat(0.0));
-        unroll!(at < 4 => {
-            let frequency = times(RADIAN, power(ratio, (column + at) as u32));
-            (cos.0[at], sin.0[at]) = cos_sin(frequency.wrapping_mul(offset as u64 + token as u64));
-        });
-        if back != 0 {
-            sin = -sin;
-        }
-        let is_copy = !core::ptr::eq(x, out.cast_const());
-        let rotated = heads + kv_heads;
-        let all = if is_copy { rotated + kv_heads } else { rotated };
-        let mut head = 0;
-        while head < all {
-            let start = if stacked == 0 {
-                (row * (rotated + kv_heads) as usize + head as usize) * width as usize
-            } else {
-                // Heads of q, k and v are as many.
-                let part = if head < heads {
-                    0
-                } else if head < 2 * heads {
-                    1
+family! {
+    /// Turns each pair of columns of q and k, `(x, y)`, to `(x cos - y sin, y cos + x sin)`; with `back` not 0, by the opposite angle.
+    ///
+    /// `x`, `out`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width` columns. Token t has the position
+    /// `offset + t`. Pair i turns by `ratio^i` radians at each position, `ratio` in units of 2^-64. v is copied, unless `out` is `x` itself.
+    /// Overwrites `out`.
+    rotary<S: Stored> { rotary_f32: f32; rotary_bf16: bf16; }
+    unsafe fn(
+        x: *const S,
+        tokens: u32,
+        heads: u32,
+        kv_heads: u32,
+        width: u32,
+        stacked: u32,
+        ratio: u64,
+        offset: u32,
+        back: u32,
+        samples: u32,
+        out: *mut S,
+    ) {
+        let half = width as usize / 2;
+        let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
+        // SAFETY: the contract has checked that no number is 0, and that `x` and `out` hold all heads of all tokens of the samples.
+        unsafe {
+            let (row, quad) = divide(index, half / F4::LEN);
+            if row >= samples as usize * tokens as usize {
+                return;
+            }
+            let (_, token) = divide(row, tokens as usize);
+            let column = quad * F4::LEN;
+            let (mut cos, mut sin) = (F4::splat(0.0), F4::splat(0.0));
+            unroll!(at < 4 => {
+                let frequency = times(RADIAN, power(ratio, (column + at) as u32));
+                (cos.0[at], sin.0[at]) = cos_sin(frequency.wrapping_mul(offset as u64 + token as u64));
+            });
+            if back != 0 {
+                sin = -sin;
+            }
+            let is_copy = !core::ptr::eq(x, out.cast_const());
+            let rotated = heads + kv_heads;
+            let all = if is_copy { rotated + kv_heads } else { rotated };
+            let mut head = 0;
+            while head < all {
+                let start = if stacked == 0 {
+                    (row * (rotated + kv_heads) as usize + head as usize) * width as usize
                 } else {
-                    2
+                    // Heads of q, k and v are as many.
+                    let part = if head < heads {
+                        0
+                    } else if head < 2 * heads {
+                        1
+                    } else {
+                        2
+                    };
+                    let rows = part * samples as usize * tokens as usize + row;
+                    (rows * heads as usize + head as usize - part * heads as usize) * width as usize
                 };
-                let rows = part * samples as usize * tokens as usize + row;
-                (rows * heads as usize + head as usize - part * heads as usize) * width as usize
-            };
-            let (low, high) = (start + column, start + half + column);
-            let (a, b) = (F4::load_raw(x, low), F4::load_raw(x, high));
-            let (turned_a, turned_b) = ((-(b * sin)).fma(a, cos), (a * sin).fma(b, cos));
-            let (a, b) = if head < rotated { (turned_a, turned_b) } else { (a, b) };
-            a.store(out, low);
-            b.store(out, high);
-            head += 1;
+                let (low, high) = (start + column, start + half + column);
+                let (a, b) = (F4::load_raw(x, low), F4::load_raw(x, high));
+                let (turned_a, turned_b) = ((-(b * sin)).fma(a, cos), (a * sin).fma(b, cos));
+                let (a, b) = if head < rotated { (turned_a, turned_b) } else { (a, b) };
+                a.store(out, low);
+                b.store(out, high);
+                head += 1;
+            }
         }
+    }
+    // SAFETY: `x` and `out` hold the heads of q, k and v of each token. A thread touches its own columns of each head of its own token, and
+    // only where there is such a token.
+    contract unsafe { block: BLOCK, shared: 0 } |k| {
+        Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
+        Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
+        let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
+        Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
+        Violation::unless(k.width > 0 && k.width.is_multiple_of(8), "width", "a multiple of 8", k.width)?;
+        let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
+        Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
+        let rows = Size::of(k.samples).times(k.tokens);
+        Violation::unless_length("x", rows.times(heads).times(k.width), k.x.len())?;
+        Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
+        Grid::cover(rows.times(Size::of(k.width).div_ceil(2 * 4)), BLOCK as usize)
     }
 }
 
-// SAFETY: `x` and `out` hold the heads of q, k and v of each token. A thread touches its own columns of each head of its own token, and
-// only where there is such a token.
-contract! { unsafe rotary { block: BLOCK } |k| {
-    Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
-    Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
-    let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
-    Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
-    Violation::unless(k.width > 0 && k.width.is_multiple_of(8), "width", "a multiple of 8", k.width)?;
-    let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
-    Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
-    let rows = Size::of(k.samples).times(k.tokens);
-    Violation::unless_length("x", rows.times(heads).times(k.width), k.x.len())?;
-    Violation::unless_length("out", rows.times(heads).times(k.width), k.out.len())?;
-    Grid::cover(rows.times(Size::of(k.width).div_ceil(2 * 4)), BLOCK as usize)
-}}
 
 /// The upper half of a product of two words.
 #[inline(always)]

@@ -154,8 +154,9 @@ impl<'s> AttentionForm<'s> {
 }
 
 /// The sizes of q, k and v.
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct Sizes {
+pub struct Sizes {
     pub(in super::super) batch: usize,
     pub(in super::super) tokens: usize,
     pub(in super::super) heads: usize,

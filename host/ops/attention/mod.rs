@@ -3,9 +3,11 @@
 //! | file | what |
 //! |---|---|
 //! | `form.rs` | how heads lie, and who sees whom |
+//! | `attend.rs` | which kernels attend to tensors of a type |
 //! | `flash.rs` | any form: no matrix of tokens x tokens |
 //! | `short.rs` | up to 16 tokens with normalised queries and keys: one launch |
 
+mod attend;
 mod flash;
 mod form;
 mod short;
@@ -16,28 +18,29 @@ use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::Stack;
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Target, Tensor};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
+pub use attend::Attend;
 pub(super) use form::Sizes;
 pub use form::{AttentionForm, Sees};
 
 /// What [`attention`] gives.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention<'s> {
+pub struct Attention<'s, S: Stored = f32> {
     /// `[batch, tokens, heads width]`.
-    pub out: Saved<'s>,
+    pub out: Saved<'s, S>,
     /// What [`attention_backward`] needs besides the inputs and `out`.
-    pub kept: AttentionKept<'s>,
+    pub kept: AttentionKept<'s, S>,
 }
 
 /// What [`attention_backward`] needs of the forward pass: by which kernels it ran.
 #[derive(Clone, Copy, Debug)]
-pub enum AttentionKept<'s> {
+pub enum AttentionKept<'s, S: Stored = f32> {
     /// Those for any number of tokens.
     Flash {
         /// The logarithm of each softmax's denominator, `[batch, heads, tokens]`.
         lse: Saved<'s>,
         /// q, k and v after QK-norm, if there was one, and what [`ops::qk_norm`] gave besides.
-        normal: Option<[Saved<'s>; 2]>,
+        normal: Option<(Saved<'s, S>, Saved<'s>)>,
     },
     /// That for up to 16 tokens.
     Short {
@@ -52,33 +55,39 @@ pub enum AttentionKept<'s> {
 /// `form` says. With a `norm`, q and k are normalised first, see [`ops::qk_norm`].
 ///
 /// Memory grows with the number of tokens, not with its square: kept are `out` and a number for each token of each head (Dao, 2023). With
-/// `norm`, up to 16 tokens in heads of 64 that all see each other, stacked, are one launch that keeps the softmax. Queued, no scratch.
+/// `norm`, up to 16 tokens of f32 in heads of 64 that all see each other, stacked, are one launch that keeps the softmax. Queued, no scratch.
+///
+/// BF16: heads of a multiple of 8 columns, a scale above 0. Scores are products of BF16 with f32 sums; the softmax is f32, rounded to BF16 where
+/// it is multiplied with v; `out` is rounded once.
 ///
 /// A query that sees no key gives 0. A key that is not seen has the weight 0: its value reaches nothing, unless it is infinite or NaN.
 ///
 /// # Errors
 /// [`Error::Misuse`] when shapes are not of the form; [`Error::ArenaFull`].
 #[track_caller]
-pub fn attention<'s>(
+pub fn attention<'s, S: Attend>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: Option<QkNorm<'_, 's>>,
     form: &AttentionForm<'s>,
-) -> Result<Attention<'s>> {
+) -> Result<Attention<'s, S>> {
     const OP: &str = "attention";
     let sizes = form.sizes(OP, qkv.shape())?;
+    S::check(OP, form, sizes)?;
     form.check_masks(OP, sizes)?;
     let Some(norm) = norm else {
-        let [out, lse] = flash::forward(step, qkv, form, sizes)?;
+        let (out, lse) = flash::forward(step, qkv, form, sizes)?;
         return Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: None } });
     };
-    if norm.distance(OP, sizes.width)? == sizes.width && short::suits(form, sizes) {
-        let [out, probabilities, inverse_rms] = short::forward(step, qkv, norm, form.scale, sizes)?;
-        return Ok(Attention { out, kept: AttentionKept::Short { probabilities, inverse_rms } });
+    if norm.distance(OP, sizes.width)? == sizes.width
+        && short::suits(form, sizes)
+        && let Some(made) = S::short(step, qkv, norm, form, sizes)?
+    {
+        return Ok(made);
     }
     let (normed, inverse_rms) = ops::qk_norm(step, qkv, norm, form)?;
-    let normal = [normed.save(), inverse_rms.save()];
-    let [out, lse] = flash::forward(step, &normal[0], form, sizes)?;
+    let normal = (normed.save(), inverse_rms.save());
+    let (out, lse) = flash::forward(step, &normal.0, form, sizes)?;
     Ok(Attention { out, kept: AttentionKept::Flash { lse, normal: Some(normal) } })
 }
 
@@ -89,25 +98,26 @@ pub fn attention<'s>(
 /// # Errors
 /// As for [`attention`]; [`Error::Misuse`] when `made` is not of this form, or a norm comes without a target.
 #[track_caller]
-pub fn attention_backward<'s, T: Target<'s, f32>>(
+pub fn attention_backward<'s, S: Attend, T: Target<'s, f32>>(
     step: &Step<'s>,
-    qkv: &impl Source<'s, f32>,
+    qkv: &impl Source<'s, S>,
     norm: Option<(QkNorm<'_, 's>, &mut T, bool)>,
     form: &AttentionForm<'s>,
-    made: &Attention<'s>,
-    dout: &impl Source<'s, f32>,
-) -> Result<Tensor<'s>> {
+    made: &Attention<'s, S>,
+    dout: &impl Source<'s, S>,
+) -> Result<Tensor<'s, S>> {
     const OP: &str = "attention_backward";
     let sizes = form.sizes(OP, qkv.shape())?;
+    S::check(OP, form, sizes)?;
     form.check_masks(OP, sizes)?;
     same_shape(OP, sizes.output(), dout.shape())?;
     match (&made.kept, norm) {
         (AttentionKept::Flash { lse, normal: None }, None) => {
-            flash::backward(step, OP, qkv, form, [&made.out, lse], dout, sizes)
+            flash::backward(step, OP, qkv, form, (&made.out, lse), dout, sizes)
         }
-        (AttentionKept::Flash { lse, normal: Some([normed, inverse_rms]) }, Some((norm, dgains, accumulate))) => {
+        (AttentionKept::Flash { lse, normal: Some((normed, inverse_rms)) }, Some((norm, dgains, accumulate))) => {
             same_shape(OP, qkv.shape(), normed.shape())?;
-            let dqkv = flash::backward(step, OP, normed, form, [&made.out, lse], dout, sizes)?;
+            let dqkv = flash::backward(step, OP, normed, form, (&made.out, lse), dout, sizes)?;
             ops::qk_norm_backward(step, qkv, norm, form, inverse_rms, dqkv, dgains, accumulate)
         }
         (AttentionKept::Short { probabilities, inverse_rms }, Some((norm, dgains, accumulate)))
@@ -115,7 +125,7 @@ pub fn attention_backward<'s, T: Target<'s, f32>>(
         {
             norm.distance(OP, sizes.width)?;
             let (kept, gains) = ([probabilities, inverse_rms], (dgains, accumulate));
-            short::backward(step, OP, qkv, norm, form.scale, kept, dout, sizes, gains)
+            S::short_backward(step, OP, qkv, norm, form, kept, dout, sizes, gains)
         }
         (kept, norm) => {
             let which = if norm.is_some() { "with a norm" } else { "without a norm" };
@@ -131,7 +141,12 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn attention(&self, qkv: &Var<'s>, norm: Option<(&Stack, f32)>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+    pub fn attention<S: Attend>(
+        &self,
+        qkv: &Var<'s, S>,
+        norm: Option<(&Stack, f32)>,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>> {
         let op = self.op("attention", [qkv])?;
         let weights =
             norm.map(|(gains, _)| -> Result<_> { Ok((op.stack_weights(gains)?, op.stack(gains)?.1)) }).transpose();

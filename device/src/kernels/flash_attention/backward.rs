@@ -4,21 +4,16 @@
 //! Invariant: p is computed from the score and `lse` in the same way in both.
 
 use super::place::{Place, Problem, Rows};
-use super::shape::{ACROSS, COLUMNS, PAIRS, TILE};
+use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next, Pairs, Sums};
 use crate::block::{divide, opaque};
 use crate::for_each_vector;
 use crate::math;
+use crate::stored::Stored;
 use crate::unroll_on_gpu;
 use crate::vector::{F4, load, store};
 use crate::warp::Row;
 use cuda_std::warp;
-
-/// Where the numbers of a query head's tokens start in `lse` and `delta`.
-#[inline(always)]
-fn statistics_of(problem: &Problem<'_>, sample: usize, head: u32) -> usize {
-    (sample * problem.heads as usize + head as usize) * problem.tokens as usize
-}
 
 /// A pair's weight. `lse` is no less than the query's largest score, whose bits are those of the forward pass: its sum is at least 1.
 #[inline(always)]
@@ -35,7 +30,7 @@ unsafe fn write<const EACH: usize, const CHUNKS: usize>(
     memory: &Memory<EACH, CHUNKS>,
     sums: &[Sums<EACH>; CHUNKS],
     factor: f32,
-    rows: Rows<'_>,
+    rows: Rows<'_, f32>,
     [first, length, tokens, width]: [u32; 4],
     out: *mut f32,
 ) {
@@ -63,26 +58,26 @@ unsafe fn write<const EACH: usize, const CHUNKS: usize>(
 /// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
-    problem: Problem<'_>,
+    problem: Problem<'_, f32>,
     lse: &[f32],
     delta: &[f32],
     dout: &[f32],
     dqkv: *mut f32,
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
-    let (width, used) = (problem.width, problem.chunks());
+    let (width, used) = (problem.width, Shape::chunks_of(problem.width));
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
     // agree on tiles and chunks.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
         let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows);
+        let [from, until] = sight.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
 
         let (mut lses, mut deltas) = ([0.0; EACH], [0.0; EACH]);
-        let statistics = statistics_of(&problem, sample, head);
+        let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
                 let token = first + memory.own_row(r);
@@ -154,19 +149,19 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
 /// As for [`queries`].
 #[inline(always)]
 pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
-    problem: Problem<'_>,
+    problem: Problem<'_, f32>,
     lse: &[f32],
     delta: &[f32],
     dout: &[f32],
     dqkv: *mut f32,
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
-    let (width, used) = (problem.width, problem.chunks());
+    let (width, used) = (problem.width, Shape::chunks_of(problem.width));
     // SAFETY: as in `queries`.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
         let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
-        let [from, until] = sight.queries_of(first, rows);
+        let [from, until] = sight.queries_of(first, rows, TILE);
         let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
         let (first_head, heads) = (kv_head * problem.group(), problem.group());
 
@@ -183,7 +178,7 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
             // Computed again for each chunk, as what follows from them in `copy`.
             let q = || problem.rows(0, sample, opaque(head));
             let gradients = || problem.output_rows(dout, sample, opaque(head));
-            let statistics = statistics_of(&problem, sample, head);
+            let statistics = problem.statistics(sample, head);
             let mut tile = from;
             while tile < until {
                 let (mut p, mut ds) = ([[0.0; PAIRS]; EACH], [[0.0; PAIRS]; EACH]);
@@ -272,7 +267,7 @@ unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<
 /// # Safety
 /// The row lies inside `out` and `dout`, and its element inside `delta`. Its lanes call it together.
 #[inline(always)]
-pub(super) unsafe fn delta(row: Row, out: &[f32], dout: &[f32], [tokens, heads, width]: [u32; 3], to: *mut f32) {
+pub(super) unsafe fn delta<S: Stored>(row: Row, out: &[S], dout: &[S], [tokens, heads, width]: [u32; 3], to: *mut f32) {
     // SAFETY: as the caller promises; a head has at most 256 columns, which four vectors of each lane hold.
     unsafe {
         let cols = width as usize;

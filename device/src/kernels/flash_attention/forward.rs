@@ -4,7 +4,7 @@
 //! Invariant: the lanes of a row have the same maximum and sum, bit for bit.
 
 use super::place::{Place, Problem};
-use super::shape::{ACROSS, COLUMNS, PAIRS, TILE};
+use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
 use super::tile::{Memory, Next};
 use crate::math;
 use crate::unroll_on_gpu;
@@ -18,18 +18,18 @@ use cuda_std::GpuFloat;
 /// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
-    problem: Problem<'_>,
+    problem: Problem<'_, f32>,
     out: *mut f32,
     lse: *mut f32,
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
-    let (width, used) = (problem.width, problem.chunks());
+    let (width, used) = (problem.width, Shape::chunks_of(problem.width));
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
     // agree on tiles and chunks. The lanes of a row come together to what they combine.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(1);
         let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
-        let [from, until] = sight.keys_of(first, rows);
+        let [from, until] = sight.keys_of(first, rows, TILE);
         let kv_head = head / problem.group();
         let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
 
@@ -99,7 +99,7 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
         }
 
         let rows = problem.output_rows(&[], sample, head);
-        let statistics = (sample * problem.heads as usize + head as usize) * problem.tokens as usize;
+        let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(r < 4 => {
             if r < EACH {
                 let token = first + memory.own_row(r);

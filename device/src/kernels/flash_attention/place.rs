@@ -5,40 +5,37 @@
 //! stacked    q, token: | q0 | q1 |  then k, token: | k0 | k1 |  then v; stride: heads width
 //! ```
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::shape::Shape;
-use super::shape::{COLUMNS, TILE};
 use crate::block::divide;
 use crate::vector::load;
 #[cfg(not(target_arch = "nvptx64"))]
-use cuda_std::launch::{Grid, Size, Violation};
+use cuda_std::launch::{Size, Violation};
 use cuda_std::thread;
 
 /// What a kernel is given to attend to.
 #[derive(Clone, Copy)]
-pub(super) struct Problem<'k> {
-    pub(super) qkv: &'k [f32],
-    pub(super) documents: &'k [u32],
-    pub(super) lengths: &'k [u32],
-    pub(super) tokens: u32,
-    pub(super) heads: u32,
-    pub(super) kv_heads: u32,
-    pub(super) width: u32,
-    pub(super) stacked: u32,
-    pub(super) window: u32,
-    pub(super) scale: f32,
+pub(crate) struct Problem<'k, S> {
+    pub(crate) qkv: &'k [S],
+    pub(crate) documents: &'k [u32],
+    pub(crate) lengths: &'k [u32],
+    pub(crate) tokens: u32,
+    pub(crate) heads: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) width: u32,
+    pub(crate) stacked: u32,
+    pub(crate) window: u32,
+    pub(crate) scale: f32,
 }
 
 /// The rows of one head, by token.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'k> {
-    pub(super) values: &'k [f32],
+pub(crate) struct Rows<'k, S> {
+    pub(crate) values: &'k [S],
     /// The index of token 0's first column, and elements from a token to the next.
-    pub(super) start: usize,
-    pub(super) stride: usize,
+    pub(crate) start: usize,
+    pub(crate) stride: usize,
 }
 
-impl<'k> Problem<'k> {
+impl<'k, S: Copy> Problem<'k, S> {
     /// Elements from a token to the next in `qkv`.
     #[inline(always)]
     fn stride(&self) -> usize {
@@ -48,7 +45,7 @@ impl<'k> Problem<'k> {
 
     /// The rows of a head of q (`part` 0), k (1) or v (2).
     #[inline(always)]
-    pub(super) fn rows(&self, part: u32, sample: usize, head: u32) -> Rows<'k> {
+    pub(crate) fn rows(&self, part: u32, sample: usize, head: u32) -> Rows<'k, S> {
         let (stride, width) = (self.stride(), self.width as usize);
         let start = match part {
             0 => 0,
@@ -62,33 +59,33 @@ impl<'k> Problem<'k> {
 
     /// The rows of a query head in an array like the output.
     #[inline(always)]
-    pub(super) fn output_rows<'v>(&self, values: &'v [f32], sample: usize, head: u32) -> Rows<'v> {
+    pub(crate) fn output_rows<'v>(&self, values: &'v [S], sample: usize, head: u32) -> Rows<'v, S> {
         let (stride, width) = (self.heads as usize * self.width as usize, self.width as usize);
         Rows { values, start: sample * self.tokens as usize * stride + head as usize * width, stride }
     }
 
-    /// The query heads of a key head.
+    /// Where the numbers of a query head's tokens start in `lse` and `delta`.
     #[inline(always)]
-    pub(super) fn group(&self) -> u32 {
-        self.heads / self.kv_heads
+    pub(crate) fn statistics(&self, sample: usize, head: u32) -> usize {
+        (sample * self.heads as usize + head as usize) * self.tokens as usize
     }
 
-    /// Chunks that a head's columns fill.
+    /// The query heads of a key head.
     #[inline(always)]
-    pub(super) fn chunks(&self) -> u32 {
-        self.width.div_ceil(COLUMNS)
+    pub(crate) fn group(&self) -> u32 {
+        self.heads / self.kv_heads
     }
 }
 
 /// What a block owns: rows of one head of one sample.
 #[derive(Clone, Copy)]
-pub(super) struct Place<'k> {
-    pub(super) sample: usize,
-    pub(super) head: u32,
+pub(crate) struct Place<'k> {
+    pub(crate) sample: usize,
+    pub(crate) head: u32,
     /// The first row.
-    pub(super) first: u32,
+    pub(crate) first: u32,
     /// Who sees whom in this sample.
-    pub(super) sight: Sight<'k>,
+    pub(crate) sight: Sight<'k>,
 }
 
 impl<'k> Place<'k> {
@@ -98,7 +95,7 @@ impl<'k> Place<'k> {
     /// # Safety
     /// The contract has accepted the problem, and `heads` is one of its numbers of heads.
     #[inline(always)]
-    pub(super) unsafe fn new(problem: &Problem<'k>, rows: u32, heads: u32, backwards: bool) -> Self {
+    pub(crate) unsafe fn new<S: Copy>(problem: &Problem<'k, S>, rows: u32, heads: u32, backwards: bool) -> Self {
         let tiles = problem.tokens.div_ceil(rows);
         // SAFETY: there are tokens and heads, as the contract has checked.
         let ((number, tile), heads) =
@@ -125,25 +122,56 @@ impl<'k> Place<'k> {
 
 /// Which keys a query sees.
 #[derive(Clone, Copy)]
-pub(super) struct Sight<'k> {
+pub(crate) struct Sight<'k> {
     documents: &'k [u32],
     /// The sample's first element of `documents`.
     start: usize,
     /// Tokens that exist.
-    pub(super) length: u32,
+    pub(crate) length: u32,
     window: u32,
 }
 
 impl Sight<'_> {
     /// Whether query `i` sees key `j`, documents aside.
     #[inline(always)]
-    pub(super) fn sees(self, i: u32, j: u32) -> bool {
+    pub(crate) fn sees(self, i: u32, j: u32) -> bool {
         i < self.length && j < self.length && (self.window == 0 || (j <= i && i - j < self.window))
+    }
+
+    /// The keys that query `i` sees, from and until, documents aside.
+    #[inline(always)]
+    pub(crate) fn keys_seen(self, i: u32) -> [u32; 2] {
+        if i >= self.length {
+            [0, 0]
+        } else if self.window == 0 {
+            [0, self.length]
+        } else {
+            [(i + 1).saturating_sub(self.window), i + 1]
+        }
+    }
+
+    /// The queries that see key `j`, from and until, documents aside.
+    #[inline(always)]
+    pub(crate) fn queries_seeing(self, j: u32) -> [u32; 2] {
+        if j >= self.length {
+            [0, 0]
+        } else if self.window == 0 {
+            [0, self.length]
+        } else {
+            let end = j.saturating_add(self.window);
+            [j, if end < self.length { end } else { self.length }]
+        }
+    }
+
+    /// Whether tokens belong to documents.
+    #[inline(always)]
+    pub(crate) fn has_documents(self) -> bool {
+        !self.documents.is_empty()
     }
 
     /// The document of a token; of one that does not exist, and without documents, any number.
     #[inline(always)]
-    pub(super) fn document(self, token: u32) -> u32 {
+    pub(crate) fn document(self, token: u32) -> u32 {
         if self.documents.is_empty() || token >= self.length {
             return 0;
         }
@@ -153,33 +181,33 @@ impl Sight<'_> {
 
     /// Whether each of `queries` rows from `i` sees each of `keys` rows from `j`.
     #[inline(always)]
-    pub(super) fn all_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
+    pub(crate) fn all_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
         let in_window = self.window == 0 || (j + keys - 1 <= i && i + queries - 1 - j < self.window);
         self.documents.is_empty() && i + queries <= self.length && j + keys <= self.length && in_window
     }
 
-    /// The tiles of keys, from and until, that some of `rows` queries from `first` sees.
+    /// The tiles of `tile` keys, from and until, that some of `rows` queries from `first` sees.
     #[inline(always)]
-    pub(super) fn keys_of(self, first: u32, rows: u32) -> [u32; 2] {
+    pub(crate) fn keys_of(self, first: u32, rows: u32, tile: u32) -> [u32; 2] {
         if first >= self.length {
             return [0, 0];
         }
         if self.window == 0 {
-            return [0, self.length.div_ceil(TILE)];
+            return [0, self.length.div_ceil(tile)];
         }
         let end = if first + rows < self.length { first + rows } else { self.length };
         let from = if first < self.window { 0 } else { first - (self.window - 1) };
-        [from / TILE, end.div_ceil(TILE)]
+        [from / tile, end.div_ceil(tile)]
     }
 
-    /// The tiles of queries, from and until, that see some of `rows` keys from `first`.
+    /// The tiles of `tile` queries, from and until, that see some of `rows` keys from `first`.
     #[inline(always)]
-    pub(super) fn queries_of(self, first: u32, rows: u32) -> [u32; 2] {
+    pub(crate) fn queries_of(self, first: u32, rows: u32, tile: u32) -> [u32; 2] {
         if first >= self.length {
             return [0, 0];
         }
         if self.window == 0 {
-            return [0, self.length.div_ceil(TILE)];
+            return [0, self.length.div_ceil(tile)];
         }
         // The last key is seen by `window - 1` queries behind its own.
         let last = first + rows - 1;
@@ -188,14 +216,14 @@ impl Sight<'_> {
         } else {
             self.length
         };
-        [first / TILE, end.div_ceil(TILE)]
+        [first / tile, end.div_ceil(tile)]
     }
 }
 
 /// The sizes of a launch, which hold together.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     samples: usize,
     tokens: u32,
     heads: u32,
@@ -204,19 +232,24 @@ pub(super) struct Sizes {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Sizes {
-    /// What `length` elements of `qkv` hold, or what is wrong with the numbers.
-    pub(super) fn new(
+    /// What `length` elements of `qkv` hold, or what is wrong with the numbers. Widths are multiples of `step`, up to `widest`.
+    pub(crate) fn new(
         length: usize,
         [tokens, heads, kv_heads, width, stacked]: [u32; 5],
-        shape: Shape,
+        (step, widest): (u32, usize),
     ) -> Result<Self, Violation> {
         // A block also numbers the rows of a tile that lie beyond the last token.
         Violation::unless((1..1 << 31).contains(&tokens), "tokens", "1 to 2^31 - 1", tokens)?;
         Violation::unless(heads > 0, "heads", "at least 1", heads)?;
         let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && (stacked == 0 || heads == kv_heads);
         Violation::unless(divides, "kv_heads", "a divisor of `heads`; `heads` if q, k and v are stacked", kv_heads)?;
-        let suits = width > 0 && width.is_multiple_of(4) && width as usize <= shape.width();
-        Violation::unless(suits, "width", "a multiple of 4 up to that of the kernel, at most 256", width)?;
+        let suits = width > 0 && width.is_multiple_of(step) && width as usize <= widest;
+        let multiple = if step == 4 {
+            "a multiple of 4 up to that of the kernel, at most 256"
+        } else {
+            "a multiple of 8 up to that of the kernel, at most 256"
+        };
+        Violation::unless(suits, "width", multiple, width)?;
         let all_heads = Size::of(kv_heads).times(2).plus(heads);
         // Numbers of heads are added as words of 32 bits.
         Violation::unless(all_heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;
@@ -225,17 +258,17 @@ impl Sizes {
     }
 
     /// Elements of an array that has one for each token of `heads` heads.
-    pub(super) fn rows(self, heads: u32) -> Size {
+    pub(crate) fn rows(self, heads: u32) -> Size {
         Size::of(self.samples).times(self.tokens).times(heads)
     }
 
     /// Elements of the output.
-    pub(super) fn outputs(self) -> Size {
+    pub(crate) fn outputs(self) -> Size {
         self.rows(self.heads).times(self.width)
     }
 
     /// Masks are there for all samples, or not at all.
-    pub(super) fn check_masks(self, documents: usize, lengths: usize) -> Result<(), Violation> {
+    pub(crate) fn check_masks(self, documents: usize, lengths: usize) -> Result<(), Violation> {
         if documents > 0 {
             Violation::unless_length("documents", self.rows(1), documents)?;
         }
@@ -243,14 +276,14 @@ impl Sizes {
     }
 
     /// The lengths of what a backward kernel reads besides `qkv`.
-    pub(super) fn check_gradients(self, heads: u32, [lse, delta, dout]: [usize; 3]) -> Result<(), Violation> {
+    pub(crate) fn check_gradients(self, heads: u32, [lse, delta, dout]: [usize; 3]) -> Result<(), Violation> {
         Violation::unless_length("lse", self.rows(heads), lse)?;
         Violation::unless_length("delta", self.rows(heads), delta)?;
         Violation::unless_length("dout", self.outputs(), dout)
     }
 
-    /// A block for each tile of rows of each of `heads` heads.
-    pub(super) fn grid(self, heads: u32, shape: Shape) -> Result<Grid, Violation> {
-        Grid::cover(Size::of(self.samples).times(heads).times(Size::of(self.tokens).div_ceil(shape.rows())), 1)
+    /// A block for each tile of `rows` rows of each of `heads` heads.
+    pub(crate) fn blocks(self, heads: u32, rows: u32) -> Size {
+        Size::of(self.samples).times(heads).times(Size::of(self.tokens).div_ceil(rows))
     }
 }

@@ -47,6 +47,18 @@ impl Shape {
         self.chunks * COLUMNS as usize
     }
 
+    /// What widths of heads are multiples of, and the widest.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(super) const fn widths(self) -> (u32, usize) {
+        (F4::LEN as u32, self.width())
+    }
+
+    /// Chunks that a head's `width` columns fill.
+    #[inline(always)]
+    pub(super) const fn chunks_of(width: u32) -> u32 {
+        width.div_ceil(COLUMNS)
+    }
+
     /// Floats from one own row to the next.
     pub(super) const fn own_row(self) -> u32 {
         self.width() as u32 + 4
@@ -79,5 +91,7 @@ pub const W128_BACKWARD: Shape = Shape { each: 2, chunks: 4 };
 pub const W256: Shape = Shape { each: 2, chunks: 8 };
 /// The shapes of the forward kernel.
 pub const FORWARD: [Shape; 3] = [W64, W128, W256];
-/// The shapes of the backward kernels.
-pub const BACKWARD: [Shape; 3] = [W64, W128_BACKWARD, W256];
+/// The shapes of the kernel for the gradient of q.
+pub const QUERIES: [Shape; 3] = [W64, W128_BACKWARD, W256];
+/// The shapes of the kernel for the gradients of k and v.
+pub const KEYS: [Shape; 3] = QUERIES;

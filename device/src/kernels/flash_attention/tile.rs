@@ -94,7 +94,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     /// # Safety
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each.
     #[inline(always)]
-    pub(super) unsafe fn copy_own(&self, array: usize, rows: Rows<'_>, first: u32, limit: u32, width: u32) {
+    pub(super) unsafe fn copy_own(&self, array: usize, rows: Rows<'_, f32>, first: u32, limit: u32, width: u32) {
         let mut chunk = 0;
         while chunk * COLUMNS < width {
             // SAFETY: as the caller promises.
@@ -245,7 +245,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
 /// A chunk to copy: of which rows, which tile, which columns.
 #[derive(Clone, Copy)]
 pub(super) struct Next<'k> {
-    pub(super) rows: Rows<'k>,
+    pub(super) rows: Rows<'k, f32>,
     pub(super) tile: u32,
     pub(super) chunk: u32,
 }
@@ -268,7 +268,7 @@ unsafe fn copy<const TIMES: usize>(
     to: SharedTile<f32>,
     pitch: u32,
     at: u32,
-    rows: Rows<'_>,
+    rows: Rows<'_, f32>,
     first: u32,
     limit: u32,
     [chunk, width]: [u32; 2],

@@ -1,0 +1,210 @@
+//! Attention over many tokens: ours beside PyTorch's `scaled_dot_product_attention`, in the same run.
+//!
+//! `cargo bench --bench attention` (the emulator), `cargo bench --features cuda --bench attention -- --device cuda`; `--stored bf16` on both
+//! sides. Forward, and forward with backward, stand in a row in one graph each; a sample is the time of a replay divided by their number,
+//! and backward is the difference of the medians. Rates count `4 width` operations for each pair of a query and a key that it sees, 2.5 times as
+//! many in backward, whatever a kernel does. Prints a table and writes every sample to `benches/runs/DATE-GPU-attention[-stored-bf16].json`.
+
+#![forbid(unsafe_code)]
+
+#[allow(dead_code, reason = "other benches time the host's part")]
+mod harness;
+
+use clap::Parser;
+use harness::values::spread;
+use harness::{Common, Peer, Samples, record};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use stepscope::ops::{self, Attend, AttentionForm, QkNorm};
+use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
+
+const SAMPLES: usize = 15;
+
+/// What is attended to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Case {
+    batch: usize,
+    tokens: usize,
+    heads: usize,
+    kv_heads: usize,
+    width: usize,
+    causal: bool,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { batch, tokens, heads, kv_heads, width, causal } = self;
+        let sees = if *causal { "causal" } else { "all" };
+        write!(f, "{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}")
+    }
+}
+
+impl Case {
+    /// 16,384 tokens in samples of some lengths, as models have heads; or what the emulator has time for.
+    fn all(emulated: bool) -> Vec<Self> {
+        let case = |[batch, tokens, heads, kv_heads, width]: [usize; 5], causal| Self {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            width,
+            causal,
+        };
+        if emulated {
+            return vec![case([1, 128, 2, 2, 64], true)];
+        }
+        let mut cases = vec![case([16, 1024, 12, 12, 64], true)];
+        for (heads, width) in [(32, 64), (16, 128), (8, 256)] {
+            cases.push(case([4, 4096, heads, heads, width], true));
+        }
+        cases.push(case([4, 4096, 32, 8, 128], true));
+        cases.push(case([4, 4096, 16, 16, 80], true));
+        cases.push(case([4, 4096, 16, 16, 128], false));
+        cases.push(case([1, 16_384, 16, 16, 128], true));
+        cases
+    }
+
+    /// Operations of the forward pass.
+    fn operations(self) -> f64 {
+        let Self { batch, tokens, heads, width, causal, .. } = self;
+        let pairs = (tokens * if causal { tokens + 1 } else { 2 * tokens }) as f64 / 2.0;
+        4.0 * pairs * (batch * heads * width) as f64
+    }
+}
+
+/// Times attention, ours beside PyTorch's.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// What q, k, v and the output are in memory, on both sides
+    #[arg(long, value_name = "f32|bf16", default_value = "f32")]
+    stored: String,
+    /// Only cases whose name contains this, such as `of 128`
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+}
+
+/// A line of the run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    /// What a contender needs once: forward, and forward with backward.
+    Measured {
+        #[serde(flatten)]
+        case: Case,
+        contender: String,
+        forward: Samples,
+        both: Samples,
+    },
+    /// What the peer is.
+    Peer { peer: String, device: String },
+}
+
+/// What the graphs work on.
+struct State<S: Attend> {
+    case: Case,
+    row: usize,
+    qkv: Buffer<S>,
+    dout: Buffer<S>,
+}
+
+fn main() -> harness::Result<()> {
+    let Args { common, stored, only } = Args::parse();
+    let device = Device::open(common.device)?;
+    let emulated = device.description().kind == DeviceKind::Emulated;
+    let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
+    let mut arguments = vec!["--device".to_owned(), if emulated { "cpu" } else { "cuda" }.into()];
+    arguments.extend(["--samples".into(), SAMPLES.to_string(), "--stored".into(), stored.clone()]);
+    arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
+    let peer = Peer::<Line>::run("attention.py", &arguments);
+    if let Some(reason) = &peer.failed {
+        println!("PyTorch: not measured, or not all ({reason})");
+    }
+    for line in &peer.lines {
+        if let Line::Peer { peer, device } = line {
+            println!("{peer} on {device}");
+        }
+    }
+    let mut lines = peer.lines;
+    let name = device.description().name.clone();
+    println!("{name:<48}{:<12}{:>10}{:>10}{:>10}{:>10}{:>8}{:>8}", "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio");
+    for case in cases {
+        let theirs = lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
+        let ours = if stored == "bf16" { measure::<bf16>(&device, case)? } else { measure::<f32>(&device, case)? };
+        let unit = theirs.as_ref().map(medians);
+        for line in theirs.iter().chain([&ours]) {
+            print(line, unit);
+        }
+        lines.push(ours);
+    }
+    let group = if stored == "bf16" { "attention-stored-bf16" } else { "attention" };
+    println!("samples in {}", record(group, &device, &lines)?);
+    Ok(())
+}
+
+/// Samples of forward, and of forward with backward.
+fn measure<S: Attend>(device: &Device, case: Case) -> Result<Line> {
+    let Case { batch, tokens, heads, kv_heads, width, .. } = case;
+    let narrow = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
+    let tokens = batch * tokens;
+    let row = if device.description().kind == DeviceKind::Emulated { 1 } else { 5 };
+    let mut state = State {
+        case,
+        row,
+        qkv: Buffer::from_slice(device, &narrow(tokens * (heads + 2 * kv_heads) * width, 1))?,
+        dout: Buffer::from_slice(device, &narrow(tokens * heads * width, 2))?,
+    };
+    // The output, its gradient's sums and the gradient, of f32 at most, each time anew.
+    let bytes = row * tokens * (2 * heads + 2 * kv_heads) * (width + 4) * 4 + (64 << 20);
+    let mut collect = |record: fn(&mut Step<'_>, &mut &mut State<S>, &Slots<'_>) -> Result<()>| -> Result<Samples> {
+        let mut arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build()?;
+        let mut captured = arena.capture(&mut state, &Inputs::new(), record)?;
+        let settle = || device.synchronize(device.deadline());
+        let samples = Samples::collect(SAMPLES, 1, || captured.repeat().map(drop), settle)?;
+        Ok(samples.0.into_iter().map(|nanoseconds| nanoseconds / row as f64).collect())
+    };
+    let (forward, both) = (collect(attend::<S, false>)?, collect(attend::<S, true>)?);
+    Ok(Line::Measured { case, contender: "stepscope".into(), forward, both })
+}
+
+/// The graph: attention in a row.
+fn attend<S: Attend, const BACK: bool>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &Slots<'_>) -> Result<()> {
+    let State { case: Case { batch, tokens, heads, kv_heads, width, causal }, row, qkv, dout } = &mut **state;
+    let form = AttentionForm::new(*heads).kv_heads(*kv_heads);
+    let form = if *causal { form.causal() } else { form };
+    let qkv = step.lend(qkv, [*batch, *tokens, (*heads + 2 * *kv_heads) * *width])?;
+    let dout = step.lend(dout, [*batch, *tokens, *heads * *width])?;
+    for _ in 0..*row {
+        let made = ops::attention(step, &qkv, None, &form)?;
+        if BACK {
+            ops::attention_backward(step, &qkv, None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>, &form, &made, &dout)?;
+        }
+    }
+    Ok(())
+}
+
+/// Nanoseconds of forward and of backward.
+fn medians(line: &Line) -> [f64; 2] {
+    let Line::Measured { forward, both, .. } = line else { unreachable!("only what was measured is compared") };
+    let [forward, both] = [forward, both].map(|samples| samples.quantile(0.5));
+    [forward, both - forward]
+}
+
+/// A line of the table; `unit` are the peer's medians.
+fn print(line: &Line, unit: Option<[f64; 2]>) {
+    let Line::Measured { case, contender, .. } = line else { return };
+    let [forward, backward] = medians(line);
+    let rate = |operations: f64, nanoseconds: f64| operations / nanoseconds / 1e3;
+    let ratio = |at: usize, own: f64| unit.map_or_else(|| "-".into(), |unit| format!("{:.2}", unit[at] / own));
+    println!(
+        "{:<48}{contender:<12}{:>10.1}{:>10.1}{:>10.1}{:>10.1}{:>8}{:>8}",
+        case.to_string(),
+        forward / 1e3,
+        rate(case.operations(), forward),
+        backward / 1e3,
+        rate(2.5 * case.operations(), backward),
+        ratio(0, forward),
+        ratio(1, backward)
+    );
+}

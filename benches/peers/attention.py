@@ -1,0 +1,88 @@
+"""Attention by PyTorch's scaled_dot_product_attention: nanoseconds, a JSON value a line; benches/attention.rs runs it.
+
+A case is a JSON object, as benches/attention.rs defines it. On a GPU passes in a row are one CUDA graph; a sample is the time of its replay,
+divided by their number, by the host's clock. `--stored` f32: without TF32; bf16: q, k, v and all else are BF16.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+WARM_UP = 5
+ROW = 5
+
+
+def samples(work, row, count, wait):
+    for _ in range(WARM_UP):
+        work()
+    wait()
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        work()
+        wait()
+        taken.append((time.perf_counter_ns() - start) / row)
+    return taken
+
+
+def in_a_row(work):
+    """Passes as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(ROW):
+            work()
+    return graph.replay
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--stored", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("cases", nargs="*")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise SystemExit("PyTorch sees no GPU")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dtype = torch.bfloat16 if args.stored == "bf16" else torch.float32
+    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)
+    for text in args.cases:
+        case = json.loads(text)
+
+        def rows(heads):
+            shape = (case["batch"], case["tokens"], heads, case["width"])
+            values = torch.randn(shape, device=args.device, dtype=dtype)
+            return values.transpose(1, 2).detach().requires_grad_()
+
+        q, k, v = rows(case["heads"]), rows(case["kv_heads"]), rows(case["kv_heads"])
+        options = {"is_causal": case["causal"], "enable_gqa": case["heads"] != case["kv_heads"]}
+        dout = torch.randn_like(q)
+
+        def forward():
+            with torch.no_grad():
+                scaled_dot_product_attention(q, k, v, **options)
+
+        def both():
+            out = scaled_dot_product_attention(q, k, v, **options)
+            torch.autograd.grad(out, (q, k, v), dout)
+
+        taken = {}
+        for what, work in (("forward", forward), ("both", both)):
+            row = ROW if cuda else 1
+            work = in_a_row(work) if cuda else work
+            taken[what] = samples(work, row, args.samples, torch.cuda.synchronize if cuda else lambda: None)
+        print(json.dumps({**case, "contender": "PyTorch", **taken}), flush=True)
+
+
+main()

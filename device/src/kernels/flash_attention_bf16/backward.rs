@@ -1,0 +1,235 @@
+//! The backward pass: the gradient of a block's queries, and those of a block's keys and values (Dao, 2023). Scores and dp are computed
+//! again in both, so that each sum has one block and no atomics.
+//!
+//! Invariant: p is computed from the score and `lse` in the same way in both.
+
+use super::shape::CHUNK;
+use super::tile::Memory;
+use crate::block::opaque;
+use crate::flash_attention::place::{Place, Problem, Rows};
+use crate::math::exp2_negative;
+use crate::squares::{Sums, quad, quad_place};
+use crate::tile::{SharedTile, commit_copies, wait_copies};
+use crate::unroll_on_gpu;
+use crate::vector::{F4, load};
+use crate::warp::stay_together;
+use core::f32::consts::LOG2_E;
+use cuda_std::{GpuFloat, thread};
+use half::bf16;
+
+/// Writes a lane's sums of the block's own rows, times `factor`, to chunks of columns from `first_chunk` on; 0 for tokens that do not exist.
+///
+/// # Safety
+/// The rows lie inside `out`, up to token `tokens`. All lanes of the warp make the call.
+#[inline(always)]
+unsafe fn write<const SQUARES: usize, const MADE: usize>(
+    sums: &Sums<SQUARES, MADE>,
+    factor: f32,
+    rows: Rows<'_, bf16>,
+    first_chunk: usize,
+    [first, length, tokens, width]: [u32; 4],
+    out: *mut bf16,
+) {
+    let [line, column] = quad_place();
+    unroll_on_gpu!(m < 2 => {
+        if m < SQUARES {
+            let token = first + 16 * m as u32 + line;
+            let start = rows.start + token as usize * rows.stride;
+            // SAFETY: all lanes are here. The row lies inside `out`, and the columns in the row.
+            unsafe {
+                stay_together();
+                unroll_on_gpu!(n < MADE, at most 32 => {
+                    let value = quad(sums[m][n]);
+                    let column = (first_chunk + n) as u32 * CHUNK + column;
+                    if token < tokens && column < width {
+                        let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
+                        value.store(out, start + column as usize);
+                    }
+                });
+            }
+        }
+    });
+}
+
+/// Computes dq of this block's queries.
+///
+/// # Safety
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+#[inline(always)]
+pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHUNKS: usize>(
+    problem: Problem<'_, bf16>,
+    lse: &[f32],
+    delta: &[f32],
+    dout: &[bf16],
+    dqkv: *mut bf16,
+) {
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
+    // agree on tiles. The lanes of a warp come together to what they multiply.
+    unsafe {
+        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
+        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
+        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = sight.keys_of(first, rows, of_tile);
+        let kv_head = head / problem.group();
+        let q = problem.rows(0, sample, head);
+        // Computed again for each tile, as what follows from them in `copy`.
+        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
+        let bounds = [sight.length, problem.width];
+        let factor = problem.scale * LOG2_E;
+
+        // `lse` times -log2 e.
+        let (mut bases, mut deltas) = ([[0.0; 2]; SQUARES], [[0.0; 2]; SQUARES]);
+        let statistics = problem.statistics(sample, head);
+        unroll_on_gpu!(m < 2 => {
+            if m < SQUARES {
+                unroll_on_gpu!(half < 2 => {
+                    let token = first + memory.own_row(m, half);
+                    if token < sight.length {
+                        bases[m][half] = load(lse, statistics + token as usize) * -LOG2_E;
+                        deltas[m][half] = load(delta, statistics + token as usize);
+                    }
+                });
+            }
+        });
+        let mut sums: Sums<SQUARES, CHUNKS> = [[[0.0; 4]; CHUNKS]; SQUARES];
+        if from < until {
+            memory.copy(memory.own(0), rows, q, first, bounds);
+            memory.copy(memory.own(1), rows, problem.output_rows(dout, sample, head), first, bounds);
+            memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
+            memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
+            commit_copies();
+        }
+        let mut tile = from;
+        while tile < until {
+            let slot = (tile - from) % 2;
+            wait_copies::<0>();
+            thread::sync_threads();
+            // Into the slot that all warps have left.
+            if tile + 1 < until {
+                memory.copy(memory.slot(1 - slot, 0), of_tile, k(), (tile + 1) * of_tile, bounds);
+                memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
+                commit_copies();
+            }
+            let mut scores = memory.dots(0, memory.slot(slot, 0));
+            let mut gradients = memory.dots(1, memory.slot(slot, 1));
+            let place = [first, tile * of_tile];
+            if !memory.all_seen(sight, place, false) {
+                memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
+                memory.hide(&mut gradients, sight, place, false, 0.0);
+            }
+            unroll_on_gpu!(m < 2 => {
+                if m < SQUARES {
+                    unroll_on_gpu!(n < TILES => {
+                        unroll_on_gpu!(at < 4 => {
+                            let p = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, bases[m][at / 2]));
+                            gradients[m][n][at] = p * (gradients[m][n][at] - deltas[m][at / 2]);
+                        });
+                    });
+                }
+            });
+            memory.mix(&mut sums, &gradients, memory.slot(slot, 0), 0);
+            tile += 1;
+        }
+        let first = first + memory.first_row();
+        write(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
+    }
+}
+
+/// Starts to copy a tile's numbers; 0 for tokens that do not exist.
+///
+/// # Safety
+/// The numbers of the tokens below `limit` lie inside `values`. Both tiles have an element for each row.
+#[inline(always)]
+unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: usize, first: u32, limit: u32) {
+    let row = thread::thread_idx_x();
+    if row < count {
+        let token = first + row;
+        if token < limit {
+            // SAFETY: the token has a number, as the caller promises.
+            unsafe { to.copy(row, values, start + token as usize) };
+        } else {
+            to.set(row, 0.0);
+        }
+    }
+}
+
+/// Computes dk and dv of this block's keys, of `MADE` chunks of columns: those of the block's number along y.
+///
+/// # Safety
+/// As for [`queries`].
+#[inline(always)]
+pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+    problem: Problem<'_, bf16>,
+    lse: &[f32],
+    delta: &[f32],
+    dout: &[bf16],
+    dqkv: *mut bf16,
+) {
+    // SAFETY: as in `queries`.
+    unsafe {
+        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
+        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
+        let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
+        let [from, until] = sight.queries_of(first, rows, of_tile);
+        let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
+        let made = thread::block_idx_y() as usize * MADE;
+        let bounds = [sight.length, problem.width];
+        let factor = problem.scale * LOG2_E;
+        let copy = |slot: u32, head: u32, tile: u32| {
+            let first = tile * of_tile;
+            memory.copy(memory.slot(slot, 0), of_tile, problem.rows(0, sample, head), first, bounds);
+            memory.copy(memory.slot(slot, 1), of_tile, problem.output_rows(dout, sample, head), first, bounds);
+            let start = problem.statistics(sample, head);
+            copy_numbers(memory.numbers(slot, 0), of_tile, lse, start, first, sight.length);
+            copy_numbers(memory.numbers(slot, 1), of_tile, delta, start, first, sight.length);
+            commit_copies();
+        };
+
+        let mut dk: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
+        let mut dv: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
+        let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
+        let (mut tile, mut slot) = (from, 0);
+        if from < until {
+            memory.copy(memory.own(0), rows, k, first, bounds);
+            memory.copy(memory.own(1), rows, v, first, bounds);
+            copy(0, head, from);
+        } else {
+            head = behind;
+        }
+        while head < behind {
+            let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
+            wait_copies::<0>();
+            thread::sync_threads();
+            // Into the slot that all warps have left.
+            if next_head < behind {
+                copy(1 - slot, next_head, next_tile);
+            }
+            let mut scores = memory.dots(0, memory.slot(slot, 0));
+            let mut gradients = memory.dots(1, memory.slot(slot, 1));
+            let place = [first, tile * of_tile];
+            if !memory.all_seen(sight, place, true) {
+                memory.hide(&mut scores, sight, place, true, f32::NEG_INFINITY);
+                memory.hide(&mut gradients, sight, place, true, 0.0);
+            }
+            unroll_on_gpu!(n < TILES => {
+                let lses = memory.numbers(slot, 0).get2(memory.other_row(n));
+                let deltas = memory.numbers(slot, 1).get2(memory.other_row(n));
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        unroll_on_gpu!(at < 4 => {
+                            let base = lses[at % 2] * -LOG2_E;
+                            scores[m][n][at] = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, base));
+                            gradients[m][n][at] = scores[m][n][at] * (gradients[m][n][at] - deltas[at % 2]);
+                        });
+                    }
+                });
+            });
+            memory.mix(&mut dv, &scores, memory.slot(slot, 1), made);
+            memory.mix(&mut dk, &gradients, memory.slot(slot, 0), made);
+            (head, tile, slot) = (next_head, next_tile, 1 - slot);
+        }
+        let bounds = [first + memory.first_row(), sight.length, problem.tokens, problem.width];
+        write(&dk, problem.scale, k, made, bounds, dqkv);
+        write(&dv, 1.0, v, made, bounds, dqkv);
+    }
+}

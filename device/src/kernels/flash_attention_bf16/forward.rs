@@ -1,0 +1,137 @@
+//! The forward pass of a block's queries: softmax and its product with v in one pass over the keys (Dao, "FlashAttention-2", 2023).
+//!
+//! Invariant: the four lanes of a row have the same maximum, bit for bit; each has the sum of its own keys until the end.
+
+use super::shape::CHUNK;
+use super::tile::Memory;
+use crate::block::opaque;
+use crate::flash_attention::place::{Place, Problem};
+use crate::math::{self, exp2_negative, larger_or_nan};
+use crate::squares::{Sums, quad, quad_place};
+use crate::tile::{commit_copies, wait_copies};
+use crate::unroll_on_gpu;
+use crate::vector::store;
+use crate::warp::{add, combine_lanes, stay_together};
+use core::f32::consts::LOG2_E;
+use cuda_std::{GpuFloat, thread, warp};
+use half::bf16;
+
+/// Lanes that share a row of scores.
+const ACROSS: u32 = 4;
+
+/// Computes the output of this block's queries.
+///
+/// # Safety
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+#[inline(always)]
+pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHUNKS: usize>(
+    problem: Problem<'_, bf16>,
+    out: *mut bf16,
+    lse: *mut f32,
+) {
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
+    // agree on tiles. The lanes of a warp come together to what they multiply and combine.
+    unsafe {
+        let memory = Memory::<SQUARES, TILES, CHUNKS>::new(1);
+        let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
+        let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
+        let [from, until] = sight.keys_of(first, rows, of_tile);
+        let kv_head = head / problem.group();
+        // Computed again for each tile, as what follows from them in `copy`.
+        let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
+        let bounds = [sight.length, problem.width];
+        // A score's weight is 2^(score factor - maximum factor).
+        let factor = problem.scale * LOG2_E;
+
+        let mut sums: Sums<SQUARES, CHUNKS> = [[[0.0; 4]; CHUNKS]; SQUARES];
+        let (mut largest, mut totals) = ([[f32::NEG_INFINITY; 2]; SQUARES], [[0.0; 2]; SQUARES]);
+        if from < until {
+            memory.copy(memory.own(0), rows, problem.rows(0, sample, head), first, bounds);
+            memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
+            memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
+            commit_copies();
+        }
+        let mut tile = from;
+        while tile < until {
+            let slot = (tile - from) % 2;
+            wait_copies::<0>();
+            thread::sync_threads();
+            // Into the slot that all warps have left.
+            if tile + 1 < until {
+                memory.copy(memory.slot(1 - slot, 0), of_tile, k(), (tile + 1) * of_tile, bounds);
+                memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
+                commit_copies();
+            }
+            let mut scores = memory.dots(0, memory.slot(slot, 0));
+            let place = [first, tile * of_tile];
+            if !memory.all_seen(sight, place, false) {
+                memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
+            }
+            stay_together();
+            unroll_on_gpu!(m < 2 => {
+                if m < SQUARES {
+                    unroll_on_gpu!(half < 2 => {
+                        let mut most = largest[m][half];
+                        unroll_on_gpu!(n < TILES => {
+                            most = larger_or_nan(most, larger_or_nan(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+                        });
+                        most = combine_lanes(u32::MAX, ACROSS, most, larger_or_nan);
+                        // Of a query that has seen no key yet.
+                        let base = if most == f32::NEG_INFINITY { 0.0 } else { most * -factor };
+                        let shrink = exp2_negative(GpuFloat::mul_add(largest[m][half], factor, base));
+                        let mut total = totals[m][half] * shrink;
+                        unroll_on_gpu!(n < TILES => {
+                            unroll_on_gpu!(column < 2 => {
+                                let score = &mut scores[m][n][2 * half + column];
+                                *score = exp2_negative(GpuFloat::mul_add(*score, factor, base));
+                                total += *score;
+                            });
+                        });
+                        (largest[m][half], totals[m][half]) = (most, total);
+                        unroll_on_gpu!(n < CHUNKS, at most 32 => {
+                            sums[m][n][2 * half] *= shrink;
+                            sums[m][n][2 * half + 1] *= shrink;
+                        });
+                    });
+                }
+            });
+            memory.mix(&mut sums, &scores, memory.slot(slot, 1), 0);
+            tile += 1;
+        }
+
+        let rows = problem.output_rows(&[], sample, head);
+        let statistics = problem.statistics(sample, head);
+        let [line, column] = quad_place();
+        unroll_on_gpu!(m < 2 => {
+            if m < SQUARES {
+                let mut inverse = [0.0; 2];
+                stay_together();
+                unroll_on_gpu!(half < 2 => {
+                    let total = combine_lanes(u32::MAX, ACROSS, totals[m][half], add);
+                    let most = largest[m][half];
+                    // Of a score that is not finite all is lost, and shall show.
+                    let known = most < f32::INFINITY;
+                    inverse[half] = if known { 1.0 / total } else { f32::NAN };
+                    let token = first + memory.own_row(m, half);
+                    if warp::lane_id() % ACROSS == 0 && token < problem.tokens {
+                        let value = if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
+                        let value = if token < sight.length { value } else { f32::NEG_INFINITY };
+                        store(lse, statistics + token as usize, value);
+                    }
+                });
+                let token = first + memory.first_row() + 16 * m as u32 + line;
+                let start = rows.start + token as usize * rows.stride;
+                stay_together();
+                unroll_on_gpu!(n < CHUNKS, at most 32 => {
+                    let [a, b, c, d] = sums[m][n];
+                    let value = quad([a * inverse[0], b * inverse[0], c * inverse[1], d * inverse[1]]);
+                    let column = n as u32 * CHUNK + column;
+                    if token < problem.tokens && column < problem.width {
+                        let value = if token < sight.length { value } else { crate::vector::F4::splat(0.0) };
+                        value.store(out, start + column as usize);
+                    }
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,217 @@
+//! A block's shared memory, the copies that fill it, and the two products of a tile.
+//!
+//! ```text
+//! dots: scores[own, other] += own . other over the columns     mix: sums[own, columns] += weights[own, other] other
+//!   warp w, lane 4 g + t has                                     the same lane has
+//!     own rows     16 SQUARES w + 16 m + g, and 8 further on       own rows     the same
+//!     other rows   8 n + 2 t, and the next                         columns      8 n + 2 t, and the next
+//! ```
+//! Invariant: a slot is copied while the other one is used. All that lies beyond the rows or columns of a head is 0 in shared memory.
+
+use super::shape::{BLOCK, CHUNK, Shape};
+use crate::block::opaque;
+use crate::flash_attention::place::{Rows, Sight};
+use crate::squares::{Squares, Sums, left_of_sums, multiply};
+use crate::tile::SharedTile;
+use crate::unroll_on_gpu;
+use crate::warp::{LANES, stay_together};
+use cuda_std::{thread, warp};
+use half::bf16;
+
+/// The tiles of a block's shared memory, and this thread's place in them.
+#[derive(Clone, Copy)]
+pub(super) struct Memory<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> {
+    squares: Squares<CHUNKS>,
+    arrays: u32,
+}
+
+impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUARES, TILES, CHUNKS> {
+    /// Rows that the block owns, those that a warp owns, and those of a tile.
+    pub(super) const OWN: u32 = Shape::new(SQUARES, 0, 0).rows();
+    pub(super) const OF_WARP: u32 = 16 * SQUARES as u32;
+    pub(super) const TILE: u32 = 8 * TILES as u32;
+    const ROW: u32 = Squares::<CHUNKS>::ROW;
+
+    /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
+    #[inline(always)]
+    pub(super) fn new(arrays: u32) -> Self {
+        Self { squares: Squares::new(), arrays }
+    }
+
+    /// The own rows of an array.
+    ///
+    /// # Safety
+    /// The contract declares [`Shape::shared_bytes`] of as many arrays.
+    #[inline(always)]
+    pub(super) unsafe fn own(&self, array: u32) -> SharedTile<u32> {
+        // SAFETY: the arrays come first in what the contract declares.
+        unsafe { SharedTile::new(array * Self::OWN * Self::ROW * 4, Self::OWN * Self::ROW) }
+    }
+
+    /// A slot's tile of the first array that passes by (0) or the second (1).
+    ///
+    /// # Safety
+    /// As for [`Memory::own`].
+    #[inline(always)]
+    pub(super) unsafe fn slot(&self, slot: u32, array: u32) -> SharedTile<u32> {
+        let before = self.arrays * Self::OWN + (2 * slot + array) * Self::TILE;
+        // SAFETY: the slots come behind the arrays.
+        unsafe { SharedTile::new(before * Self::ROW * 4, Self::TILE * Self::ROW) }
+    }
+
+    /// A slot's numbers, of the rows of its tile: `lse` (0) or `delta` (1).
+    ///
+    /// # Safety
+    /// The contract declares [`Shape::shared_bytes`] with two numbers a row.
+    #[inline(always)]
+    pub(super) unsafe fn numbers(&self, slot: u32, which: u32) -> SharedTile<f32> {
+        let before = (self.arrays * Self::OWN + 4 * Self::TILE) * Self::ROW + (2 * slot + which) * Self::TILE;
+        // SAFETY: the numbers come behind the slots.
+        unsafe { SharedTile::new(before * 4, Self::TILE) }
+    }
+
+    /// This warp's first own row among the block's.
+    #[inline(always)]
+    pub(super) fn first_row(&self) -> u32 {
+        thread::thread_idx_x() / LANES * Self::OF_WARP
+    }
+
+    /// This lane's own row of number `half` of square `m`, among the block's.
+    #[inline(always)]
+    pub(super) fn own_row(&self, m: usize, half: usize) -> u32 {
+        self.first_row() + 16 * m as u32 + 8 * half as u32 + warp::lane_id() / 4
+    }
+
+    /// This lane's first other row of score tile `n`, among the tile's. The next is its second.
+    #[inline(always)]
+    pub(super) fn other_row(&self, n: usize) -> u32 {
+        8 * n as u32 + 2 * (warp::lane_id() % 4)
+    }
+
+    /// Starts to copy `count` rows from token `first` on. Those from `limit` on, and columns from `width` on, become 0.
+    ///
+    /// # Safety
+    /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16 bytes; the tile has `count` rows.
+    #[inline(always)]
+    pub(super) unsafe fn copy(&self, to: SharedTile<u32>, count: u32, rows: Rows<'_, bf16>, first: u32, [limit, width]: [u32; 2]) {
+        // Computed again for each tile: addresses that wait for the next would take registers from the sums.
+        let thread = opaque(thread::thread_idx_x());
+        let (mut row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
+        while row < count {
+            let token = first + row;
+            let from = rows.start + token as usize * rows.stride + (chunk * CHUNK) as usize;
+            let there = token < limit && chunk * CHUNK < width;
+            // SAFETY: inside the rows where there is something, as the caller promises.
+            unsafe { to.copy8_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
+            row += BLOCK / CHUNKS as u32;
+        }
+    }
+
+    /// The products of this warp's own rows of an array and the rows of a tile, over all columns.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) unsafe fn dots(&self, array: u32, other: SharedTile<u32>) -> Sums<SQUARES, TILES> {
+        let mut sums = [[[0.0; 4]; TILES]; SQUARES];
+        // SAFETY: all lanes are here, and no branch parts them from here on. The rows lie inside the tiles.
+        unsafe {
+            let (own, first, squares) = (self.own(array), self.first_row(), self.squares.anew());
+            stay_together();
+            unroll_on_gpu!(step < CHUNKS / 2, at most 16 => {
+                let mut left = [[0; 4]; SQUARES];
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        left[m] = squares.left(own, first + 16 * m as u32, step);
+                    }
+                });
+                unroll_on_gpu!(square < TILES / 2 => {
+                    let right = squares.right(other, 16 * square as u32, step);
+                    multiply(&mut sums, square, &left, right);
+                });
+            });
+        }
+        sums
+    }
+
+    /// Adds the rows of a tile times `weights`, rounded to BF16, to the sums of `MADE` chunks of columns, from chunk `first` on.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call. `first` is a multiple of `MADE`.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) unsafe fn mix<const MADE: usize>(
+        &self,
+        sums: &mut Sums<SQUARES, MADE>,
+        weights: &Sums<SQUARES, TILES>,
+        other: SharedTile<u32>,
+        first: usize,
+    ) {
+        // SAFETY: as in `dots`.
+        unsafe {
+            let squares = self.squares.anew();
+            stay_together();
+            unroll_on_gpu!(step < TILES / 2 => {
+                let mut left = [[0; 4]; SQUARES];
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        left[m] = left_of_sums(weights[m][2 * step], weights[m][2 * step + 1]);
+                    }
+                });
+                unroll_on_gpu!(square < MADE / 2, at most 16 => {
+                    let right = squares.right_down(other, 16 * step as u32, first / 2 + square);
+                    multiply(sums, square, &left, right);
+                });
+            });
+        }
+    }
+
+    /// Puts `hidden` in the place of each score whose query does not see its key, for own rows from `first` and a tile of other rows from
+    /// `other`. `own_keys`: own rows are keys, else queries.
+    #[inline(always)]
+    pub(super) fn hide(
+        &self,
+        scores: &mut Sums<SQUARES, TILES>,
+        sight: Sight<'_>,
+        [first, other]: [u32; 2],
+        own_keys: bool,
+        hidden: f32,
+    ) {
+        // Computed here alone, where few tiles come: to wait for them would take registers from the sums.
+        let (own_row, other) = (opaque(self.own_row(0, 0)), opaque(other) + self.other_row(0));
+        unroll_on_gpu!(m < 2 => {
+            if m < SQUARES {
+                unroll_on_gpu!(half < 2 => {
+                    let own = first + own_row + (16 * m + 8 * half) as u32;
+                    let [from, until] = if own_keys { sight.queries_seeing(own) } else { sight.keys_seen(own) };
+                    let from_here = other.wrapping_sub(from);
+                    unroll_on_gpu!(n < TILES => {
+                        unroll_on_gpu!(column < 2 => {
+                            if from_here.wrapping_add((8 * n + column) as u32) >= until - from {
+                                scores[m][n][2 * half + column] = hidden;
+                            }
+                        });
+                    });
+                    if sight.has_documents() {
+                        let document = sight.document(own);
+                        unroll_on_gpu!(n < TILES => {
+                            unroll_on_gpu!(column < 2 => {
+                                if sight.document(other + (8 * n + column) as u32) != document {
+                                    scores[m][n][2 * half + column] = hidden;
+                                }
+                            });
+                        });
+                    }
+                });
+            }
+        });
+    }
+
+    /// Whether each of this warp's own rows and each row of a tile see each other; as for [`Memory::hide`].
+    #[inline(always)]
+    pub(super) fn all_seen(&self, sight: Sight<'_>, [first, other]: [u32; 2], own_keys: bool) -> bool {
+        let (own, others) = ([first + self.first_row(), Self::OF_WARP], [other, Self::TILE]);
+        if own_keys { sight.all_seen(others, own) } else { sight.all_seen(own, others) }
+    }
+}

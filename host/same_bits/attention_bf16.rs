@@ -1,0 +1,135 @@
+//! The cases of attention of BF16 tensors, which every variant of a family has.
+//!
+//! Invariant: that of [`cases`](super::cases). Every sum is exact, so that the order of a GPU's matrix instructions changes nothing: q, k, v
+//! and dout are small whole numbers, and the weights powers of two, since a score counts ln 2.
+
+#![forbid(unsafe_code)]
+
+use super::inputs::Inputs;
+use crate::error::Result;
+use crate::tensor::{Source, Stored, Target, Tensor};
+use half::bf16;
+use kernels::flash_attention::CAUSAL;
+use kernels::flash_attention_bf16::{Shape, flash_forward_bf16, flash_keys_bf16, flash_queries_bf16};
+use std::f32::consts::LN_2;
+
+/// Batch, tokens, heads and key heads; whether they are stacked; the window; whether there are documents and lengths.
+type Sizes = ([u32; 4], bool, u32, bool);
+
+/// Attention of some form.
+struct Case<'s> {
+    sizes: Sizes,
+    width: u32,
+    documents: Tensor<'s, u32>,
+    lengths: Tensor<'s, u32>,
+    qkv: Tensor<'s, bf16>,
+}
+
+/// Each way that heads lie and each mask, over several tiles with tails.
+const WHOLE: [Sizes; 4] = [
+    ([1, 200, 4, 2], false, CAUSAL, false),
+    ([1, 140, 2, 2], true, 70, true),
+    ([3, 17, 2, 1], false, 0, true),
+    ([1, 65, 1, 1], true, 0, false),
+];
+
+/// Two tiles, the second of one row; a group of two heads; all masks.
+const SMALLEST: [Sizes; 2] = [([1, 65, 2, 1], false, 33, true), ([1, 70, 1, 1], true, 0, false)];
+
+impl<'s> Inputs<'_, 's> {
+    /// Whole numbers up to `most` in size, of which few are not 0.
+    fn sparse<S: Stored>(&self, length: usize, most: usize) -> Result<Tensor<'s, S>> {
+        let below = self.random.borrow_mut().belows(length, 8 * most as u32);
+        let value = |below: u32| if below > 2 * most as u32 { 0.0 } else { below as f32 - most as f32 };
+        self.step.upload(&below.into_iter().map(|below| S::narrow(value(below))).collect::<Vec<S>>(), [length])
+    }
+
+    /// Attention of each form, by turns in the widest head of a shape and in one with a tail.
+    fn attends_bf16(&self, shape: Shape, run: impl Fn(&Case<'s>) -> Result<()>) -> Result<()> {
+        let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
+        for (&sizes, width) in self.by_form(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
+            let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
+            let qkv = self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1)?;
+            let mask = |length: u32, bound: u32| {
+                self.random.borrow_mut().belows(if masked { length as usize } else { 0 }, bound)
+            };
+            let documents = mask(batch * tokens, 2);
+            // Most tokens exist.
+            let lengths: Vec<u32> = mask(batch, tokens / 4 + 1).into_iter().map(|fewer| tokens - fewer).collect();
+            let documents = self.step.upload(&documents, [documents.len()])?;
+            let lengths = self.step.upload(&lengths, [lengths.len()])?;
+            run(&Case { sizes, width, documents, lengths, qkv })?;
+        }
+        Ok(())
+    }
+
+    /// `lse`, `delta` and `dout`: the first is that of scores up to 8.
+    fn gradients_bf16(&self, case: &Case<'s>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, bf16>)> {
+        let statistics = case.statistics();
+        let lse: Vec<f32> =
+            self.random.borrow_mut().belows(statistics, 4).into_iter().map(|more| (8 + more) as f32 * LN_2).collect();
+        Ok((
+            self.step.upload(&lse, [statistics])?,
+            self.sparse(statistics, 4)?,
+            self.sparse(statistics * case.width as usize, 1)?,
+        ))
+    }
+}
+
+impl Case<'_> {
+    fn statistics(&self) -> usize {
+        let ([batch, tokens, heads, _], ..) = self.sizes;
+        (batch * tokens * heads) as usize
+    }
+}
+
+/// What the kernels are told, of a case.
+macro_rules! launch {
+    ($i:ident, $kernel:ident, $shape:expr, $case:expr, { $($name:ident: $value:expr),* }) => {{
+        let ([_, tokens, heads, kv_heads], stacked, window, _) = $case.sizes;
+        $i.step.launch($kernel {
+            shape: $shape,
+            qkv: $case.qkv.slice(),
+            documents: $case.documents.slice(),
+            lengths: $case.lengths.slice(),
+            tokens,
+            heads,
+            kv_heads,
+            width: $case.width,
+            stacked: u32::from(stacked),
+            window,
+            scale: LN_2,
+            $($name: $value),*
+        })
+    }};
+}
+
+pub(super) fn forward(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_bf16(shape, |case| {
+        let outputs = case.statistics() * case.width as usize;
+        let (mut out, mut lse) = (i.step.empty([outputs])?, i.step.empty([case.statistics()])?);
+        launch!(i, flash_forward_bf16, shape, case, { out: out.out(), lse: lse.out() })?;
+        i.keep(&out)?;
+        i.keep(&lse)
+    })
+}
+
+pub(super) fn queries(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_bf16(shape, |case| {
+        let (lse, delta, dout) = i.gradients_bf16(case)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_queries_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        i.keep(&dqkv)
+    })
+}
+
+pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_bf16(shape, |case| {
+        let (lse, delta, dout) = i.gradients_bf16(case)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1)?;
+        let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
+        launch!(i, flash_keys_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        i.keep(&dqkv)
+    })
+}

@@ -1,0 +1,236 @@
+//! `ops::attention` of BF16 tensors, and its backward pass, by matrix instructions.
+//!
+//! Bounds: a result is rounded to BF16 once (2^-9 of it), the weights p before they meet v or dout (2^-9), ds before it meets k or q (2^-9), and
+//! delta is made of the rounded output (2^-9 of its terms). All else is f32. So `out` is within 2 x 2^-9, and gradients within 4 x 2^-9, by the
+//! norm of a whole result; `lse` is f32.
+
+use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
+use crate::hostile::attack;
+use crate::support::{bits, on_each_device, relative_l2, tolerance};
+use crate::trial::{assert_refused, trial};
+use stepscope::ops::{self, AttentionForm, AttentionKept, QkNorm, Sees};
+use stepscope::{Arena, Capacity, Device, Tensor, bf16};
+
+/// Bounds of `out`, `lse` and the gradients.
+fn bounds(length: usize) -> [f64; 3] {
+    [2.0 / 512.0, tolerance(length), 4.0 / 512.0]
+}
+
+/// Numbers that BF16 holds.
+fn inputs(setup: Setup) -> Inputs {
+    let mut inputs = Inputs::new(setup);
+    for x in inputs.qkv.iter_mut().chain(&mut inputs.dout) {
+        *x = bf16::from_f32(*x).to_f32();
+    }
+    inputs
+}
+
+/// The results of a device, widened.
+fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
+    let Setup { batch, tokens, heads, width, .. } = inputs.setup;
+    let narrow = |values: &[f32]| values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+    let widen = |values: Vec<bf16>| values.into_iter().map(f32::from).collect();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+    arena.step(|step| {
+        let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
+        let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
+        let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
+        let made = ops::attention(step, &qkv, None, &form)?;
+        let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
+        let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+        let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+        Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
+    }).unwrap()
+}
+
+/// Fails unless each result is within its bound.
+fn assert_near(setup: Setup, got: &Results<f32>, want: &Results<f64>) {
+    let limits = bounds(setup.tokens.max(setup.width));
+    for ((what, limit), (got, want)) in ["out", "lse", "dqkv"].into_iter().zip(limits).zip(got.iter().zip(want)) {
+        // Where nothing is seen, both are -infinity.
+        assert!(got.iter().zip(want).all(|(got, want)| got.is_finite() == want.is_finite()), "{setup:?}: {what}");
+        let finite = |at: &usize| want[*at].is_finite();
+        let got: Vec<f32> = (0..want.len()).filter(finite).map(|at| got[at]).collect();
+        let want: Vec<f64> = (0..want.len()).filter(finite).map(|at| want[at]).collect();
+        let error = relative_l2(&got, &want);
+        println!("{setup:?}: {what} {error:.2e} of {limit:.2e}");
+        assert!(error <= limit, "{setup:?}: {what} {error:.2e} > {limit:.2e}");
+    }
+}
+
+on_each_device! {
+    fn against_float64(device: &Device) {
+        for setup in SETUPS.into_iter().filter(|setup| setup.width.is_multiple_of(8)) {
+            let inputs = inputs(setup);
+            assert_near(setup, &results(&inputs, device), &inputs.in_float64());
+        }
+    }
+
+    /// Many tiles, at every width and with every mask.
+    fn against_float64_over_1000_tokens(device: &Device) {
+        let long = Setup { tokens: 1000, ..PLAIN };
+        for setup in [
+            Setup { width: 32, heads: [2, 1], sees: Sees::Past, ..long },
+            Setup { width: 64, ..long },
+            Setup { width: 80, sees: window(300), ..long },
+            Setup { width: 96, masks: [true, false], ..long },
+            Setup { width: 128, masks: [false, true], ..long },
+            Setup { width: 256, sees: Sees::Past, masks: [true, true], ..long },
+        ] {
+            let inputs = inputs(setup);
+            assert_near(setup, &results(&inputs, device), &inputs.in_float64());
+        }
+    }
+
+    /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.
+    fn what_is_not_seen_changes_nothing(device: &Device) {
+        for setup in [
+            Setup { tokens: 150, heads: [2, 1], sees: Sees::Past, ..PLAIN },
+            Setup { tokens: 150, width: 32, sees: window(20), ..PLAIN },
+            Setup { tokens: 150, width: 80, masks: [true, false], ..PLAIN },
+            Setup { batch: 2, tokens: 100, width: 128, masks: [false, true], ..PLAIN },
+        ] {
+            let before = inputs(setup);
+            let [out, lse, dqkv] = results(&before, device);
+            for changed in [0, 63, 64, setup.tokens - 1] {
+                let mut other = inputs(setup);
+                for head in 0..setup.heads[1] {
+                    for part in 1..3 {
+                        let place = setup.place(part, 0, changed, head);
+                        other.qkv[place..][..setup.width].iter_mut().for_each(|x| *x = 7.0 - *x);
+                    }
+                }
+                let [other_out, other_lse, other_dqkv] = results(&other, device);
+                let mut seen = 0;
+                for [sample, head, _] in setup.each_head() {
+                    for token in 0..setup.tokens {
+                        let (at, statistic) = (setup.output(sample, token, head), setup.statistic(sample, token, head));
+                        let same = bits(&out[at..][..setup.width]) == bits(&other_out[at..][..setup.width]);
+                        if sample == 0 && before.sees(0, token, changed) {
+                            seen += 1;
+                            assert!(!same, "{setup:?}: token {token} sees {changed}");
+                            continue;
+                        }
+                        assert!(same, "{setup:?}: token {token}, {changed}");
+                        assert_eq!(lse[statistic].to_bits(), other_lse[statistic].to_bits());
+                        let dq = setup.place(0, sample, token, head);
+                        assert_eq!(bits(&other_dqkv[dq..][..setup.width]), bits(&dqkv[dq..][..setup.width]));
+                    }
+                }
+                assert_eq!(seen > 0, changed < before.length(0));
+            }
+        }
+    }
+
+    /// Rows that do not exist give 0, whatever stands there, and have the gradient 0.
+    fn padding_is_never_read(device: &Device) {
+        let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
+        let (clean, mut dirty) = (inputs(setup), inputs(setup));
+        for sample in 0..setup.batch {
+            for token in dirty.length(sample)..setup.tokens {
+                for (part, head) in [(0, 0), (0, 1), (1, 0), (2, 0)] {
+                    dirty.qkv[setup.place(part, sample, token, head)..][..setup.width].fill(f32::NAN);
+                }
+                (0..2).for_each(|head| dirty.dout[setup.output(sample, token, head)..][..setup.width].fill(f32::INFINITY));
+            }
+        }
+        let (want, got) = (results(&clean, device), results(&dirty, device));
+        for (got, want) in got.iter().zip(&want) {
+            assert_eq!(bits(got), bits(want));
+        }
+        for sample in 0..setup.batch {
+            for token in dirty.length(sample)..setup.tokens {
+                let row = |values: &[f32], place: usize| bits(&values[place..][..setup.width]);
+                assert_eq!(row(&got[0], setup.output(sample, token, 1)), [0; 32]);
+                assert_eq!(got[1][setup.statistic(sample, token, 1)], f32::NEG_INFINITY);
+                for (part, head) in [(0, 1), (1, 0), (2, 0)] {
+                    assert_eq!(row(&got[2], setup.place(part, sample, token, head)), [0; 32]);
+                }
+            }
+        }
+    }
+
+    /// Large scores neither overflow nor lose the largest; what is not a number shows, in its own row alone.
+    fn extreme_scores(device: &Device) {
+        let setup = Setup { tokens: 130, width: 8, ..PLAIN };
+        let mut inputs = inputs(setup);
+        inputs.qkv.iter_mut().for_each(|x| *x = bf16::from_f32(*x * 1e4).to_f32());
+        let got = results(&inputs, device);
+        assert!(got.iter().flatten().all(|x| x.is_finite()));
+        let [want, ..] = inputs.in_float64();
+        assert!(relative_l2(&got[0], &want) < 2.0 / 512.0);
+        for wrong in [f32::NAN, f32::INFINITY] {
+            inputs.qkv[setup.place(0, 0, 100, 0)] = wrong;
+            let [out, lse, dqkv] = results(&inputs, device);
+            assert!(out[800..808].iter().all(|x| x.is_nan()), "{wrong}");
+            assert_eq!(lse.iter().filter(|x| !x.is_finite()).count(), 1, "a query reaches its own row alone");
+            assert!(dqkv[setup.place(0, 0, 100, 0)..][..8].iter().any(|x| !x.is_finite()), "{wrong}");
+        }
+    }
+
+    /// On a tape, with rotary positions and QK-norm between: the gradients are those of f32, as near as BF16 is.
+    fn a_tape_gives_the_gradients_of_f32(device: &Device) {
+        let setup = Setup { batch: 2, tokens: 80, heads: [4, 2], width: 64, sees: Sees::Past, ..PLAIN };
+        let (inputs, gains) = (inputs(setup), vec![1.25; 2 * setup.width]);
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+        let [want, got] = arena.step(|step| {
+            let (form, gains) = (AttentionForm::new(4).kv_heads(2).causal(), step.upload(&gains, [2, setup.width])?);
+            macro_rules! gradients {
+                ($S:ty, $of:expr, $back:expr) => {{
+                    let upload = |values: &[f32], shape| {
+                        step.upload(&values.iter().map($of).collect::<Vec<$S>>(), shape)
+                    };
+                    let rows = stepscope::Shape::from([2, 80, 256]);
+                    let (qkv, dout) = (upload(&inputs.qkv, setup.shape())?, upload(&inputs.dout, rows)?);
+                    let rotated = ops::rotary(step, &qkv, ops::Rotary::default(), &form)?;
+                    let norm = QkNorm::new(&gains, 1e-6);
+                    let made = ops::attention(step, &rotated, Some(norm), &form)?;
+                    let mut dgains = step.empty([2, setup.width])?;
+                    let target = Some((norm, &mut dgains, false));
+                    let d = ops::attention_backward(step, &rotated, target, &form, &made, &dout)?;
+                    let d = ops::rotary_backward(step, d, ops::Rotary::default(), &form)?;
+                    let back: Vec<f64> = step.read(&d)?.into_iter().map($back).collect();
+                    (back, step.read(&dgains)?)
+                }};
+            }
+            let f32s = gradients!(f32, |&x| x, f64::from);
+            let bf16s = gradients!(bf16, |&x| bf16::from_f32(x), f64::from);
+            Ok([f32s, bf16s])
+        }).unwrap();
+        let narrow: Vec<f32> = got.0.iter().map(|&x| x as f32).collect();
+        // Five roundings more than `bounds` counts: of rotary and of the norm, there and back.
+        let error = relative_l2(&narrow, &want.0);
+        assert!(error < 9.0 / 512.0, "{error:.2e}");
+        let want: Vec<f64> = want.1.into_iter().map(f64::from).collect();
+        let error = relative_l2(&got.1, &want);
+        assert!(error < 9.0 / 512.0, "{error:.2e}");
+    }
+
+    fn what_the_kernels_do_not_compute_is_refused(device: &Device) {
+        trial(device, |trial| {
+            let qkv = |shape: [usize; 3]| trial.upload(&vec![bf16::ONE; shape.iter().product()], shape);
+            let form = AttentionForm::new(1);
+            assert_refused(ops::attention(trial, &qkv([1, 2, 12])?, None, &form), &["attention", "a multiple of 8 columns", "4 columns"]);
+            for scale in [0.0, -1.0, f32::NAN] {
+                let refused = ops::attention(trial, &qkv([1, 2, 24])?, None, &form.scale(scale));
+                assert_refused(refused, &["attention", "a scale above 0", "BF16"]);
+            }
+            Ok(())
+        });
+    }
+}
+
+attack! {
+    flash_attention_bf16::flash_forward_bf16 by shape {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, tokens: number 4, heads: number 2, kv_heads: number 1, width: number 8,
+        stacked: number 0, window: number 3, scale: float 0.5, out: out_halves 128, lse: out 16,
+    }
+    flash_attention_bf16::flash_queries_bf16 by shape {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_halves 256,
+    }
+    flash_attention_bf16::flash_keys_bf16 by shape {
+        qkv: halves 256, documents: u32s 8, lengths: u32s 0, lse: f32s 16, delta: f32s 16, dout: halves 128, tokens: number 4,
+        heads: number 2, kv_heads: number 1, width: number 8, stacked: number 0, window: number 3, scale: float 0.5, dqkv: out_halves 256,
+    }
+}
