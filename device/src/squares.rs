@@ -57,25 +57,31 @@ pub unsafe fn multiply<const ROWS: usize, const TILES: usize>(
         let own = (*a, b);
         let factors = cuda_std::emulator::lanes(&own);
         let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
-        // Element k of what a lane's neighbours have: in words `word` (k below 8) and `word + ahead`.
-        let chain = |four: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; STEP as usize] {
-            core::array::from_fn(|k| Bf16::value(word(4 * four + k % 8 / 2, k / 8), k as u32 % 2))
+        // Element k of words `word` (k below 8) and `word + later` of the four lanes from `first` on.
+        let chain = |first: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; STEP as usize] {
+            core::array::from_fn(|k| Bf16::value(word(first + k % 8 / 2, k / 8), k as u32 % 2))
         };
         // SAFETY: each lane's factors live until the `sync_warp` below, where all lanes come, as they came here.
-        let (left, right) = unsafe {
-            let left = |row: usize, half: usize| chain(g, &|lane, later| (*factors[lane]).0[row][half + 2 * later]);
-            let right = |tile: usize, column: usize| chain(2 * t + column, &|lane, later| (*factors[lane]).1[2 * tile + later]);
-            let left: [[[f32; 16]; 2]; ROWS] = core::array::from_fn(|row| [left(row, 0), left(row, 1)]);
-            (left, [[right(0, 0), right(0, 1)], [right(1, 0), right(1, 1)]])
+        let right = unsafe {
+            let of = |tile: usize, column: usize| {
+                chain(4 * (2 * t + column), &|lane, later| (*factors[lane]).1[2 * tile + later])
+            };
+            [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
         };
-        for (sums, left) in sums.iter_mut().zip(&left) {
-            for (tile, right) in right.iter().enumerate() {
-                for (at, sum) in sums[2 * square + tile].iter_mut().enumerate() {
-                    for (x, y) in left[at / 2].iter().zip(&right[at % 2]) {
-                        *sum = cuda_std::GpuFloat::mul_add(*x, *y, *sum);
+        for (row, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: as above.
+            let left = unsafe { [0, 1].map(|half| chain(4 * g, &|lane, later| (*factors[lane]).0[row][half + 2 * later])) };
+            let mut chains = [[0.0; 4]; 2];
+            chains.copy_from_slice(&sums[2 * square..2 * square + 2]);
+            // Eight sums side by side, which a CPU adds at once.
+            for k in 0..STEP as usize {
+                for (tile, chains) in chains.iter_mut().enumerate() {
+                    for (at, sum) in chains.iter_mut().enumerate() {
+                        *sum = cuda_std::GpuFloat::mul_add(left[at / 2][k], right[2 * tile + at % 2][k], *sum);
                     }
                 }
             }
+            sums[2 * square..2 * square + 2].copy_from_slice(&chains);
         }
         // SAFETY: all lanes are here together, as the caller promises.
         unsafe { warp::sync_warp(u32::MAX) };

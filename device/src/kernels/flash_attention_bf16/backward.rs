@@ -77,20 +77,6 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
         let bounds = [sight.length, problem.width];
         let factor = problem.scale * LOG2_E;
 
-        // `lse` times -log2 e.
-        let (mut bases, mut deltas) = ([[0.0; 2]; SQUARES], [[0.0; 2]; SQUARES]);
-        let statistics = problem.statistics(sample, head);
-        unroll_on_gpu!(m < 2 => {
-            if m < SQUARES {
-                unroll_on_gpu!(half < 2 => {
-                    let token = first + memory.own_row(m, half);
-                    if token < sight.length {
-                        bases[m][half] = load(lse, statistics + token as usize) * -LOG2_E;
-                        deltas[m][half] = load(delta, statistics + token as usize);
-                    }
-                });
-            }
-        });
         let mut sums: Sums<SQUARES, CHUNKS> = [[[0.0; 4]; CHUNKS]; SQUARES];
         if from < until {
             memory.copy(memory.own(0), rows, q, first, bounds);
@@ -119,10 +105,20 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
             }
             unroll_on_gpu!(m < 2 => {
                 if m < SQUARES {
-                    unroll_on_gpu!(n < TILES => {
-                        unroll_on_gpu!(at < 4 => {
-                            let p = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, bases[m][at / 2]));
-                            gradients[m][n][at] = p * (gradients[m][n][at] - deltas[m][at / 2]);
+                    unroll_on_gpu!(half < 2 => {
+                        // Read again for each tile, from the cache: the sums need the registers.
+                        let (mut base, mut delta_here) = (0.0, 0.0);
+                        let token = opaque(first + memory.own_row(m, half));
+                        if token < sight.length {
+                            let at = problem.statistics(sample, head) + token as usize;
+                            (base, delta_here) = (load(lse, at) * -LOG2_E, load(delta, at));
+                        }
+                        unroll_on_gpu!(n < TILES => {
+                            unroll_on_gpu!(column < 2 => {
+                                let at = 2 * half + column;
+                                let p = exp2_negative(GpuFloat::mul_add(scores[m][n][at], factor, base));
+                                gradients[m][n][at] = p * (gradients[m][n][at] - delta_here);
+                            });
                         });
                     });
                 }
@@ -130,7 +126,9 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
             memory.mix(&mut sums, &gradients, memory.slot(slot, 0), 0);
             tile += 1;
         }
-        let first = first + memory.first_row();
+        // Found again: to wait for the end of the loop would take registers from the sums.
+        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
+        let (first, q) = (first + memory.first_row(), problem.rows(0, sample, head));
         write(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
     }
 }

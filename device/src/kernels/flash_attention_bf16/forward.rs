@@ -99,6 +99,8 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
             tile += 1;
         }
 
+        // Found again: to wait for the end of the loop would take registers from the sums.
+        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
         let rows = problem.output_rows(&[], sample, head);
         let statistics = problem.statistics(sample, head);
         let [line, column] = quad_place();
