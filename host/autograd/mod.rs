@@ -10,12 +10,15 @@
 #![forbid(unsafe_code)]
 
 mod backward;
+mod checkpoint;
 mod elementwise;
+pub(crate) mod kept;
 mod op;
 mod tape;
 mod var;
 
 pub use backward::Backward;
+pub use kept::Kept;
 pub use op::Op;
 pub use tape::Tape;
 pub use var::{AnyVar, Var};
