@@ -25,12 +25,14 @@ use tracing::span::EnteredSpan;
 pub struct Step<'s> {
     region: &'s Region,
     precision: Cell<Precision>,
+    /// Whether what is queued here is queued again in the backward pass.
+    runs_again: bool,
     brand: Brand<'s>,
 }
 
 impl<'s> Step<'s> {
     pub(crate) fn new(region: &'s Region) -> Self {
-        Self { region, precision: Cell::default(), brand: PhantomData }
+        Self { region, precision: Cell::default(), runs_again: false, brand: PhantomData }
     }
 
     /// How the step's matrix multiplies round their factors, forward and backward, where they do not say it themselves:
@@ -46,6 +48,11 @@ impl<'s> Step<'s> {
 
     pub(crate) fn device(&self) -> &Device {
         self.region.device()
+    }
+
+    /// Whether this is a checkpoint's part of a step.
+    pub(crate) fn runs_again(&self) -> bool {
+        self.runs_again
     }
 
     /// What the device is that the step is for.
@@ -172,7 +179,7 @@ impl<'s> Step<'s> {
     /// and, behind [`Exit::leave`], on this one alone: what it makes there stays.
     pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, Exit<'_, 's>) -> Result<R>) -> Result<R> {
         self.region.aside(|aside| {
-            let inner = Step { precision: self.precision.clone(), ..Step::new(self.region) };
+            let inner = Step { precision: self.precision.clone(), runs_again: true, ..Step::new(self.region) };
             scoped(&inner, Exit { step: self, aside })
         })
     }

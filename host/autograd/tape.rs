@@ -87,7 +87,8 @@ impl<'t, 's> Tape<'t, 's> {
         Self { step, parameters, identity, records, randomness, draws, forward: None }
     }
 
-    /// The same, where dropout draws from this generator: what a pass for training needs. The first dropout queues one launch more.
+    /// The same, where dropout draws from this generator: what a pass for training needs. The first dropout, or checkpoint, queues one launch
+    /// more.
     #[must_use]
     pub fn with_generator(self, generator: &'t Generator) -> Self {
         Self { randomness: Randomness::From(generator), ..self }

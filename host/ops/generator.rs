@@ -4,7 +4,7 @@
 //! device, nor from whether the step is captured.
 
 use crate::driver::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::Buffer;
 use crate::step::Step;
 use crate::tensor::{LentMut, Saved, Source, Target};
@@ -82,9 +82,18 @@ impl Generator {
     /// The random numbers of this step, once for the step: the next draws are the next step's. Queued, one launch.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when the generator is on another device; [`Error::ArenaFull`].
+    /// [`Error::Misuse`] when the generator is on another device, and in the closure of a [checkpoint](crate::Tape::checkpoint), whose tape has
+    /// the draws of the tape around; [`Error::ArenaFull`].
     #[track_caller]
     pub fn draws<'s>(&self, step: &Step<'s>) -> Result<Draws<'s>> {
+        if step.runs_again() {
+            let expected = "the draws of the tape, by `Tape::with_generator`, in the closure of a checkpoint";
+            return Err(Error::misuse(
+                "draws",
+                expected,
+                "another generator, which would not draw the same in its second run",
+            ));
+        }
         step.borrow(&self.state, true)?;
         // Nobody else has the buffer, and what writes it is queued.
         let mut state = LentMut::new(self.state.memory(), [4].into());

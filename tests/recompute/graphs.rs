@@ -165,8 +165,9 @@ fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'
         let unused = tape.scale(&h, 2.0)?;
         [h, y, h, x, constant, unused]
     };
-    let [h, y, again, x, constant, _] = results;
-    assert_eq!([h, y, x, constant].map(|var| var.wants_gradient()), [true, true, true, false]);
+    let [h, y, again, as_it_is, constant, _] = results;
+    let x = tape.mul(&x, &as_it_is)?; // one variable, if it is not copied
+    assert_eq!([h, y, as_it_is, constant].map(|var| var.wants_gradient()), [true, true, true, false]);
     let sum = tape.add(&tape.mul(&h, &y)?, &tape.mul(&again, &x)?)?;
     tape.mean(&tape.add(&tape.mul(&h, &sum)?, &constant)?)
 }

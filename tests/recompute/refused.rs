@@ -176,6 +176,18 @@ on_each_device! {
         }
     }
 
+    /// It would draw other numbers the second time.
+    fn a_generator_of_the_closure_itself(device: &Device) {
+        let World { mut arena, weights, generator, .. } = World::new(device);
+        let outcome = arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(step.upload(&[1.0], [1])?);
+            tape.checkpoint(x, move |tape, x| generator.draws(tape.step()).map(|_| x)).map(drop)
+        });
+        let error = outcome.expect_err("it draws").to_string();
+        assert!(["draws", "checkpoint", "Tape::with_generator"].iter().all(|tell| error.contains(tell)), "{error}");
+    }
+
     /// Without numbers to draw, training is refused and evaluation changes nothing, within and without.
     fn dropout_on_a_tape_without_a_generator(device: &Device) {
         let World { mut arena, weights, generator, .. } = World::new(device);
