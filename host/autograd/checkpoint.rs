@@ -42,7 +42,7 @@ impl<'t, 's> Tape<'t, 's> {
     /// # fn main() -> Result<()> {
     /// # let device = Device::open(DeviceKind::Emulated)?;
     /// let mut layout = Layout::builder();
-    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(layout.names().at(&format!("blocks.{n}")), 8, 32, 8)).collect();
+    /// let blocks: Vec<Mlp> = (0..4).map(|n| Mlp::new(layout.names().at(format!("blocks.{n}")), 8, 32, 8)).collect();
     /// let weights = Parameters::new(&device, &layout.build()?, 7)?;
     /// let mut gradients = Gradients::zeros(&weights)?;
     /// let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
@@ -86,15 +86,10 @@ impl<'t, 's> Tape<'t, 's> {
         let site = Location::caller();
         let block = Block { kept, run, around: self.around()?, precision: self.step.precision() };
         let first = self.records.borrow().outputs;
-        let (results, trace) = self.step.aside(|step, exit| {
+        let (results, trace, precision) = self.step.aside(|step, exit| {
             let tape = block.around.tape(step);
             let (results, inputs) = block.run(&tape)?;
             let trace = Trace::of(&tape, &results);
-            // What follows goes on as if the closure's ops had been queued by this tape.
-            self.step.set_precision(step.precision());
-            if let (Some(draws), Some(calls)) = (self.draws.get(), trace.calls) {
-                draws.skip_to(calls);
-            }
             let outer = exit.leave();
             let before = outer.region().attribute(Some(site));
             let mut copied: Vec<(usize, Var<'s, S>)> = Vec::new();
@@ -118,8 +113,14 @@ impl<'t, 's> Tape<'t, 's> {
             };
             let taken = results.iter().map(&mut take_out).collect::<Result<Vec<_>>>();
             outer.region().attribute(before);
-            Ok((taken?, Trace { made: copied.into_iter().map(|(number, _)| number).collect(), ..trace }))
+            let made = copied.into_iter().map(|(number, _)| number).collect();
+            Ok((taken?, Trace { made, ..trace }, step.precision()))
         })?;
+        // What follows goes on as if the closure's ops had been queued by this tape.
+        self.step.set_precision(precision);
+        if let (Some(draws), Some(calls)) = (self.draws.get(), trace.calls) {
+            draws.skip_to(calls);
+        }
         let Ok(results) = <[Var<'s, S>; N]>::try_from(results) else { unreachable!("as many as the closure gave") };
         if let Some(result) = results.iter().find(|result| result.output == Some(first)) {
             let (shape, outputs) = (result.shape(), trace.made.len());

@@ -55,11 +55,10 @@ impl Bump {
         Some((if end == End::Front { before } else { self.capacity - *taken }, self))
     }
 
-    /// Offset and bytes of what was taken since `mark`, which was from one end.
-    pub(crate) fn since(self, mark: Self) -> (usize, usize) {
-        let bytes = self.taken() - mark.taken();
-        let from_back = self.taken[1] > mark.taken[1];
-        (if from_back { self.capacity - self.taken[1] } else { mark.taken[0] }, bytes)
+    /// Offset and bytes of what was taken since `mark`, from either end.
+    pub(crate) fn since(self, mark: Self) -> [(usize, usize); 2] {
+        let offsets = [mark.taken[0], self.capacity - self.taken[1]];
+        [0, 1].map(|end| (offsets[end], self.taken[end] - mark.taken[end]))
     }
 
     /// Without what was taken between two earlier marks: from either end, that or nothing was taken since.
@@ -94,7 +93,8 @@ mod tests {
                     Some((offset, next)) => {
                         let padded = padded(bytes).unwrap();
                         prop_assert!(offset % ALIGN_BYTES == 0 && offset >= low && offset + padded <= high);
-                        prop_assert!(bytes == 0 || next.since(bump) == (offset, padded));
+                        prop_assert_eq!(next.since(bump)[end as usize], (offset, padded));
+                        prop_assert_eq!(next.since(bump)[end.other() as usize].1, 0);
                         if front { low = offset + padded } else { high = offset }
                         bump = next;
                     }
@@ -109,7 +109,7 @@ mod tests {
     fn what_a_scope_took_goes_and_what_came_after_stays() {
         let start = Bump::new(4096).take(End::Front, 256).unwrap().1;
         let (offset, inside) = start.take(End::Back, 1000).unwrap();
-        assert_eq!((offset, inside.since(start)), (3072, (3072, 1024)));
+        assert_eq!((offset, inside.since(start)), (3072, [(256, 0), (3072, 1024)]));
         let (offset, after) = inside.take(End::Front, 512).unwrap();
         assert_eq!((offset, after.taken()), (256, 1792));
         let left = after.without(start, inside);

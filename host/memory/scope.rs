@@ -87,12 +87,12 @@ impl Region {
             // A recorded step's results are read after it; its next replay poisons each tensor again.
             return Ok(());
         }
-        let (offset, bytes) = until.bump.since(mark.bump);
-        // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
-        let memory = unsafe {
-            Memory::<u32>::new(self.device.identity(), self.address + offset as u64, bytes / size_of::<u32>())
-        };
-        poison(&self.device, memory, STALE)
+        until.bump.since(mark.bump).into_iter().filter(|(_, bytes)| *bytes > 0).try_for_each(|(offset, bytes)| {
+            let (address, words) = (self.address + offset as u64, bytes / size_of::<u32>());
+            // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
+            let memory = unsafe { Memory::<u32>::new(self.device.identity(), address, words) };
+            poison(&self.device, memory, STALE)
+        })
     }
 
     fn rewind(&self, [mark, until]: [Mark; 2]) -> Result<()> {
@@ -125,7 +125,12 @@ impl Region {
                 self.note(Kind::Free, Origin::Overflow, address, bytes, here, "".into());
             }
         }
-        let (offset, bytes) = until.bump.since(mark.bump);
-        self.note(kind, Origin::Arena, self.address + offset as u64, bytes, here, "".into());
+        let [front, back] = until.bump.since(mark.bump);
+        let back = (back.1 > 0).then_some(back);
+        // A scope that made nothing is noted too.
+        let front = (front.1 > 0 || back.is_none()).then_some(front);
+        for (offset, bytes) in front.into_iter().chain(back) {
+            self.note(kind, Origin::Arena, self.address + offset as u64, bytes, here, "".into());
+        }
     }
 }

@@ -65,9 +65,9 @@ impl Model {
         let input = Linear::new(names.at("input"), WIDTH, WIDTH);
         let blocks = (0..3)
             .map(|n| Block {
-                norms: [0, 1].map(|norm| RmsNorm::new(names.at(&format!("{n}.norm{norm}")), WIDTH)),
-                attention: MultiHeadAttention::new(names.at(&format!("{n}.attention")), WIDTH, HEADS).causal(),
-                mlp: SwiGlu::new(names.at(&format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+                norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
+                attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, HEADS).causal(),
+                mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
                 dropout: Dropout { p: 0.2 },
             })
             .collect();

@@ -2,7 +2,7 @@
 
 use crate::support::on_each_device;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::{Arena, Capacity, Device, Error, Gradients, Layout, Parameters, Result, Tape, Var};
+use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, Layout, Parameters, Result, Tape, Var};
 
 /// A tensor of so many f32, as an arena counts it.
 fn bytes(elements: usize) -> usize {
@@ -43,9 +43,9 @@ fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
     let mut names = layout.names();
     let blocks: Vec<Block> = (0..layers)
         .map(|n| Block {
-            norms: [0, 1].map(|norm| RmsNorm::new(names.at(&format!("{n}.norm{norm}")), WIDTH)),
-            attention: MultiHeadAttention::new(names.at(&format!("{n}.attention")), WIDTH, 2).causal(),
-            mlp: SwiGlu::new(names.at(&format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+            norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
+            attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, 2).causal(),
+            mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
         })
         .collect();
     let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
@@ -139,6 +139,25 @@ on_each_device! {
         }
         // The arena is whole.
         arena.step(|step| step.empty::<f32>([(1 << 20) / 4]).map(drop)).unwrap();
+    }
+
+    /// What a closure gave back is seen in a recording, at the arena's end; its result stays.
+    fn a_recording_tells_what_goes(device: &Device) {
+        let (mut arena, weights) = nothing(device);
+        arena.record(1000);
+        arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(step.empty([1000])?);
+            tape.checkpoint(x, |tape, x| ten(tape, &x)).map(drop)
+        }).unwrap();
+        let recording = arena.recording().unwrap();
+        let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
+        let [start] = of(Kind::Reserve).collect::<Vec<_>>()[..] else { panic!("one arena") };
+        let one = bytes(1000);
+        let end = start.0 + (1 << 20);
+        assert_eq!(of(Kind::Rewind).collect::<Vec<_>>(), [(end - 10 * one as u64, 10 * one)]);
+        assert_eq!(of(Kind::Reset).collect::<Vec<_>>(), [(start.0, 2 * one)]);
+        assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies behind the input");
     }
 
     /// A checkpoint fits what it was measured to take, and the arena says so when it does not.
