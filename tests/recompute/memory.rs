@@ -2,6 +2,7 @@
 
 use crate::support::on_each_device;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
+use stepscope::ops::Precision;
 use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, Layout, Parameters, Result, Tape, Var};
 
 /// A tensor of so many f32, as an arena counts it.
@@ -160,7 +161,7 @@ on_each_device! {
         assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies behind the input");
     }
 
-    /// A checkpoint fits what it was measured to take, and the arena says so when it does not.
+    /// A checkpoint fits what it was measured to take. With less there is no room for its result: an error, and the step is as before.
     fn a_full_arena_is_an_error(device: &Device) {
         let (_, weights) = nothing(device);
         let run = |capacity: usize| {
@@ -168,8 +169,12 @@ on_each_device! {
             arena.step(|step| {
                 let tape = Tape::new(step, &weights);
                 let x = tape.input(step.upload(&[1.0; 1000], [1000])?);
-                let y = tape.checkpoint(x, |tape, x| ten(tape, &x))?;
-                step.read(y.value())
+                let y = tape.checkpoint(x, |tape, x| {
+                    tape.step().set_precision(Precision::Tf32);
+                    ten(tape, &x)
+                });
+                assert_eq!(step.precision() == Precision::Tf32, y.is_ok(), "what fails has set nothing");
+                step.read(y?.value())
             })
         };
         let needs = 12 * bytes(1000);
