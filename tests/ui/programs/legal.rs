@@ -106,13 +106,13 @@ fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Re
     let weight = layout.add("weight", [2, 2], Initializer::Constant(0.5));
     let parameters = Parameters::new(device, &layout.build()?, 0)?;
     let mut gradients = Gradients::zeros(&parameters)?;
-    let names = vec![String::from("owned")];
+    let name = String::from("owned");
     arena.step(|step| {
         let tape = Tape::new(step, &parameters);
         let x = tape.input(step.upload(&[1.0f32, 2.0], [1, 2])?);
         let labels = step.upload(&[1u32], [1])?.save();
         let loss = tape.checkpoint((x, labels), move |tape, (x, labels)| {
-            assert_eq!(names[0], "owned");
+            assert_eq!(name, "owned");
             let [h, y] = tape.checkpoint_all([x, x], move |tape, [x, again]| {
                 let h = tape.linear(&x, weight, None)?;
                 Ok([h, tape.add(&h, &again)?])
