@@ -43,7 +43,7 @@ mod upload;
 mod guide {}
 
 pub use admission::{MemInfo, Refusal, Situation};
-pub use autograd::{AnyVar, Backward, Op, Tape, Var};
+pub use autograd::{AnyVar, Backward, Kept, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;

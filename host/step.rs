@@ -7,7 +7,7 @@
 use crate::driver::{Description, Device};
 use crate::error::{Error, Result};
 use crate::launch::launch_within;
-use crate::memory::{Arena, Buffer, Labels, Measured, Region, Turns};
+use crate::memory::{Arena, Aside, Buffer, Labels, Measured, Region, Turns};
 use crate::precision::Precision;
 use crate::report::Phase;
 use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Target, Tensor};
@@ -25,12 +25,14 @@ use tracing::span::EnteredSpan;
 pub struct Step<'s> {
     region: &'s Region,
     precision: Cell<Precision>,
+    /// Whether what is queued here is queued again in the backward pass.
+    runs_again: bool,
     brand: Brand<'s>,
 }
 
 impl<'s> Step<'s> {
     pub(crate) fn new(region: &'s Region) -> Self {
-        Self { region, precision: Cell::default(), brand: PhantomData }
+        Self { region, precision: Cell::default(), runs_again: false, brand: PhantomData }
     }
 
     /// How the step's matrix multiplies round their factors, forward and backward, where they do not say it themselves:
@@ -46,6 +48,11 @@ impl<'s> Step<'s> {
 
     pub(crate) fn device(&self) -> &Device {
         self.region.device()
+    }
+
+    /// Whether this is a checkpoint's part of a step.
+    pub(crate) fn runs_again(&self) -> bool {
+        self.runs_again
     }
 
     /// What the device is that the step is for.
@@ -168,6 +175,15 @@ impl<'s> Step<'s> {
         done
     }
 
+    /// Runs `scoped` with memory that ends with it, while this step's tensors are used on. `scoped` allocates on the step that it is given
+    /// and, behind [`Exit::leave`], on this one alone: what it makes there stays.
+    pub(crate) fn aside<R>(&self, scoped: impl for<'i> FnOnce(&Step<'i>, Exit<'_, 's>) -> Result<R>) -> Result<R> {
+        self.region.aside(|aside| {
+            let inner = Step { precision: self.precision.clone(), runs_again: true, ..Step::new(self.region) };
+            scoped(&inner, Exit { step: self, aside })
+        })
+    }
+
     /// Runs `scoped` with memory that ends with it. The outer step is borrowed meanwhile and cannot allocate; its
     /// tensors are seen inside through [`Scratch::lend`].
     ///
@@ -177,6 +193,20 @@ impl<'s> Step<'s> {
         let region = self.region;
         let precision = self.precision.clone();
         region.scope(|| scoped(&mut Scratch { step: Step { precision, ..Step::new(region) }, outer: PhantomData }))
+    }
+}
+
+/// The way out of a scope aside.
+pub(crate) struct Exit<'a, 's> {
+    step: &'a Step<'s>,
+    aside: &'a Aside<'a>,
+}
+
+impl<'a, 's> Exit<'a, 's> {
+    /// The step around the scope, for what stays. The scope's tensors are still there, and it makes no more.
+    pub(crate) fn leave(self) -> &'a Step<'s> {
+        self.aside.leave();
+        self.step
     }
 }
 

@@ -53,7 +53,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
     let x = Random::new(3).normals(BATCH * TOKENS * WIDTH);
     let y = arena
         .step(|step| {
-            let tape = Tape::new(step, &parameters);
+            let tape = Tape::new(step, &parameters).evaluating();
             let x = tape.input(step.upload(&x, [BATCH, TOKENS, WIDTH])?);
             let y = forward(&layers, &tape, &x)?;
             let cols = y.shape().extents()[2];
@@ -150,8 +150,8 @@ on_each_device! {
                 |layers, tape, x| tape.add_positions(x, layers.positions.weight),
             ),
             (
-                "dropout without random numbers",
-                |layers, tape, x| Dropout { p: 0.5 }.forward(tape, &layers.plain.forward(tape, x)?, None),
+                "dropout in an evaluation",
+                |layers, tape, x| Dropout { p: 0.5 }.forward(tape, &layers.plain.forward(tape, x)?),
                 |layers, tape, x| layers.plain.forward(tape, x),
             ),
             (
@@ -184,7 +184,7 @@ on_each_device! {
         }
     }
 
-    /// Layers that need more than a variable: ids, and random numbers.
+    /// Layers that need more than a variable: ids, and a tape with random numbers.
     fn an_embedding_and_a_dropout(device: &Device) {
         let mut layout = Layout::builder();
         let embedding = Embedding::new(layout.names().at("wte"), 7, 5, 1.0);
@@ -194,10 +194,10 @@ on_each_device! {
         let ids = [6, 0, 3, 3, 1, 6];
         let [rows, dropped] = arena
             .step(|step| {
-                let tape = Tape::new(step, &parameters);
+                let tape = Tape::new(step, &parameters).with_generator(&generator);
                 let y: Var<'_> = embedding.forward(&tape, step.upload(&ids, [2, 3])?.save())?;
                 assert_eq!(y.shape().extents(), [2, 3, 5]);
-                let dropped = Dropout { p: 0.5 }.forward(&tape, &y, Some(&generator.draws(step)?))?;
+                let dropped = Dropout { p: 0.5 }.forward(&tape, &y)?;
                 Ok([step.read(y.value())?, step.read(dropped.value())?])
             })
             .unwrap();

@@ -51,6 +51,8 @@ pub(super) struct Record<'t, 's> {
     pub(super) site: &'static Location<'static>,
     /// The number of its first output; the next op's follow its last.
     pub(super) first: usize,
+    /// The first output's extents.
+    pub(super) shape: Shape,
     pub(super) backward: Closure<'t, 's>,
 }
 
@@ -66,7 +68,7 @@ pub struct Backward<'b, 't, 's> {
     /// Whether each parameter's gradient holds what counts: if not, the next to come overwrites it.
     written: Vec<bool>,
     /// What each output has so far, of those whose op has not run.
-    pending: Vec<Upstream<'s>>,
+    pub(super) pending: Vec<Upstream<'s>>,
     /// The outputs whose gradients the op that is run has taken and not given back.
     taken: Vec<usize>,
 }
@@ -99,7 +101,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Runs the last op that has not run, if the loss depends on it.
     pub(super) fn run(&mut self, record: Record<'t, 's>) -> Result<()> {
-        let Record { op, site, first, backward } = record;
+        let Record { op, site, first, backward, .. } = record;
         let upstream = self.pending.split_off(first);
         if upstream.iter().all(|upstream| matches!(upstream, Upstream::Nothing)) {
             return Ok(());
@@ -111,6 +113,27 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             return Ok(());
         }
         Err(Error::misuse(op, "`add` for each gradient that was taken", format!("{} not given back", self.taken.len())))
+    }
+
+    /// Runs the records of a tape within this one over the same parameters, from what its outputs have so far. Returns what those have
+    /// that are of no record.
+    pub(super) fn run_within<'x, 'i>(
+        &mut self,
+        step: &'x Step<'i>,
+        tape: u64,
+        pending: Vec<Upstream<'i>>,
+        records: Vec<Record<'x, 'i>>,
+    ) -> Result<Vec<Upstream<'i>>>
+    where
+        't: 'x,
+    {
+        let (written, taken) = (std::mem::take(&mut self.written), Vec::new());
+        let (parameters, op, gradients) = (self.parameters, self.op, &mut *self.gradients);
+        let mut inner = Backward { step, parameters, tape, op, gradients, written, pending, taken };
+        records.into_iter().rev().try_for_each(|record| inner.run(record))?;
+        let Backward { written, pending, .. } = inner;
+        self.written = written;
+        Ok(pending)
     }
 
     /// Gradients that nothing has come for are zero.

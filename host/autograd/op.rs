@@ -148,11 +148,8 @@ impl<'t, 's> Op<'_, 't, 's> {
             backward(back, upstream)
         };
         let Self { tape, name: op, site } = self;
-        let mut records = tape.records.borrow_mut();
-        let first = records.outputs;
-        records.outputs += N;
-        records.all.push(Record { op, site, first, backward: Box::new(backward) });
-        let mut output = first..;
+        let shape = values.first().map_or_else(|| [0].into(), Saved::shape);
+        let mut output = tape.push(N, |first| Record { op, site, first, shape, backward: Box::new(backward) })..;
         values.map(|value| Var { value, tape: tape.identity, output: output.next() })
     }
 }

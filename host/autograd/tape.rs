@@ -8,11 +8,12 @@
 use super::backward::{Backward, Record};
 use super::var::{Var, check};
 use crate::error::{Error, Result};
+use crate::ops::{Draws, Generator};
 use crate::params::{Gradients, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::{Saved, Stored};
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::span::EnteredSpan;
@@ -21,7 +22,17 @@ use tracing::span::EnteredSpan;
 #[derive(Default)]
 pub(super) struct Records<'t, 's> {
     pub(super) all: Vec<Record<'t, 's>>,
+    /// Those of no record come first: what a tape within another one is given.
     pub(super) outputs: usize,
+}
+
+/// Where dropout has its numbers from.
+#[derive(Clone, Copy)]
+enum Randomness<'t> {
+    Unset,
+    From(&'t Generator),
+    /// Nothing is dropped.
+    Off,
 }
 
 /// The forward pass of one step, remembered for one backward pass.
@@ -30,7 +41,29 @@ pub struct Tape<'t, 's> {
     pub(super) parameters: &'t Parameters,
     pub(super) identity: u64,
     pub(super) records: RefCell<Records<'t, 's>>,
-    forward: EnteredSpan,
+    randomness: Randomness<'t>,
+    /// The generator's numbers for this step, once they are asked for.
+    pub(super) draws: OnceCell<Draws<'s>>,
+    /// None within another tape.
+    forward: Option<EnteredSpan>,
+}
+
+/// What the tapes within a tape have of it, each the same.
+pub(super) struct Around<'t, 's> {
+    parameters: &'t Parameters,
+    pub(super) identity: u64,
+    randomness: Randomness<'t>,
+    draws: Option<Draws<'s>>,
+}
+
+impl Around<'_, '_> {
+    /// An empty tape.
+    pub(super) fn tape<'x, 'i>(&'x self, step: &'x Step<'i>) -> Tape<'x, 'i> {
+        let mut tape = Tape::bare(step, self.parameters, self.randomness);
+        tape.draws =
+            self.draws.as_ref().map(|draws| draws.within(draws.calls())).map_or_else(OnceCell::new, OnceCell::from);
+        tape
+    }
 }
 
 impl fmt::Debug for Tape<'_, '_> {
@@ -42,10 +75,68 @@ impl fmt::Debug for Tape<'_, '_> {
 impl<'t, 's> Tape<'t, 's> {
     /// An empty tape over a step and the weights that it will use.
     pub fn new(step: &'t Step<'s>, parameters: &'t Parameters) -> Self {
+        let forward = Some(Phase::Forward.span().entered());
+        Self { forward, ..Self::bare(step, parameters, Randomness::Unset) }
+    }
+
+    fn bare(step: &'t Step<'s>, parameters: &'t Parameters, randomness: Randomness<'t>) -> Self {
         // Tells the variables of two tapes of one step apart.
         static TAPES: AtomicU64 = AtomicU64::new(0);
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
-        Self { step, parameters, identity, records: RefCell::default(), forward: Phase::Forward.span().entered() }
+        let (records, draws) = (RefCell::default(), OnceCell::new());
+        Self { step, parameters, identity, records, randomness, draws, forward: None }
+    }
+
+    /// The same, where dropout draws from this generator: what a pass for training needs. The first dropout, or checkpoint, queues one launch
+    /// more.
+    #[must_use]
+    pub fn with_generator(self, generator: &'t Generator) -> Self {
+        Self { randomness: Randomness::From(generator), ..self }
+    }
+
+    /// The same, where dropout drops nothing and draws nothing.
+    #[must_use]
+    pub fn evaluating(self) -> Self {
+        Self { randomness: Randomness::Off, ..self }
+    }
+
+    /// Whether the tape is for an evaluation: [`Tape::evaluating`] made it.
+    pub fn is_evaluating(&self) -> bool {
+        matches!(self.randomness, Randomness::Off)
+    }
+
+    /// The random numbers of the step, from the tape's generator; none on a tape that evaluates.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] on a tape that neither has a generator nor evaluates; those of [`Generator::draws`].
+    #[track_caller]
+    pub fn draws(&self) -> Result<Option<&Draws<'s>>> {
+        if let Some(draws) = self.draws.get() {
+            return Ok(Some(draws));
+        }
+        match self.randomness {
+            Randomness::Off => Ok(None),
+            Randomness::From(generator) => {
+                let draws = generator.draws(self.step)?;
+                Ok(Some(self.draws.get_or_init(|| draws)))
+            }
+            Randomness::Unset => {
+                let expected = "a tape with a generator, by `Tape::with_generator` or `Learner::with_dropout`, or one that \
+                                evaluates, by `Tape::evaluating`";
+                Err(Error::misuse("draws", expected, "neither"))
+            }
+        }
+    }
+
+    /// What tapes within this one have of it. Draws its random numbers, which must not end with what is within.
+    #[track_caller]
+    pub(super) fn around(&self) -> Result<Around<'t, 's>> {
+        let draws = match self.randomness {
+            Randomness::From(_) => self.draws()?.map(|draws| draws.within(draws.calls())),
+            Randomness::Unset | Randomness::Off => None,
+        };
+        let Self { parameters, identity, randomness, .. } = *self;
+        Ok(Around { parameters, identity, randomness, draws })
     }
 
     /// The step that the tape records.
@@ -56,6 +147,15 @@ impl<'t, 's> Tape<'t, 's> {
     /// A value that needs no gradient: a tensor, or one that is saved already.
     pub fn input<S: Stored>(&self, value: impl Into<Saved<'s, S>>) -> Var<'s, S> {
         Var { value: value.into(), tape: self.identity, output: None }
+    }
+
+    /// Puts a record of so many outputs on the tape; returns the number of the first.
+    pub(super) fn push(&self, outputs: usize, record: impl FnOnce(usize) -> Record<'t, 's>) -> usize {
+        let mut records = self.records.borrow_mut();
+        let first = records.outputs;
+        records.outputs += outputs;
+        records.all.push(record(first));
+        first
     }
 
     /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.

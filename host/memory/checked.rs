@@ -15,6 +15,7 @@ use crate::tensor::Memory;
 use half::bf16;
 use kernels::fill::fill;
 use kernels::guard::{guard_check, guard_write};
+use std::ops::Range;
 use std::panic::Location;
 
 /// Bytes of a guard, at least: a tensor's own padding is guarded too.
@@ -71,14 +72,14 @@ impl Checks {
         self.guards.len()
     }
 
-    /// Forgets the guards since `mark`.
-    pub(crate) fn forget(&mut self, mark: usize) {
-        self.guards.truncate(mark);
+    /// Forgets the guards between two marks.
+    pub(crate) fn forget(&mut self, between: Range<usize>) {
+        self.guards.drain(between);
     }
 
-    /// Checks the guards since `mark`, or records that a replay will.
-    pub(crate) fn verify(&mut self, device: &Device, mark: usize) -> Result<()> {
-        let guards = &self.guards[mark..];
+    /// Checks the guards between two marks, or records that a replay will.
+    pub(crate) fn verify(&mut self, device: &Device, between: Range<usize>) -> Result<()> {
+        let guards = &self.guards[between];
         if let Some(recorded) = &mut self.recorded {
             queue_guard_checks(device, guards, &self.found, recorded.len())?;
             recorded.extend(guards);

@@ -21,7 +21,7 @@ impl Region {
         self.device.check("allocate")?;
         let capacity = self.capacity.get();
         let cause = self.counters.borrow().cause(padded, capacity);
-        let needed = self.bump.get().offset().saturating_add(self.overflowed.get()).saturating_add(padded);
+        let needed = self.bump.get().taken().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));
         if self.is_lent() {
             return Err(Error::CaptureNeeds { bytes: needed, available: capacity });
@@ -54,7 +54,7 @@ impl Region {
                 counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
                 counters.overflow.live_blocks += 1;
                 self.overflowed.set(used);
-                self.high_water.set(self.high_water.get().max(self.bump.get().offset() + used));
+                self.high_water.set(self.high_water.get().max(self.bump.get().taken() + used));
                 Ok(address)
             }
             Err(NotGiven::Cap) => {

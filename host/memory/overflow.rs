@@ -10,6 +10,7 @@ use super::situation::situation;
 use crate::admission::Refusal;
 use crate::driver::{Device, Pool};
 use crate::error::{Error, Result};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// What an arena does when it is full.
@@ -86,7 +87,7 @@ impl OverflowPool {
             return Ok(());
         }
         match self.take(device, self.prime_bytes, device.deadline()) {
-            Ok(_) => self.give_back(device, 0).1,
+            Ok(_) => self.give_back(device, 0..1).1,
             Err(NotGiven::Driver(error)) => Err(error),
             Err(NotGiven::Refused(refusal)) => Err(Error::Refused(refusal)),
             Err(NotGiven::Cap) => unreachable!("the prime is within the cap"),
@@ -115,9 +116,9 @@ impl OverflowPool {
         self.blocks.len()
     }
 
-    /// Address and bytes of each block since `mark`.
-    pub(crate) fn blocks_since(&self, mark: usize) -> &[(u64, usize)] {
-        &self.blocks[mark..]
+    /// Address and bytes of each block between two marks.
+    pub(crate) fn blocks(&self, between: Range<usize>) -> &[(u64, usize)] {
+        &self.blocks[between]
     }
 
     /// Bytes that the step has.
@@ -125,9 +126,9 @@ impl OverflowPool {
         self.used_bytes
     }
 
-    /// Gives back every block since `mark`. Returns how many did not go back, and the first reason.
-    pub(crate) fn give_back(&mut self, device: &Device, mark: usize) -> (usize, Result<()>) {
-        let blocks = self.blocks.split_off(mark);
+    /// Gives back every block between two marks. Returns how many did not go back, and the first reason.
+    pub(crate) fn give_back(&mut self, device: &Device, between: Range<usize>) -> (usize, Result<()>) {
+        let blocks: Vec<_> = self.blocks.drain(between).collect();
         self.used_bytes -= blocks.iter().map(|(_, bytes)| bytes).sum::<usize>();
         if blocks.is_empty() { (0, Ok(())) } else { device.pool_give_back(self.pool, blocks, self.deadline) }
     }

@@ -1,12 +1,11 @@
 //! The memory of an arena and where it stands; steps borrow it.
 //!
-//! Invariant: what is taken between two marks is disjoint, and goes back when the scope that took it ends, whether it
-//! returned, failed or panicked.
+//! Invariant: what is taken is disjoint from all that is taken and not given back; `scope.rs` gives it back.
 
-use super::checked::{Checks, GUARD_BYTES, poison};
+use super::checked::{Checks, GUARD_BYTES};
 use super::conditions::Conditions;
 use super::counters::Counters;
-use super::layout::{Bump, padded};
+use super::layout::{Bump, End, padded};
 use super::overflow::OverflowPool;
 use super::request::Request;
 use super::sections::{Section, Sections};
@@ -16,10 +15,10 @@ use crate::admission::Situation;
 use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
-use crate::tensor::{Element, Memory, STALE, Shape};
+use crate::tensor::{Element, Memory, Shape};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
-use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -30,13 +29,15 @@ const GROWTH_BYTES: usize = 2 << 20;
 #[derive(Debug)]
 pub(crate) struct Region {
     pub(super) device: Device,
-    address: u64,
+    pub(super) address: u64,
     /// Bytes of device memory at the address that are this region's own; none where it is lent.
     pub(super) owned_bytes: usize,
     /// Bytes that steps may fill: all but what captured steps own.
     pub(super) capacity: Cell<usize>,
     sections: Sections,
     pub(super) bump: Cell<Bump>,
+    /// Where the running scope takes tensors from.
+    pub(super) end: Cell<End>,
     pub(super) high_water: Cell<usize>,
     /// Bytes that the running step has from the overflow pool.
     pub(super) overflowed: Cell<usize>,
@@ -50,11 +51,11 @@ pub(crate) struct Region {
     attributed: Cell<Option<&'static Location<'static>>>,
     pub(super) counters: RefCell<Counters>,
     pub(super) overflow: Option<RefCell<OverflowPool>>,
-    checks: Option<RefCell<Checks>>,
+    pub(super) checks: Option<RefCell<Checks>>,
     /// Bytes behind each tensor in checked mode, also where only its needs are measured.
     guard_bytes: usize,
     pub(super) reserve_bytes: Option<u64>,
-    recording: Option<RefCell<Recording>>,
+    pub(super) recording: Option<RefCell<Recording>>,
     conditions: Conditions,
     resets: Cell<u64>,
     growths: u64,
@@ -85,6 +86,7 @@ impl Region {
             capacity: Cell::new(capacity),
             sections: Sections::default(),
             bump: Cell::new(Bump::new(capacity)),
+            end: Cell::new(End::Front),
             high_water: Cell::new(0),
             overflowed: Cell::new(0),
             needed: Cell::new(0),
@@ -197,7 +199,7 @@ impl Region {
 
     /// Bytes and tensors of the running step, as it stands.
     pub(super) fn in_use(&self) -> (usize, u64) {
-        (self.bump.get().offset() + self.overflowed.get(), self.counters.borrow().step_allocations)
+        (self.bump.get().taken() + self.overflowed.get(), self.counters.borrow().step_allocations)
     }
 
     /// Steps that have ended.
@@ -228,7 +230,7 @@ impl Region {
     }
 
     /// Records what happened, if somebody listens.
-    fn note(
+    pub(super) fn note(
         &self,
         kind: Kind,
         origin: Origin,
@@ -277,10 +279,10 @@ impl Region {
     #[inline]
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
         let before = self.bump.get();
-        let Some((offset, next)) = before.take(bytes) else { return self.take_beyond(bytes, site) };
+        let Some((offset, next)) = before.take(self.end.get(), bytes) else { return self.take_beyond(bytes, site) };
         self.bump.set(next);
-        self.high_water.set(self.high_water.get().max(next.offset() + self.overflowed.get()));
-        self.counters.borrow_mut().allocated(site, next.offset() - offset);
+        self.high_water.set(self.high_water.get().max(next.taken() + self.overflowed.get()));
+        self.counters.borrow_mut().allocated(site, next.taken() - before.taken());
         Ok(self.address + offset as u64)
     }
 
@@ -313,80 +315,6 @@ impl Region {
             }
             other => other,
         }
-    }
-
-    /// Where the step stands: what is taken from here on can be given back.
-    pub(crate) fn mark(&self) -> Mark {
-        let blocks = self.overflow.as_ref().map_or(0, |overflow| overflow.borrow().mark());
-        let guards = self.checks.as_ref().map_or(0, |checks| checks.borrow().mark());
-        let allocations = self.counters.borrow().step_allocations;
-        Mark { offset: self.bump.get().offset(), blocks, guards, allocations }
-    }
-
-    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked.
-    pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
-        let mark = self.mark();
-        let outcome = catch_unwind(AssertUnwindSafe(run));
-        let sound = if matches!(outcome, Ok(Ok(_))) { self.verify(mark) } else { Ok(()) };
-        let given_back = self.rewind(mark);
-        match outcome {
-            Ok(Ok(result)) => sound.and(given_back).map(|()| result),
-            // The scope's own error came first and says more.
-            Ok(Err(error)) => Err(error),
-            Err(panic) => resume_unwind(panic),
-        }
-    }
-
-    /// In checked mode: looks at the guards of a scope that ends, and poisons its memory.
-    fn verify(&self, mark: Mark) -> Result<()> {
-        let Some(checks) = &self.checks else { return Ok(()) };
-        checks.borrow_mut().verify(&self.device, mark.guards)?;
-        if self.is_lent() {
-            // A recorded step's results are read after it; its next replay poisons each tensor again.
-            return Ok(());
-        }
-        let used = self.bump.get().offset() - mark.offset;
-        // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
-        let memory = unsafe {
-            Memory::<u32>::new(self.device.identity(), self.address + mark.offset as u64, used / size_of::<u32>())
-        };
-        poison(&self.device, memory, STALE)
-    }
-
-    fn rewind(&self, mark: Mark) -> Result<()> {
-        self.note_rewind(mark);
-        if let Some(checks) = &self.checks {
-            checks.borrow_mut().forget(mark.guards);
-        }
-        self.bump.set(self.bump.get().rewind(mark.offset));
-        self.counters.borrow_mut().step_allocations = mark.allocations;
-        let Some(overflow) = &self.overflow else { return Ok(()) };
-        let mut overflow = overflow.borrow_mut();
-        let blocks = overflow.mark() - mark.blocks;
-        let start = Instant::now();
-        let (leaked, given_back) = overflow.give_back(&self.device, mark.blocks);
-        self.overflowed.set(overflow.used_bytes());
-        let mut counters = self.counters.borrow_mut();
-        counters.waited += if blocks > 0 { start.elapsed() } else { Duration::ZERO };
-        counters.overflow.live_blocks -= (blocks - leaked) as u64;
-        given_back
-    }
-
-    /// Records the end of a scope.
-    fn note_rewind(&self, mark: Mark) {
-        if self.recording.is_none() {
-            return;
-        }
-        let here = Location::caller();
-        if let Some(overflow) = &self.overflow {
-            for &(address, bytes) in overflow.borrow().blocks_since(mark.blocks) {
-                self.note(Kind::Free, Origin::Overflow, address, bytes, here, "".into());
-            }
-        }
-        let whole_step = mark.offset == 0 && mark.blocks == 0;
-        let kind = if whole_step { Kind::Reset } else { Kind::Rewind };
-        let bytes = self.bump.get().offset() - mark.offset;
-        self.note(kind, Origin::Arena, self.address + mark.offset as u64, bytes, here, "".into());
     }
 
     /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
@@ -463,7 +391,7 @@ impl Region {
         ArenaReport {
             capacity_bytes: self.available_bytes(),
             captured_bytes: self.sections.bytes(),
-            offset_bytes: self.bump.get().offset(),
+            offset_bytes: self.bump.get().taken(),
             high_water_bytes: self.high_water.get(),
             resets: self.resets.get(),
             growths: self.growths,
@@ -502,13 +430,4 @@ impl Drop for StepGuard<'_> {
         self.region.until.set(None);
         self.region.resets.set(self.region.resets.get() + 1);
     }
-}
-
-/// Where a scope began.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Mark {
-    offset: usize,
-    blocks: usize,
-    guards: usize,
-    allocations: u64,
 }

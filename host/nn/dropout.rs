@@ -2,10 +2,9 @@
 
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
-use crate::ops::Draws;
 use crate::tensor::Stored;
 
-/// Zeros with probability `p`, while a step has random numbers to draw; see [`Tape::dropout`].
+/// Zeros with probability `p`, but not on a tape that evaluates; see [`Tape::dropout`].
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
     /// The probability, in `[0, 1)`.
@@ -13,17 +12,12 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Without `draws`, as in an evaluation, x itself.
+    /// See [`Tape::dropout`].
     ///
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward<'s, S: Stored>(
-        &self,
-        tape: &Tape<'_, 's>,
-        x: &Var<'s, S>,
-        draws: Option<&Draws<'s>>,
-    ) -> Result<Var<'s, S>> {
-        draws.map_or(Ok(*x), |draws| tape.dropout(x, self.p, draws))
+    pub fn forward<'s, S: Stored>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
+        tape.dropout(x, self.p)
     }
 }

@@ -16,6 +16,7 @@ mod elementwise;
 mod embedding;
 mod fill;
 mod gate;
+mod generator;
 mod layer_norm;
 mod loss;
 mod matmul;
@@ -37,7 +38,7 @@ pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attend, Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
 pub use cast::{to_bf16, to_f32};
 pub use clip::clip_factor;
-pub use dropout::{Draw, Draws, Generator, dropout};
+pub use dropout::dropout;
 pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, sub};
 pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward};
 pub use fill::{copy, copy_into, fill, fill_into};
@@ -45,6 +46,7 @@ pub use gate::{
     gelu_exact, gelu_exact_backward, relu, relu_backward, sigmoid, sigmoid_backward, silu, silu_backward, swiglu,
     swiglu_backward, swiglu_packed, swiglu_packed_backward,
 };
+pub use generator::{Draw, Draws, Generator};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};

@@ -17,7 +17,7 @@ impl<R: UpdateRule> Optimizer<R> {
     /// rule changes `weights`. Returns the loss, which it waits for.
     ///
     /// It is [`Optimizer::advance`], then in [`Arena::step`] [`Tape::backward_afresh`] and [`Optimizer::apply`]: write these out for
-    /// several micro-batches, or to look at more than the loss. A [`Trainer`](crate::Trainer) adds captures, checkpoints and a loader.
+    /// several micro-batches, for dropout, or to look at more than the loss. A [`Trainer`](crate::Trainer) adds captures, checkpoints and a loader.
     ///
     /// ```
     /// use stepscope::*;

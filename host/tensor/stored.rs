@@ -4,8 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+use super::access::Source;
 use super::element::Element;
 use super::owned::Tensor;
+use super::shape::Shape;
 use half::bf16;
 
 /// What tensors of numbers may hold: `f32` or [`bf16`]. Ops compute in f32 whatever is stored, and round once, to nearest even, when they
@@ -30,7 +32,27 @@ pub enum AnyTensor<'s> {
 }
 
 macro_rules! stored {
-    ($($ty:ty: $variant:ident;)*) => {$(
+    ($($ty:ty: $variant:ident;)*) => {
+        impl AnyTensor<'_> {
+            /// Where it is: the same for no two tensors of a step that have elements.
+            pub(crate) fn address(&self) -> u64 {
+                match self { $(Self::$variant(tensor) => tensor.memory().address(),)* }
+            }
+
+            /// The extents.
+            pub(crate) fn shape(&self) -> Shape {
+                match self { $(Self::$variant(tensor) => tensor.shape(),)* }
+            }
+
+            /// The same tensor under another brand, for who takes it across a scope's border and knows that its memory lives on there.
+            pub(crate) fn rebrand<'i>(&self) -> AnyTensor<'i> {
+                match self {
+                    $(Self::$variant(tensor) => AnyTensor::$variant(Tensor::new(tensor.memory(), tensor.shape())),)*
+                }
+            }
+        }
+
+        $(
         impl Stored for $ty {
             fn erase(tensor: Tensor<'_, Self>) -> AnyTensor<'_> {
                 AnyTensor::$variant(tensor)
@@ -40,7 +62,8 @@ macro_rules! stored {
                 if let AnyTensor::$variant(tensor) = tensor { Some(tensor) } else { None }
             }
         }
-    )*};
+        )*
+    };
 }
 
 stored! {

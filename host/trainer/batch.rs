@@ -9,6 +9,17 @@ use std::str::FromStr;
 /// The checkpoint's note with [`EpochProgress`].
 pub(super) const PROGRESS: &str = "stepscope.epoch";
 
+/// The checkpoint's note with the seed of [`Learner::with_dropout`](super::Learner::with_dropout).
+pub(super) const DROPOUT_SEED: &str = "stepscope.dropout_seed";
+
+/// The seed in a checkpoint.
+pub(super) fn dropout_seed(checkpoint: &Checkpoint) -> Result<u64> {
+    let note = checkpoint.note(DROPOUT_SEED)?;
+    note.parse().map_err(|_| {
+        Error::misuse("restore", format!("a number as the note `{DROPOUT_SEED}`"), format!("`{}`", short(note)))
+    })
+}
+
 /// Samples on the host: a batch, or a part of one.
 pub trait Samples {
     /// Their number, above zero.

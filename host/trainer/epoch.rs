@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::batch::{EpochProgress, PROGRESS, Samples, Update, first_input};
+use super::batch::{DROPOUT_SEED, EpochProgress, PROGRESS, Samples, Update, dropout_seed, first_input};
 use super::model::{Learner, Model};
 use super::setup::Trainer;
 use super::stage::Queued;
@@ -162,7 +162,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Learner { model, parameters, .. } = self.stage.learner();
         let (loss, made) = self.arena.step(|step| {
             let batch = step.upload_inputs(&samples.inputs()?)?;
-            let tape = Tape::new(step, parameters);
+            let tape = Tape::new(step, parameters).evaluating();
             let output = model.forward(&tape, &batch)?;
             let loss = model.loss(&tape, &output, &batch, 1.0)?;
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
@@ -172,25 +172,31 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Ok((loss, made))
     }
 
-    /// Writes weights, optimiser, progress and notes to the checkpoint's path; does nothing without one. Waits.
+    /// Writes weights, optimiser, dropout's seed, progress and notes to the checkpoint's path; does nothing without one. Waits.
     ///
     /// # Errors
     /// As for [`Checkpoint::save`].
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
-        let Learner { parameters, optimizer, .. } = self.learner();
-        let notes = [&[(PROGRESS, progress.to_string())], notes].concat();
+        let Learner { parameters, optimizer, generator, .. } = self.learner();
+        let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
+        notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
         Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers)
     }
 
-    /// Puts weights and optimiser back, and returns how far the epoch was.
+    /// Puts weights, optimiser and dropout's seed back, and returns how far the epoch was.
     ///
     /// # Errors
-    /// As for [`Checkpoint::restore`].
+    /// As for [`Checkpoint::restore`]; [`Error::File`] when the learner has dropout and the file has no seed.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
         let progress = EpochProgress::of(checkpoint)?;
-        let Learner { parameters, optimizer, .. } = self.stage.learner_mut();
+        let Learner { parameters, optimizer, generator, .. } = self.stage.learner_mut();
+        let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
         checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers))?;
+        if let (Some(generator), Some(seed)) = (generator, seed) {
+            // The next update sets the step.
+            generator.set(seed, 0)?;
+        }
         Ok(progress)
     }
 }

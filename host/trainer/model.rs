@@ -5,7 +5,7 @@ use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
-use crate::ops::{self};
+use crate::ops::{self, Generator};
 use crate::optim::{AdamWConfig, Groups, Optimizer, UpdateRule};
 use crate::params::{Gradients, Layout, Parameter, Parameters};
 use crate::precision::Precision;
@@ -14,7 +14,8 @@ use crate::tensor::{Saved, Tensor};
 
 /// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
 ///
-/// Both functions run on each step, or once for each capture: they do the same whenever they see batches of the same shapes.
+/// Both functions run on each step, or once for each capture: they do the same whenever they see batches of the same shapes. One model
+/// trains and evaluates: [`Tape::dropout`] drops while it trains ([`Learner::with_dropout`]), and [`Tape::is_evaluating`] tells.
 pub trait Model {
     /// What the model makes of a batch: of a classifier, logits `[samples, classes]`.
     ///
@@ -50,6 +51,8 @@ pub struct Learner<M, R = AdamWConfig> {
     pub optimizer: Optimizer<R>,
     /// How the multiplies of training round their factors; evaluation is always [`Precision::Ieee`].
     pub precision: Precision,
+    /// Where training has dropout's numbers from; evaluation draws none.
+    pub generator: Option<Generator>,
 }
 
 /// What a step measures: its share of the loss; when it updates the weights, the squared norm of all gradients; and when these are
@@ -68,7 +71,27 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, rule: R) -> Result<Self> {
         let parameters = Parameters::new(device, layout, seed)?;
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, rule)?);
-        Ok(Self { model, parameters, gradients, optimizer, precision: Precision::default() })
+        Ok(Self { model, parameters, gradients, optimizer, precision: Precision::default(), generator: None })
+    }
+
+    /// The same, for a model with dropout, whose numbers follow from `seed`, the number of the update and the part of the batch. A trainer's
+    /// checkpoint has the seed.
+    ///
+    /// # Errors
+    /// As for [`Generator::new`].
+    pub fn with_dropout(self, seed: u64) -> Result<Self> {
+        let generator = Generator::new(self.parameters.flat().device(), seed)?;
+        Ok(Self { generator: Some(generator), ..self })
+    }
+
+    /// Sets the optimiser and the random numbers up for the next update, and returns its number.
+    pub(super) fn advance(&mut self) -> Result<u64> {
+        let number = self.optimizer.advance()?;
+        if let Some(generator) = &mut self.generator {
+            // Each part of the batch counts one up; an update that came to nothing leaves no trace.
+            generator.set(generator.seed(), number.rotate_left(u32::BITS))?;
+        }
+        Ok(number)
     }
 
     /// The same, trained with this precision.
@@ -101,9 +124,13 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         batch: &Batch<'s>,
         part: MicroBatch,
     ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
-        let Self { model, parameters, gradients, optimizer, precision } = self;
+        let Self { model, parameters, gradients, optimizer, precision, generator } = self;
         step.set_precision(*precision);
         let tape = Tape::new(step, parameters);
+        let tape = match generator {
+            Some(generator) => tape.with_generator(generator),
+            None => tape,
+        };
         let output = model.forward(&tape, batch)?;
         let loss = model.loss(&tape, &output, batch, 1.0 / part.samples as f32)?;
         if part.first {

@@ -133,7 +133,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
-        let number = self.stage.learner_mut().optimizer.advance()?;
+        let number = self.stage.learner_mut().advance()?;
         let part = |number| {
             let last = number + 1 == batch.len();
             MicroBatch { samples, first: number == 0, last, update: last && update }

@@ -6,6 +6,7 @@
 
 use crate::support::{Random, relative_l2, tolerance};
 use std::ops::Index;
+use stepscope::ops::Generator;
 use stepscope::{
     Arena, Capacity, Device, Eager, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape, Var,
     ops,
@@ -58,6 +59,9 @@ impl Index<usize> for Handles {
         &self.stacks[number].members()[0]
     }
 }
+
+/// Seed and step of the random numbers that each pass of a case draws.
+pub(crate) const DRAWN: (u64, u64) = (0x0123_4567_89ab_cdef, 9);
 
 /// A parameter as a variable: a copy of its weights, whose gradient becomes the parameter's.
 pub(crate) fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
@@ -149,12 +153,13 @@ impl Case {
         let (parameters, handles) = parameters_of(device, &operands);
         let mut once = Gradients::zeros(&parameters).unwrap();
         let mut twice = Gradients::zeros(&parameters).unwrap();
+        let generators = [(); 4].map(|()| Generator::at(device, DRAWN.0, DRAWN.1).unwrap());
         let mut arena = Arena::builder(device).capacity(Capacity::mib(32)).build().unwrap();
         let got = arena
             .step(|step| {
                 let mut output = Vec::new();
-                for pass in 0..4 {
-                    let tape = Tape::new(step, &parameters);
+                for (pass, generator) in generators.iter().enumerate() {
+                    let tape = Tape::new(step, &parameters).with_generator(generator);
                     let y = on_tape(step, &tape, &handles)?;
                     output = step.read(y.value())?;
                     let loss = project(&tape, &y, handles[exact.len()])?;

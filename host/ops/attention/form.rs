@@ -1,5 +1,7 @@
 //! What attention is told besides its numbers: how heads lie, and who sees whom.
 
+use crate::autograd::Kept;
+use crate::autograd::kept::{Lender, sealed};
 use crate::error::{Error, Result};
 use crate::tensor::{Saved, Shape};
 use kernels::flash_attention::{CAUSAL, MAX_WIDTH};
@@ -46,6 +48,24 @@ pub struct AttentionForm<'s> {
     pub documents: Option<Saved<'s, u32>>,
     /// `[batch]`: so many tokens of a sample exist, at most all. The others are not seen, give 0, and get the gradient 0.
     pub lengths: Option<Saved<'s, u32>>,
+}
+
+impl sealed::Sealed for AttentionForm<'_> {}
+
+impl<'s> Kept<'s> for AttentionForm<'s> {
+    type Lent<'i> = AttentionForm<'i>;
+
+    fn lend<'i>(&self, lender: &mut Lender) -> Result<AttentionForm<'i>> {
+        let Self { heads, kv_heads, scale, sees, documents, lengths } = *self;
+        Ok(AttentionForm {
+            heads,
+            kv_heads,
+            scale,
+            sees,
+            documents: documents.lend(lender)?,
+            lengths: lengths.lend(lender)?,
+        })
+    }
 }
 
 impl<'s> AttentionForm<'s> {

@@ -101,6 +101,34 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
     Ok(())
 }
 
+fn checkpoints_are_lent_what_they_need(arena: &mut Arena, device: &Device) -> Result<()> {
+    let mut layout = Layout::builder();
+    let weight = layout.add("weight", [2, 2], Initializer::Constant(0.5));
+    let parameters = Parameters::new(device, &layout.build()?, 0)?;
+    let mut gradients = Gradients::zeros(&parameters)?;
+    let name = String::from("owned");
+    arena.step(|step| {
+        let tape = Tape::new(step, &parameters);
+        let x = tape.input(step.upload(&[1.0f32, 2.0], [1, 2])?);
+        let labels = step.upload(&[1u32], [1])?.save();
+        let loss = tape.checkpoint((x, labels), move |tape, (x, labels)| {
+            assert_eq!(name, "owned");
+            let [h, y] = tape.checkpoint_all([x, x], move |tape, [x, again]| {
+                let h = tape.linear(&x, weight, None)?;
+                Ok([h, tape.add(&h, &again)?])
+            })?;
+            tape.cross_entropy(&tape.add(&h, &y)?, labels, 1.0)
+        })?;
+        tape.backward(&loss, &mut gradients)
+    })?;
+    // The logits are 2 h + x, of which the second is larger by 1.
+    let wrong = 1.0 / (1.0 + 1.0f32.exp());
+    let want = [2.0, -2.0, 4.0, -4.0].map(|factor| factor * wrong);
+    let gradients = gradients.read(weight)?;
+    assert!(gradients.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6), "{gradients:?}, not {want:?}");
+    Ok(())
+}
+
 fn run() -> Result<()> {
     let device = Device::open(DeviceKind::Emulated)?;
     let build = || Arena::builder(&device).capacity(Capacity::mib(1)).build();
@@ -110,6 +138,7 @@ fn run() -> Result<()> {
     arenas_meet_through_the_host(&mut arena, &mut other)?;
     buffers_outlive_steps(&mut arena, &device)?;
     a_step_trains(&mut arena, &device)?;
+    checkpoints_are_lent_what_they_need(&mut arena, &device)?;
     // An arena may move to another thread between steps, weights and devices may be shared.
     std::thread::spawn(move || values_leave_a_step(&mut other)).join().expect("no panic")
 }

@@ -1,0 +1,299 @@
+//! Models whose parts are checkpoints, or the same ops without.
+
+use crate::support::Random;
+use stepscope::nn::{Dropout, Linear, Mlp, MultiHeadAttention, RmsNorm, SwiGlu};
+use stepscope::ops::{AttentionForm, Factor, Generator};
+use stepscope::{
+    Arena, Device, Gradients, Kept, Layout, Parameters, Result, Saved, Step, Stored, Tape, Var, bf16, ops,
+};
+
+pub(crate) const BATCH: usize = 2;
+pub(crate) const TOKENS: usize = 9;
+pub(crate) const WIDTH: usize = 32;
+pub(crate) const HEADS: usize = 2;
+pub(crate) const CLASSES: usize = 5;
+pub(crate) const SEED: u64 = 11;
+
+/// `f(kept)`, as a checkpoint or not; what is kept comes once for each.
+pub(crate) fn either<'t, 's, K: Kept<'s> + 't, S: Stored>(
+    on: bool,
+    tape: &Tape<'t, 's>,
+    (kept, as_it_is): (K, K::Lent<'s>),
+    f: impl for<'i> Fn(&Tape<'_, 'i>, K::Lent<'i>) -> Result<Var<'i, S>> + 'static,
+) -> Result<Var<'s, S>> {
+    if on { tape.checkpoint(kept, f) } else { f(tape, as_it_is) }
+}
+
+macro_rules! part {
+    ($on:expr, $tape:expr, $kept:expr, $f:expr) => {
+        either($on, $tape, ($kept, $kept), $f)
+    };
+}
+
+/// A block of a transformer.
+#[derive(Clone)]
+pub(crate) struct Block {
+    pub(crate) norms: [RmsNorm; 2],
+    pub(crate) attention: MultiHeadAttention,
+    pub(crate) mlp: SwiGlu,
+    pub(crate) dropout: Dropout,
+}
+
+impl Block {
+    pub(crate) fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, form: &AttentionForm<'s>) -> Result<Var<'s>> {
+        let h = self.norms[0].forward(tape, x)?;
+        let h = self.dropout.forward(tape, &self.attention.forward_masked(tape, &h, form)?)?;
+        let x = tape.add(x, &h)?;
+        let h = self.mlp.forward_residual(tape, &self.norms[1].forward(tape, &x)?, &x)?;
+        self.dropout.forward(tape, &h)
+    }
+}
+
+/// All models, over one layout.
+#[derive(Clone)]
+pub(crate) struct Model {
+    pub(crate) input: Linear,
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) mlp: Mlp,
+    pub(crate) head: Linear,
+}
+
+impl Model {
+    pub(crate) fn new() -> (Self, Layout) {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let input = Linear::new(names.at("input"), WIDTH, WIDTH);
+        let blocks = (0..3)
+            .map(|n| Block {
+                norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
+                attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, HEADS).causal(),
+                mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+                dropout: Dropout { p: 0.2 },
+            })
+            .collect();
+        let mlp = Mlp::new(names.at("mlp"), WIDTH, 2 * WIDTH, WIDTH);
+        let head = Linear::new(names.at("head"), WIDTH, CLASSES);
+        (Self { input, blocks, mlp, head }, layout.build().unwrap())
+    }
+}
+
+/// What a graph is made of: the model and the step's inputs.
+pub(crate) struct Given<'s> {
+    pub(crate) model: Model,
+    pub(crate) x: Saved<'s>,
+    /// One for each token.
+    pub(crate) labels: Saved<'s, u32>,
+    /// One for each sample.
+    pub(crate) lengths: Saved<'s, u32>,
+}
+
+/// Makes a loss; the flag says whether parts are checkpoints.
+pub(crate) type Graph = for<'s> fn(bool, &Tape<'_, 's>, &Given<'s>) -> Result<Var<'s>>;
+
+fn rows<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    tape.reshape(x, [BATCH * TOKENS, WIDTH])
+}
+
+/// A transformer with dropout and masks: blocks, and the head with its loss, which is the last thing on the tape.
+fn transformer<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let Given { model, labels, lengths, .. } = given;
+    let mut x = model.input.forward(tape, &tape.input(given.x))?;
+    for block in &model.blocks {
+        let form = block.attention.form().lengths(*lengths);
+        let block = block.clone();
+        x = part!(on, tape, (x, form), move |tape, (x, form)| block.forward(tape, &x, &form))?;
+    }
+    // Drawn behind the checkpoints.
+    let x = tape.dropout(&x, 0.1)?;
+    let head = model.head;
+    part!(on, tape, (x, *labels), move |tape, (x, labels)| {
+        tape.cross_entropy(&head.forward(tape, &rows(tape, &x)?)?, labels, 0.25)
+    })
+}
+
+/// Checkpoints in checkpoints, and each parameter in several of them.
+fn nested<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let (mlp, block) = (given.model.mlp, given.model.blocks[0].clone());
+    let x = mlp.forward(tape, &tape.input(given.x))?;
+    let y = part!(on, tape, x, move |tape, x| {
+        let within = block.clone();
+        let y = part!(on, tape, x, move |tape, x| {
+            let deeper = within.clone();
+            let h = part!(on, tape, x, move |tape, x| mlp.forward_residual(tape, &x, &x))?;
+            let h = deeper.forward(tape, &h, &deeper.attention.form())?;
+            part!(on, tape, (h, x), move |tape, (h, x)| tape.mul(&h, &deeper.norms[0].forward(tape, &x)?))
+        })?;
+        block.forward(tape, &y, &block.attention.form())
+    })?;
+    tape.mean(&mlp.forward_residual(tape, &y, &x)?)
+}
+
+/// A variable that many use: before a checkpoint, several times in it, in another one and after both. So the order of sums shows.
+fn shared<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let Model { input, mlp, blocks, .. } = &given.model;
+    let (mlp, norm) = (*mlp, blocks[0].norms[0]);
+    let x = input.forward(tape, &tape.input(given.x))?;
+    let before = norm.forward(tape, &x)?;
+    let a = part!(on, tape, (x, before), move |tape, (x, before)| {
+        let h = norm.forward(tape, &x)?;
+        let h = tape.add(&mlp.forward_residual(tape, &h, &x)?, &before)?;
+        tape.mul(&tape.mul(&h, &x)?, &norm.forward(tape, &x)?)
+    })?;
+    // The same variable twice, and one that is not used.
+    let b = part!(on, tape, [x, a, x], move |tape, [x, _, again]| {
+        tape.add(&tape.scale(&x, 0.3)?, &mlp.forward(tape, &again)?)
+    })?;
+    let after = tape.mul(&norm.forward(tape, &x)?, &b)?;
+    tape.mean(&tape.add(&tape.add(&after, &a)?, &x)?)
+}
+
+/// Several results: an op's that is used within, the same twice, an input as it is, a constant one, and one that nothing uses.
+fn several<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let Model { input, mlp, .. } = given.model;
+    let x = input.forward(tape, &tape.input(given.x))?;
+    let constant = tape.input(given.x);
+    let results = if on {
+        tape.checkpoint_all((x, constant), move |tape, (x, constant)| {
+            let h = mlp.forward(tape, &x)?;
+            let y = mlp.forward_residual(tape, &h, &constant)?;
+            let unused = tape.scale(&h, 2.0)?;
+            Ok([h, y, h, x, constant, unused])
+        })?
+    } else {
+        let h = mlp.forward(tape, &x)?;
+        let y = mlp.forward_residual(tape, &h, &constant)?;
+        let unused = tape.scale(&h, 2.0)?;
+        [h, y, h, x, constant, unused]
+    };
+    let [h, y, again, as_it_is, constant, _] = results;
+    let x = tape.mul(&x, &as_it_is)?; // one variable, if it is not copied
+    assert_eq!([h, y, as_it_is, constant].map(|var| var.wants_gradient()), [true, true, true, false]);
+    let sum = tape.add(&tape.mul(&h, &y)?, &tape.mul(&again, &x)?)?;
+    tape.mean(&tape.add(&tape.mul(&h, &sum)?, &constant)?)
+}
+
+/// Nothing to give a gradient to but parameters; results of which the loss is one.
+fn inputs_alone<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let Model { mlp, head, .. } = given.model;
+    let kept = (tape.input(given.x), vec![given.labels], Some(given.x), None::<Saved<'s, u32>>);
+    part!(on, tape, kept.clone(), move |tape, (x, labels, again, none)| {
+        assert!(none.is_none() && !x.wants_gradient());
+        let h = tape.add(&mlp.forward(tape, &x)?, &tape.input(again.expect("it is kept")))?;
+        tape.cross_entropy(&head.forward(tape, &rows(tape, &h)?)?, labels[0], 0.5)
+    })
+}
+
+/// A precision that the closure sets, in which all that follows multiplies: backward too.
+fn precision<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let (mlp, other) = (given.model.mlp, given.model.input);
+    tape.step().set_precision(ops::Precision::Ieee);
+    let x = other.forward(tape, &tape.input(given.x))?;
+    let y = part!(on, tape, x, move |tape, x| {
+        let h = mlp.forward(tape, &x)?;
+        tape.step().set_precision(ops::Precision::Bf16);
+        mlp.forward(tape, &h)
+    })?;
+    let y = other.forward(tape, &y)?;
+    tape.step().set_precision(ops::Precision::Tf32);
+    tape.mean(&tape.mul(&y, &y)?)
+}
+
+/// Variables of BF16, and of both types.
+fn stored<'s>(on: bool, tape: &Tape<'_, 's>, given: &Given<'s>) -> Result<Var<'s>> {
+    let Model { input, mlp, blocks, .. } = &given.model;
+    let (mlp, norm) = (*mlp, blocks[1].norms[0]);
+    let x: Var<'s> = input.forward(tape, &tape.input(given.x))?;
+    let half: Var<'s, bf16> = tape.to_bf16(&x)?;
+    let y = part!(on, tape, (half, x), move |tape, (half, x)| {
+        let h = narrow_block(tape, &mlp, &norm, &half)?;
+        tape.add(&h, &tape.to_bf16(&x)?)
+    })?;
+    let y = part!(on, tape, y, move |tape, y| narrow_block(tape, &mlp, &norm, &y))?;
+    tape.mean(&tape.add(&tape.to_f32(&y)?, &x)?)
+}
+
+fn narrow_block<'s, S: Factor<S> + Factor<f32>>(
+    tape: &Tape<'_, 's>,
+    mlp: &Mlp,
+    norm: &RmsNorm,
+    x: &Var<'s, S>,
+) -> Result<Var<'s, S>> {
+    mlp.forward_residual(tape, &norm.forward(tape, x)?, x)
+}
+
+pub(crate) const GRAPHS: [(&str, Graph); 7] = [
+    ("transformer", transformer),
+    ("nested", nested),
+    ("shared", shared),
+    ("several", several),
+    ("inputs alone", inputs_alone),
+    ("precision", precision),
+    ("stored", stored),
+];
+
+/// Weights with a BF16 copy, gradients that hold something, and random numbers.
+pub(crate) struct World {
+    pub(crate) model: Model,
+    pub(crate) weights: Parameters,
+    pub(crate) gradients: Gradients,
+    pub(crate) generator: Generator,
+}
+
+impl World {
+    pub(crate) fn new(device: &Device) -> Self {
+        let (model, layout) = Model::new();
+        let weights = Parameters::new(device, &layout, 3).unwrap().with_bf16_copy().unwrap();
+        let gradients = Gradients::zeros(&weights).unwrap();
+        Self { model, weights, gradients, generator: Generator::new(device, SEED).unwrap() }
+    }
+
+    /// Two passes, the first afresh and the second on top; returns the loss of the second.
+    pub(crate) fn passes<'s>(
+        &mut self,
+        step: &Step<'s>,
+        (on, graph): (bool, Graph),
+        x: Saved<'s>,
+        [labels, lengths]: [Saved<'s, u32>; 2],
+    ) -> Result<Saved<'s>> {
+        let Self { model, weights, gradients, generator } = self;
+        let given = Given { model: model.clone(), x, labels, lengths };
+        let mut last = None;
+        for afresh in [true, false] {
+            let tape = Tape::new(step, weights).with_generator(generator);
+            let loss = graph(on, &tape, &given)?;
+            if afresh {
+                tape.backward_afresh(&loss, gradients)?;
+            } else {
+                tape.backward(&loss, gradients)?;
+            }
+            last = Some(*loss.value());
+        }
+        Ok(last.expect("two passes"))
+    }
+}
+
+/// Host values of a step: x, labels and lengths.
+pub(crate) fn values(seed: u64) -> (Vec<f32>, Vec<u32>, Vec<u32>) {
+    let mut random = Random::new(seed);
+    let labels = random.belows(BATCH * TOKENS, CLASSES as u32);
+    (random.normals(BATCH * TOKENS * WIDTH), labels, vec![TOKENS as u32, 5])
+}
+
+/// The loss and all gradients of eager passes, as bits; twice, each a step.
+pub(crate) fn eager(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
+    let mut world = World::new(arena.device());
+    let mut found = Vec::new();
+    for seed in 0..2 {
+        let (x, labels, lengths) = values(seed);
+        let loss = arena.step(|step| {
+            let x = step.upload(&x, [BATCH, TOKENS, WIDTH])?.save();
+            let labels = step.upload(&labels, [labels.len()])?.save();
+            let lengths = step.upload(&lengths, [BATCH])?.save();
+            let loss = world.passes(step, run, x, [labels, lengths])?;
+            step.read(&loss)
+        });
+        found.push(crate::support::bits(&loss.unwrap()));
+        found.push(crate::support::bits(&world.gradients.flat().read().unwrap()));
+    }
+    found
+}

@@ -1,0 +1,203 @@
+//! What a step takes with checkpoints, to the byte where it is simple; and that all of a closure's goes back.
+
+use crate::support::on_each_device;
+use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
+use stepscope::ops::Precision;
+use stepscope::{Arena, Capacity, Device, Error, Gradients, Kind, Layout, Parameters, Result, Tape, Var};
+
+/// A tensor of so many f32, as an arena counts it.
+fn bytes(elements: usize) -> usize {
+    (elements * 4).next_multiple_of(256)
+}
+
+fn nothing(device: &Device) -> (Arena, Parameters) {
+    let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut layout = Layout::builder();
+    layout.add("w", [1], stepscope::Initializer::ONE);
+    (arena, Parameters::new(device, &layout.build().unwrap(), 1).unwrap())
+}
+
+/// Ten tensors in a row.
+fn ten<'s>(tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    (0..10).try_fold(*x, |x, _| tape.scale(&x, 0.5))
+}
+
+/// A block whose norms, attention and SwiGLU lie in one checkpoint.
+#[derive(Clone)]
+struct Block {
+    norms: [RmsNorm; 2],
+    attention: MultiHeadAttention,
+    mlp: SwiGlu,
+}
+
+impl Block {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+        let x = tape.add(x, &self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?)?;
+        self.mlp.forward_residual(tape, &self.norms[1].forward(tape, &x)?, &x)
+    }
+}
+
+/// The bytes of a step over a stack of blocks.
+fn stack(device: &Device, layers: usize, tokens: usize, on: bool) -> usize {
+    const WIDTH: usize = 64;
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    let blocks: Vec<Block> = (0..layers)
+        .map(|n| Block {
+            norms: [0, 1].map(|norm| RmsNorm::new(names.at(format!("{n}.norm{norm}")), WIDTH)),
+            attention: MultiHeadAttention::new(names.at(format!("{n}.attention")), WIDTH, 2).causal(),
+            mlp: SwiGlu::new(names.at(format!("{n}.mlp")), WIDTH, 3 * WIDTH, WIDTH),
+        })
+        .collect();
+    let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+    let mut gradients = Gradients::zeros(&weights).unwrap();
+    let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+    let measured = arena.measure(|step| {
+        let tape = Tape::new(step, &weights);
+        let mut x = tape.input(step.empty([1, tokens, WIDTH])?);
+        for block in &blocks {
+            let block = block.clone();
+            x = if on {
+                tape.checkpoint(x, move |tape, x| block.forward(tape, &x))?
+            } else {
+                block.forward(&tape, &x)?
+            };
+        }
+        let loss = tape.mean(&x)?;
+        tape.backward_afresh(&loss, &mut gradients)
+    });
+    measured.unwrap().high_water_bytes()
+}
+
+on_each_device! {
+    /// Of a closure's ten tensors one is left, and the next closure uses their memory again.
+    fn a_closure_leaves_its_result_alone(device: &Device) {
+        let (arena, weights) = nothing(device);
+        let one = bytes(1000);
+        for parts in 1..5 {
+            let taken = arena.measure(|step| {
+                let tape = Tape::new(step, &weights);
+                let mut x = tape.input(step.empty([1000])?);
+                for _ in 0..parts {
+                    x = tape.checkpoint(x, |tape, x| ten(tape, &x))?;
+                }
+                Ok(())
+            });
+            // While the last closure's ten are there: the input, the results so far, and the copy.
+            assert_eq!(taken.unwrap().high_water_bytes(), (1 + parts + 10) * one, "{parts} parts");
+        }
+    }
+
+    /// Backward takes a closure's tensors and its gradients at the other end, and leaves the input's gradient in the result's.
+    fn backward_leaves_nothing(device: &Device) {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [1000, 8], stepscope::Initializer::ONE);
+        let weights = Parameters::new(device, &layout.build().unwrap(), 1).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let one = bytes(1000);
+        let taken = |parts: usize, gradients: &mut Gradients| {
+            let taken = arena.measure(|step| {
+                let tape = Tape::new(step, &weights);
+                let input = tape.input(step.empty([125, 1000])?);
+                let mut x = tape.linear(&input, w, None)?;
+                for _ in 0..parts {
+                    x = tape.checkpoint(x, |tape, x| ten(tape, &x))?;
+                }
+                let loss = tape.mean(&x)?;
+                tape.backward_afresh(&loss, gradients)
+            });
+            taken.unwrap().high_water_bytes()
+        };
+        let first = taken(1, &mut gradients);
+        for parts in 2..5 {
+            assert_eq!(taken(parts, &mut gradients), first + (parts - 1) * one, "a result for each part, and no gradient");
+        }
+    }
+
+    /// What a closure has made goes back when it fails, or panics.
+    fn a_closure_that_fails_leaves_nothing(device: &Device) {
+        let (mut arena, weights) = nothing(device);
+        let one = bytes(1000);
+        for end in [0, 1] {
+            let fail = move |tape: &Tape<'_, '_>| {
+                let made = tape.step().empty::<f32>([1000])?;
+                assert!(end == 0, "a panic, with {made:?}");
+                Err(Error::misuse("test", "nothing", "an error"))
+            };
+            let taken = arena.measure(|step| {
+                let tape = Tape::new(step, &weights);
+                let x = tape.input(step.empty([1000])?);
+                for _ in 0..3 {
+                    let run = std::panic::AssertUnwindSafe(|| {
+                        tape.checkpoint(x, move |tape, x| fail(tape).and_then(|()| ten(tape, &x)))
+                    });
+                    assert!(!matches!(std::panic::catch_unwind(run), Ok(Ok(_))));
+                }
+                step.empty::<f32>([2000]).map(drop)
+            });
+            assert_eq!(taken.unwrap().high_water_bytes(), one + bytes(2000));
+        }
+        // The arena is whole.
+        arena.step(|step| step.empty::<f32>([(1 << 20) / 4]).map(drop)).unwrap();
+    }
+
+    /// What a closure gave back is seen in a recording, at the arena's end; its result stays.
+    fn a_recording_tells_what_goes(device: &Device) {
+        let (mut arena, weights) = nothing(device);
+        arena.record(1000);
+        arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(step.empty([1000])?);
+            tape.checkpoint(x, |tape, x| ten(tape, &x)).map(drop)
+        }).unwrap();
+        let recording = arena.recording().unwrap();
+        let of = |kind| recording.events().filter(move |event| event.kind == kind).map(|event| (event.address, event.bytes));
+        let [start] = of(Kind::Reserve).collect::<Vec<_>>()[..] else { panic!("one arena") };
+        let one = bytes(1000);
+        let end = start.0 + (1 << 20);
+        assert_eq!(of(Kind::Rewind).collect::<Vec<_>>(), [(end - 10 * one as u64, 10 * one)]);
+        assert_eq!(of(Kind::Reset).collect::<Vec<_>>(), [(start.0, 2 * one)]);
+        assert_eq!(of(Kind::Allocate).last(), Some((start.0 + one as u64, 4000)), "the result lies behind the input");
+    }
+
+    /// A checkpoint fits what it was measured to take. With less there is no room for its result: an error, and the step is as before.
+    fn a_full_arena_is_an_error(device: &Device) {
+        let (_, weights) = nothing(device);
+        let run = |capacity: usize| {
+            let mut arena = Arena::builder(device).capacity(Capacity::Bytes(capacity)).build().unwrap();
+            arena.step(|step| {
+                let tape = Tape::new(step, &weights);
+                let x = tape.input(step.upload(&[1.0; 1000], [1000])?);
+                let y = tape.checkpoint(x, |tape, x| {
+                    tape.step().set_precision(Precision::Tf32);
+                    ten(tape, &x)
+                });
+                assert_eq!(step.precision() == Precision::Tf32, y.is_ok(), "what fails has set nothing");
+                step.read(y?.value())
+            })
+        };
+        let needs = 12 * bytes(1000);
+        assert_eq!(run(needs).unwrap(), [0.5f32.powi(10); 1000]);
+        assert!(matches!(run(needs - 1), Err(Error::ArenaFull { .. })));
+    }
+
+    /// A stack of blocks: an input for each and one block, where it would be all blocks; bytes by the token.
+    fn a_stack_takes_an_input_for_each_block(device: &Device) {
+        let take = |layers, tokens, on| stack(device, layers, tokens, on) as f64;
+        let input = |tokens: usize| (tokens * 64 * 4) as f64;
+        for tokens in [256, 1024] {
+            let each = take(9, tokens, true) - take(8, tokens, true);
+            assert_eq!(each, input(tokens), "a block more is an input more");
+            let whole = take(9, tokens, false) - take(8, tokens, false);
+            assert!(whole > 20.0 * input(tokens), "a block is {} inputs", whole / input(tokens));
+            let all = take(8, tokens, true);
+            assert!(all < 11.0 * input(tokens) + 1.1 * whole, "{} inputs, a block {}", all / input(tokens), whole / input(tokens));
+        }
+        for on in [true, false] {
+            let [short, middle, long] = [1024, 2048, 4096].map(|tokens| take(4, tokens, on));
+            let growth = (long - middle) / (middle - short);
+            assert!((growth - 2.0).abs() < 0.02, "bytes are linear in tokens: {short}, {middle}, {long}");
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Closures that fail, panic, or do something else the second time; variables that are another tape's.
+
+use crate::support::{bits, on_each_device};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use stepscope::ops::Generator;
+use stepscope::{
+    Arena, Capacity, Device, Error, Gradients, Initializer, Layout, Parameter, Parameters, Result, Tape, Var,
+};
+
+const ROWS: usize = 3;
+const COLS: usize = 4;
+
+/// Something that a run does, by its number from 0 on.
+type Deed = for<'i> fn(u32, &Tape<'_, 'i>, Var<'i>, Parameter) -> Result<[Var<'i>; 2]>;
+
+struct World {
+    arena: Arena,
+    w: Parameter,
+    weights: Parameters,
+    gradients: Gradients,
+    generator: Generator,
+}
+
+impl World {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [COLS, COLS], Initializer::fan_in(COLS));
+        let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+        let gradients = Gradients::zeros(&weights).unwrap();
+        let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        Self { arena, w, weights, gradients, generator: Generator::new(device, 1).unwrap() }
+    }
+
+    /// A pass with a checkpoint of the deed; the gradient of w.
+    fn pass(&mut self, deed: Deed) -> Result<Vec<u32>> {
+        let Self { arena, w, weights, gradients, generator } = self;
+        let (runs, w) = (Arc::new(AtomicU32::new(0)), *w);
+        arena.step(|step| {
+            let tape = Tape::new(step, weights).with_generator(generator);
+            let x = tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?);
+            let x = tape.linear(&x, w, None)?;
+            let [y, z] =
+                tape.checkpoint_all(x, move |tape, x| deed(runs.fetch_add(1, Ordering::Relaxed), tape, x, w))?;
+            let loss = tape.sum(&tape.add(&y, &z)?)?;
+            tape.backward_afresh(&loss, gradients)
+        })?;
+        Ok(bits(&gradients.read(w)?))
+    }
+}
+
+fn error(outcome: Result<Vec<u32>>) -> String {
+    outcome.expect_err("it is refused").to_string()
+}
+
+on_each_device! {
+    fn a_closure_that_does_something_else_the_second_time(device: &Device) {
+        let deeds: [(Deed, &[&str]); 7] = [
+            (|run, tape, x, _| {
+                let y = if run == 0 { tape.scale(&x, 2.0)? } else { tape.gelu(&x)? };
+                Ok([y, y])
+            }, &["`scale` [3, 4] as op 0", "`gelu` [3, 4]"]),
+            (|run, tape, x, _| {
+                let y = tape.scale(&x, 2.0)?;
+                Ok([y, if run == 0 { y } else { tape.scale(&x, 2.0)? }])
+            }, &["none as op 1", "`scale` [3, 4]"]),
+            (|run, tape, x, _| {
+                let (y, z) = (tape.scale(&x, 2.0)?, tape.scale(&x, 3.0)?);
+                Ok([y, if run == 0 { z } else { y }])
+            }, &["the results", "[(Some(1), [3, 4]), (Some(2), [3, 4])]", "(Some(1), [3, 4])]"]),
+            (|run, tape, x, _| {
+                let shape = if run == 0 { [ROWS, COLS] } else { [COLS, ROWS] };
+                let y = tape.reshape(&tape.reshape(&x, shape)?, [ROWS, COLS])?;
+                Ok([y, y])
+            }, &["`reshape` [3, 4] as op 0", "`reshape` [4, 3]"]),
+            (|run, tape, x, _| {
+                if run == 1 {
+                    tape.draws()?.map(|draws| draws.next());
+                }
+                let y = tape.dropout(&x, 0.5)?;
+                Ok([y, y])
+            }, &["1 draws of random numbers", "got 2"]),
+            (|run, tape, x, w| {
+                let y = tape.linear(&x, w, None)?;
+                Ok([y, if run == 0 { y } else { x }])
+            }, &["the results"]),
+            // An input in place of what was an op's.
+            (|run, tape, x, _| {
+                let y = tape.scale(&x, 2.0)?;
+                Ok([y, if run == 0 { x } else { tape.input(*x.value()) }])
+            }, &["the results", "(Some(0), [3, 4])]", "(None, [3, 4])]"]),
+        ];
+        for (deed, tells) in deeds {
+            let mut world = World::new(device);
+            let error = error(world.pass(deed));
+            let all = ["checkpoint", "does the same in both runs"];
+            assert!(all.iter().chain(tells).all(|tell| error.contains(tell)), "{error}, not {tells:?}");
+        }
+    }
+
+    /// The error is the closure's own, and the next step has the bits of one before which nothing happened.
+    fn a_closure_that_fails_or_panics_in_either_run(device: &Device) {
+        fn sound<'i>(tape: &Tape<'_, 'i>, x: Var<'i>, w: Parameter) -> Result<[Var<'i>; 2]> {
+            let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
+            Ok([y, tape.gelu(&y)?])
+        }
+        let deeds: [Deed; 4] = [
+            |run, tape, x, w| if run == 0 { tape.sum(&x).and_then(|x| Ok([tape.linear(&x, w, None)?; 2])) } else { sound(tape, x, w) },
+            |run, tape, x, w| if run == 1 { tape.sum(&x).and_then(|x| Ok([tape.linear(&x, w, None)?; 2])) } else { sound(tape, x, w) },
+            |run, tape, x, w| if run == 0 { panic!("run {run}") } else { sound(tape, x, w) },
+            |run, tape, x, w| if run == 1 { panic!("run {run}") } else { sound(tape, x, w) },
+        ];
+        for (number, deed) in deeds.into_iter().enumerate() {
+            let mut world = World::new(device);
+            match catch_unwind(AssertUnwindSafe(|| world.pass(deed))) {
+                Ok(outcome) => {
+                    assert!(number < 2);
+                    assert!(matches!(outcome, Err(Error::Misuse { op: "linear", .. })), "{outcome:?}");
+                }
+                Err(panic) => assert_eq!(*panic.downcast::<String>().unwrap(), format!("run {}", number - 2)),
+            }
+            let (seed, drawn) = world.generator.read().unwrap();
+            assert_eq!(drawn, 1, "the step had begun to draw");
+            world.generator.set(seed, 0).unwrap();
+            let again = world.pass(|_, tape, x, w| sound(tape, x, w)).unwrap();
+            assert_eq!(again, World::new(device).pass(|_, tape, x, w| sound(tape, x, w)).unwrap());
+        }
+    }
+
+    /// A tape goes on after a closure that failed in its first run as if it had not been there.
+    fn a_failure_leaves_the_tape_as_it_was(device: &Device) {
+        let run = |failures: usize| {
+            let World { mut arena, w, weights, mut gradients, generator } = World::new(device);
+            let loss = arena.step(|step| {
+                let tape = Tape::new(step, &weights).with_generator(&generator);
+                let x = tape.linear(&tape.input(step.upload(&[0.5; ROWS * COLS], [ROWS, COLS])?), w, None)?;
+                let x = tape.dropout(&x, 0.5)?;
+                for _ in 0..failures {
+                    let failed = tape.checkpoint(x, move |tape, x| {
+                        tape.step().set_precision(stepscope::ops::Precision::Bf16);
+                        let y = tape.dropout(&tape.linear(&x, w, None)?, 0.5)?;
+                        tape.reshape(&y, [7])
+                    });
+                    assert!(matches!(failed, Err(Error::Misuse { op: "reshape", .. })), "{failed:?}");
+                }
+                let y = tape.checkpoint(x, move |tape, x| tape.dropout(&tape.linear(&x, w, None)?, 0.5))?;
+                let loss = tape.sum(&tape.dropout(&y, 0.5)?)?;
+                tape.backward_afresh(&loss, &mut gradients)?;
+                step.read(loss.value())
+            });
+            (bits(&loss.unwrap()), bits(&gradients.read(w).unwrap()))
+        };
+        assert_eq!(run(3), run(0));
+    }
+
+    fn variables_of_another_tape(device: &Device) {
+        let World { mut arena, weights, .. } = World::new(device);
+        let outcomes = arena.step(|step| {
+            let [tape, other] = [(); 2].map(|()| Tape::new(step, &weights));
+            let [x, stranger] = [&tape, &other].map(|tape| Ok::<_, Error>(tape.input(step.upload(&[1.0], [1])?)));
+            let (x, stranger) = (x?, stranger?);
+            let kept = tape.checkpoint(stranger, |_, x| Ok(x)).map(drop);
+            let deep = tape.checkpoint(vec![(x, Some([x, stranger]))], |_, kept| Ok(kept[0].0)).map(drop);
+            // A closure may lend to a tape within its own, but not return what it made there.
+            let within = tape.checkpoint(x, |tape, x| {
+                let within = tape.checkpoint((), |tape, ()| Ok(tape.input(tape.step().empty([1])?)))?;
+                tape.add(&x, &within)
+            });
+            within?;
+            Ok([kept, deep])
+        }).unwrap();
+        for outcome in outcomes {
+            let error = outcome.expect_err("it is another tape's").to_string();
+            assert!(["checkpoint", "another tape"].iter().all(|tell| error.contains(tell)), "{error}");
+        }
+    }
+
+    /// It would draw other numbers the second time.
+    fn a_generator_of_the_closure_itself(device: &Device) {
+        let World { mut arena, weights, generator, .. } = World::new(device);
+        let outcome = arena.step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(step.upload(&[1.0], [1])?);
+            tape.checkpoint(x, move |tape, x| generator.draws(tape.step()).map(|_| x)).map(drop)
+        });
+        let error = outcome.expect_err("it draws").to_string();
+        assert!(["draws", "checkpoint", "Tape::with_generator"].iter().all(|tell| error.contains(tell)), "{error}");
+    }
+
+    /// Without numbers to draw, training is refused and evaluation changes nothing, within and without.
+    fn dropout_on_a_tape_without_a_generator(device: &Device) {
+        let World { mut arena, weights, generator, .. } = World::new(device);
+        arena.step(|step| {
+            let x = step.upload(&[1.0; 8], [8])?.save();
+            let tape = Tape::new(step, &weights);
+            for outcome in [tape.dropout(&tape.input(x), 0.5), tape.checkpoint(tape.input(x), |tape, x| tape.dropout(&x, 0.5))] {
+                let error = outcome.expect_err("no generator").to_string();
+                let tells = ["dropout", "Tape::with_generator", "Learner::with_dropout", "Tape::evaluating"];
+                assert!(tells.iter().all(|tell| error.contains(tell)), "{error}");
+            }
+            let tape = Tape::new(step, &weights).with_generator(&generator).evaluating();
+            let y = tape.checkpoint(tape.input(x), |tape, x| {
+                assert!(tape.is_evaluating());
+                tape.dropout(&x, 0.5)
+            })?;
+            assert_eq!(step.read(y.value())?, [1.0; 8]);
+            assert!(tape.dropout(&y, 1.0).is_err(), "a wrong probability is one in an evaluation too");
+            Ok(())
+        }).unwrap();
+        assert_eq!(generator.read().unwrap(), (1, 0), "an evaluation draws nothing");
+    }
+}

@@ -1,0 +1,18 @@
+//! A checkpoint's closure holds nothing of the step around it: what it needs is lent to it.
+
+use stepscope::{Arena, Parameters, Result, Tape};
+
+fn run(arena: &mut Arena, parameters: &Parameters) -> Result<()> {
+    arena.step(|step| {
+        let tape = Tape::new(step, parameters);
+        let x = tape.input(step.upload(&[1.0f32], [1])?);
+        let outer = tape.scale(&x, 3.0)?;
+        tape.checkpoint(x, move |tape, x| {
+            assert_eq!(x.shape(), outer.shape());
+            tape.scale(&x, 2.0)
+        })?;
+        Ok(())
+    })
+}
+
+fn main() {}
