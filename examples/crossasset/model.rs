@@ -4,8 +4,14 @@
 //! `k = rms_head(z Wk; k_norm)`, `v = z Wv`, 4 heads of 64, `h += softmax(q k^T / 8) v Wo`, `z = rms(h; norm2)`,
 //! `h += gelu(z W1 + b1) W2 + b2`; `logits = mean_s(h) Wh + bh`: `[batch, 3]`. 50 tensors, 2,173,443 weights, each matrix
 //! `[in, out]`, row-major.
+//!
+//! Activations, their gradients and the matrices that products read are f32 or BF16, as S says; weights, the gradients of weights, attention and the
+//! loss are f32.
+
+use std::marker::PhantomData;
 
 use stepscope::nn::{Attention, Linear, Mlp, Names, RmsNorm, TokenLinear};
+use stepscope::ops::Factor;
 use stepscope::{Batch, Layout, Parameter, Result, Tape, Var};
 
 use crate::dataset::CLASSES;
@@ -16,10 +22,11 @@ const HIDDEN: usize = 1024;
 const LAYERS: usize = 2;
 
 /// The layers, from the input on.
-pub(crate) struct Model {
+pub(crate) struct Model<S = f32> {
     scales: TokenLinear,
     layers: Vec<Block>,
     head: Linear,
+    stored: PhantomData<S>,
 }
 
 /// One transformer layer.
@@ -29,7 +36,7 @@ struct Block {
     mlp: Mlp,
 }
 
-impl Model {
+impl<S: Factor<S> + Factor<f32>> Model<S> {
     /// The model and the layout of its parameters.
     ///
     /// # Errors
@@ -40,7 +47,7 @@ impl Model {
         let scales = TokenLinear::new(&mut names, "scale", SCALES.len(), FEATURES, WIDTH);
         let layers = (0..LAYERS).map(|number| Block::new(names.at(format!("layer{number}")))).collect();
         let head = Linear::new(names.at("head"), WIDTH, CLASSES);
-        Ok((Self { scales, layers, head }, layout.build()?))
+        Ok((Self { scales, layers, head, stored: PhantomData }, layout.build()?))
     }
 
     /// `x`: `[batch, 12, 193]`, an input of the tape; result: logits `[batch, 3]`.
@@ -48,15 +55,15 @@ impl Model {
     /// # Errors
     /// Those of the ops: the arena is full, say.
     pub(crate) fn logits<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
-        let mut h = self.scales.forward(tape, x)?;
+        let mut h = self.scales.forward(tape, &tape.stored_as::<S>(x)?)?;
         for layer in &self.layers {
             h = layer.forward(tape, &h)?;
         }
-        self.head.forward(tape, &tape.mean_tokens(&h)?)
+        tape.to_f32(&self.head.forward(tape, &tape.mean_tokens(&h)?)?)
     }
 }
 
-impl stepscope::Model for Model {
+impl<S: Factor<S> + Factor<f32>> stepscope::Model for Model<S> {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
         self.logits(tape, &tape.input(batch.input::<f32>(0)?))
     }
@@ -80,7 +87,7 @@ impl Block {
         Self { attention, norm: norm2, mlp }
     }
 
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, h: &Var<'s>) -> Result<Var<'s>> {
+    fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>> {
         let h = self.attention.forward(tape, h)?;
         self.mlp.forward_residual(tape, &self.norm.forward(tape, &h)?, &h)
     }

@@ -35,7 +35,7 @@ pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
-pub use cast::{to_bf16, to_f32};
+pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::{Draw, Draws, Generator, dropout};
 pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, sub};
