@@ -93,15 +93,29 @@ pub fn mean<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Te
 /// [`Error::ArenaFull`].
 #[track_caller]
 pub fn scaled_sum<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor: f32) -> Result<Tensor<'s>> {
-    let elements = x.shape().elements();
-    if elements == 0 {
-        return super::fill(step, [1], 0.0);
+    let mut out = step.empty([1])?;
+    scaled_sum_into(step, x, factor, &mut out)?;
+    Ok(out)
+}
+
+/// [`scaled_sum`] into `out`, `[1]`.
+#[track_caller]
+pub(super) fn scaled_sum_into<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    factor: f32,
+    out: &mut impl Target<'s, f32>,
+) -> Result<()> {
+    let sum = |scale, out| step.launch(reduce::sum_all { x: x.slice(), scale, accumulate: 0, out });
+    match x.shape().elements().div_ceil(CHUNK) {
+        0 => super::fill_into(step, out, 0.0),
+        1 => sum(factor, out.out()),
+        blocks => {
+            let mut partial = step.empty([blocks])?;
+            sum(1.0, partial.out())?;
+            scaled_sum_into(step, &partial, factor, out)
+        }
     }
-    let blocks = elements.div_ceil(CHUNK);
-    let mut out = step.empty([blocks])?;
-    let scale = if blocks == 1 { factor } else { 1.0 };
-    step.launch(reduce::sum_all { x: x.slice(), scale, accumulate: 0, out: out.out() })?;
-    if blocks == 1 { Ok(out) } else { scaled_sum(step, &out, factor) }
 }
 
 /// The sum of the squares of all elements, `[1]`. Queued.
