@@ -123,7 +123,7 @@ pub(super) fn scaled_sum_into<'s, S: Stored>(
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn squared_norm<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let elements = x.shape().elements();
     if elements == 0 {
         return super::fill(step, [1], 0.0);
@@ -138,7 +138,7 @@ pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Ten
 /// # Errors
 /// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn max<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let mut out = step.empty([not_empty("max", x)?.div_ceil(CHUNK)])?;
     step.launch(reduce::max_all { x: x.slice(), out: out.out() })?;
     if out.shape().elements() == 1 { Ok(out) } else { max(step, &out) }
@@ -149,7 +149,7 @@ pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> 
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn max_columns<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let [rows, cols] = with_columns("max_columns", x)?;
     let mut out = step.empty([rows])?;
     step.launch(reduce::max_columns { x: x.slice(), cols, out: out.out() })?;
@@ -162,7 +162,7 @@ pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn argmax_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
+pub fn argmax_columns<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = with_columns("argmax_columns", x)?;
     let mut out = step.empty([rows])?;
     step.launch(reduce::argmax_columns { x: x.slice(), cols, out: out.out() })?;
@@ -176,7 +176,7 @@ fn not_empty<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Result<
     }
 }
 
-fn with_columns<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<[usize; 2]> {
+fn with_columns<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Result<[usize; 2]> {
     match x.shape().as_rows() {
         [rows, 0] if rows > 0 => Err(Error::misuse(op, "rows with elements", x.shape().to_string())),
         [rows, cols] => Ok([rows, cols]),
