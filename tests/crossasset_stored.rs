@@ -1,7 +1,7 @@
 //! CrossAsset with activations, their gradients and the matrices of products in BF16 learns as it does in f32, update by update.
 //!
-//! On a GPU the test makes 2,000 updates, on the emulator a few. As many there: `STEPSCOPE_UPDATES=2000 cargo nextest run --test
-//! crossasset_stored emulated --no-capture`.
+//! The model has CrossAsset's layers with a head of 64 columns, so that the emulator can train it. On a GPU the test makes 2,000 updates, on
+//! the emulator a few, unless `STEPSCOPE_UPDATES` says how many: `docs/numbers.md`.
 
 #![forbid(unsafe_code)]
 #![allow(dead_code, reason = "the program has more use for its modules")]
@@ -24,32 +24,33 @@ mod samples;
 mod synthetic;
 
 use dataset::{Asset, Dataset, Plan};
-use model::Model;
+use model::{Model, Sizes};
 use samples::MicroBatch;
 use stepscope::ops::Factor;
 use stepscope::{AdamWConfig, Arena, Capacity, Device, DeviceKind, Element, Learner, Schedule, Trainer, bf16};
 use support::on_each_device;
 
 const SEED: u64 = 7;
-const BATCH: usize = 3;
+const BATCH: usize = 16;
+const SIZES: Sizes = Sizes { width: 64, hidden: 256, layers: 2 };
+const LEARNING_RATE: f32 = 1e-4;
 /// Updates whose mean loss is compared.
 const BLOCK: usize = 100;
-/// Updates on the emulator, where BF16 takes most of a second for each.
-const FEW: usize = 8;
+/// Updates on the emulator.
+const FEW: usize = 16;
 
-/// The losses of updates by batches of samples that come once.
+/// The losses of updates, epoch behind epoch.
 fn losses<S: Factor<S> + Factor<f32>>(device: &Device, dataset: &Dataset, updates: usize) -> Vec<f64> {
     let fold = &dataset.folds()[0];
-    let order = fold.epoch_order(SEED, 0);
-    assert!(order.len() >= updates * BATCH, "{} samples for {updates} updates of {BATCH}", order.len());
+    let order: Vec<usize> = (0..).flat_map(|epoch| fold.epoch_order(SEED, epoch)).take(updates * BATCH).collect();
     let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };
-    let config = AdamWConfig { clip: Some(1.0), schedule, ..AdamWConfig::default() };
-    let (model, layout) = Model::<S>::new().unwrap();
+    let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamWConfig::default() };
+    let (model, layout) = Model::<S>::sized(SIZES).unwrap();
     let learner = Learner::new(device, model, &layout, SEED, config).unwrap().with_bf16_copy().unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
     let mut trainer = Trainer::captured(&mut arena, learner, &MicroBatch::zeros(BATCH)).unwrap();
     let mut losses = Vec::new();
-    for samples in order.chunks_exact(BATCH).take(updates) {
+    for samples in order.chunks_exact(BATCH) {
         losses.push(trainer.update(&[MicroBatch::of(dataset, fold, samples)]).unwrap().loss);
         if losses.len().is_multiple_of(BLOCK) {
             println!(

@@ -17,9 +17,21 @@ use stepscope::{Batch, Layout, Parameter, Result, Tape, Var};
 use crate::dataset::CLASSES;
 use crate::features::{FEATURES, SCALES};
 
-const WIDTH: usize = 256;
-const HIDDEN: usize = 1024;
-const LAYERS: usize = 2;
+/// How large the model is.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    /// Columns of a token, a multiple of 64.
+    pub(crate) width: usize,
+    /// Columns between the two linear layers of an MLP.
+    pub(crate) hidden: usize,
+    /// Transformer layers.
+    pub(crate) layers: usize,
+}
+
+impl Sizes {
+    /// CrossAsset's.
+    pub(crate) const CROSSASSET: Self = Self { width: 256, hidden: 1024, layers: 2 };
+}
 
 /// The layers, from the input on.
 pub(crate) struct Model<S = f32> {
@@ -42,11 +54,20 @@ impl<S: Factor<S> + Factor<f32>> Model<S> {
     /// # Errors
     /// Never: names and shapes are constant.
     pub(crate) fn new() -> Result<(Self, Layout)> {
+        Self::sized(Sizes::CROSSASSET)
+    }
+
+    /// The same of these sizes.
+    ///
+    /// # Errors
+    /// Never: names do not come twice.
+    pub(crate) fn sized(sizes: Sizes) -> Result<(Self, Layout)> {
+        let Sizes { width, layers, .. } = sizes;
         let mut layout = Layout::builder();
         let mut names = layout.names();
-        let scales = TokenLinear::new(&mut names, "scale", SCALES.len(), FEATURES, WIDTH);
-        let layers = (0..LAYERS).map(|number| Block::new(names.at(format!("layer{number}")))).collect();
-        let head = Linear::new(names.at("head"), WIDTH, CLASSES);
+        let scales = TokenLinear::new(&mut names, "scale", SCALES.len(), FEATURES, width);
+        let layers = (0..layers).map(|number| Block::new(names.at(format!("layer{number}")), sizes)).collect();
+        let head = Linear::new(names.at("head"), width, CLASSES);
         Ok((Self { scales, layers, head, stored: PhantomData }, layout.build()?))
     }
 
@@ -76,14 +97,14 @@ impl<S: Factor<S> + Factor<f32>> stepscope::Model for Model<S> {
 
 impl Block {
     /// Matrices before vectors: the order decides where the weights lie, and so the bits of the gradients' norm.
-    fn new(mut names: Names<'_>) -> Self {
-        let projections = Attention::projections(&mut names, WIDTH);
-        let output = Linear::without_bias(names.at("wo"), WIDTH, WIDTH);
-        let up = Linear::without_bias(names.at("ffn1"), WIDTH, HIDDEN);
-        let down = Linear::without_bias(names.at("ffn2"), HIDDEN, WIDTH);
-        let [norm1, norm2] = ["norm1", "norm2"].map(|name| RmsNorm::new(names.at(name), WIDTH));
+    fn new(mut names: Names<'_>, Sizes { width, hidden, .. }: Sizes) -> Self {
+        let projections = Attention::projections(&mut names, width);
+        let output = Linear::without_bias(names.at("wo"), width, width);
+        let up = Linear::without_bias(names.at("ffn1"), width, hidden);
+        let down = Linear::without_bias(names.at("ffn2"), hidden, width);
+        let [norm1, norm2] = ["norm1", "norm2"].map(|name| RmsNorm::new(names.at(name), width));
         let attention = Attention { norm: norm1, projections, qk_norm: Attention::qk_norm(&mut names), output };
-        let mlp = Mlp { up: up.with_bias(names.at("ffn1"), HIDDEN), down: down.with_bias(names.at("ffn2"), WIDTH) };
+        let mlp = Mlp { up: up.with_bias(names.at("ffn1"), hidden), down: down.with_bias(names.at("ffn2"), width) };
         Self { attention, norm: norm2, mlp }
     }
 
