@@ -71,7 +71,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (h, out) = ops::layer_norm_residual(c.step, &x, &residual, &gain, &bias, epsilon)?;
         let alone = ops::layer_norm(c.step, &h, &gain, &bias, epsilon)?;
         c.kept("h", &h)?;
-        c.result("y", if c.seed % 2 == 0 { &out.y } else { &alone.y })?;
+        c.result("y", if c.seed.is_multiple_of(2) { &out.y } else { &alone.y })?;
         let kept = [&out.mean, &out.inverse_std];
         let mut sums = [c.step.empty([cols])?, c.step.empty([cols])?];
         let dx = ops::layer_norm_backward(c.step, &h, &gain, kept, &dy, None, sums.each_mut(), [false; 2])?;
