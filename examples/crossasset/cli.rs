@@ -1,5 +1,6 @@
 //! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -74,6 +75,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
     pub(crate) precision: Precision,
 
+    /// What memory holds of activations and of the matrices that products read: bf16 takes half the bytes; weights are f32
+    #[arg(long, value_enum, default_value_t = StoredAs::F32)]
+    pub(crate) stored: StoredAs,
+
     /// Learning rate of AdamW
     #[arg(long, value_name = "RATE", default_value_t = 3e-4, value_parser = above_zero)]
     pub(crate) learning_rate: f32,
@@ -123,6 +128,24 @@ pub(crate) enum Switch {
     On,
     /// It is not.
     Off,
+}
+
+/// What memory holds of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StoredAs {
+    /// f32.
+    F32,
+    /// BF16.
+    Bf16,
+}
+
+impl fmt::Display for StoredAs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
 }
 
 /// What is written to standard error.
@@ -254,6 +277,7 @@ mod tests {
         assert_eq!((args.seed, args.arena_mib, args.overflow_mib, args.horizon), (7, 1024, 0, 15));
         assert_eq!((args.learning_rate, args.weight_decay, args.clip), (3e-4, 0.01, 1.0));
         assert_eq!((args.capture, args.log, args.precision), (Switch::On, Log::Text, Precision::Ieee));
+        assert_eq!(args.stored, StoredAs::F32);
         assert_eq!(args.out, PathBuf::from("target/crossasset"));
         assert_eq!(args.sample_limit(), Some(SYNTHETIC_LIMIT));
     }
@@ -271,6 +295,7 @@ mod tests {
         assert_eq!((args.arena_mib, args.overflow_mib, args.checkpoint_every), (64, 4096, Some(3)));
         assert_eq!(args.log, Log::Json);
         assert_eq!(parse("--precision tf32").unwrap().precision, Precision::Tf32);
+        assert_eq!(parse("--stored bf16").unwrap().stored, StoredAs::Bf16);
         assert_eq!(parse("--bars a.csv").unwrap().sample_limit(), None);
     }
 
@@ -295,6 +320,7 @@ mod tests {
             ("--weight-decay NaN", "give a finite number, at least zero"),
             ("--weight-decay=-0.1", "--weight-decay"),
             ("--precision fp8", "ieee, tf32 or bf16"),
+            ("--stored fp8", "f32, bf16"),
             ("--clip 0", "--clip"),
             ("--clip nan", "--clip"),
             ("--horizon 0", "--horizon"),

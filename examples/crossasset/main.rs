@@ -123,7 +123,7 @@ fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<d
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
-    let (_, layout) = Model::new()?;
+    let (_, layout) = Model::<f32>::new()?;
     let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };
     screen.say(format_args!(

@@ -5,10 +5,9 @@
 
 use std::path::PathBuf;
 
-use stepscope::{AdamWConfig, Learner, Result, Schedule};
+use stepscope::{AdamWConfig, Learner, Model, Result, Schedule};
 
 use crate::features::{FEATURES, SCALES};
-use crate::model::Model;
 use crate::samples::MicroBatch;
 use crate::tensor_file::TensorFile;
 
@@ -49,7 +48,12 @@ impl Trace {
     ///
     /// # Errors
     /// When the device does not answer.
-    pub(crate) fn before_update(&mut self, batch: &[MicroBatch], loss: f32, learner: &Learner<Model>) -> Result<()> {
+    pub(crate) fn before_update<M: Model>(
+        &mut self,
+        batch: &[MicroBatch],
+        loss: f32,
+        learner: &Learner<M>,
+    ) -> Result<()> {
         let update = self.updates;
         let x: Vec<f32> = batch.iter().flat_map(|part| &part.x).copied().collect();
         let labels: Vec<u32> = batch.iter().flat_map(|part| &part.labels).copied().collect();
@@ -67,7 +71,7 @@ impl Trace {
     ///
     /// # Errors
     /// When the device does not answer, or the file cannot be written.
-    pub(crate) fn after_update(&mut self, learner: &Learner<Model>) -> Result<bool> {
+    pub(crate) fn after_update<M: Model>(&mut self, learner: &Learner<M>) -> Result<bool> {
         self.updates += 1;
         self.add_all("weight", learner, &learner.parameters.flat().read()?);
         self.file.write(&self.path)?;
@@ -75,7 +79,7 @@ impl Trace {
     }
 
     /// Adds a flat region, parameter by parameter.
-    fn add_all(&mut self, kind: &str, learner: &Learner<Model>, flat: &[f32]) {
+    fn add_all<M: Model>(&mut self, kind: &str, learner: &Learner<M>, flat: &[f32]) {
         for entry in learner.parameters.layout().entries() {
             let name = format!("{}.{kind}.{}", self.updates, entry.name());
             self.file.add(name, entry.shape(), &flat[entry.range()]);

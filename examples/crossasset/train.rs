@@ -6,12 +6,12 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Learner, Observer, Result, Schedule, Trainer, Update,
-    ops, replace_file,
+    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Learner, Model as Trained, Observer, Result, Schedule,
+    Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
-use crate::cli::{Args, Switch};
+use crate::cli::{Args, StoredAs, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
 use crate::progress::Progress;
@@ -98,7 +98,18 @@ impl<'r> Run<'r> {
     ///
     /// # Errors
     /// Those of the device and the arena.
-    pub(crate) fn train(&mut self, arena: &mut Arena, mut resumed: Option<Checkpoint>) -> Result<Option<String>> {
+    pub(crate) fn train(&mut self, arena: &mut Arena, resumed: Option<Checkpoint>) -> Result<Option<String>> {
+        match self.args.stored {
+            StoredAs::F32 => self.train_folds::<f32>(arena, resumed),
+            StoredAs::Bf16 => self.train_folds::<bf16>(arena, resumed),
+        }
+    }
+
+    fn train_folds<S: ops::Factor<S> + ops::Factor<f32>>(
+        &mut self,
+        arena: &mut Arena,
+        mut resumed: Option<Checkpoint>,
+    ) -> Result<Option<String>> {
         let (folds, epochs) = (self.args.folds, self.args.epochs);
         let mut sha256 = None;
         for (number, fold) in self.dataset.folds().iter().enumerate() {
@@ -107,7 +118,7 @@ impl<'r> Run<'r> {
             if done >= before + epochs && !last {
                 continue;
             }
-            let mut trainer = self.trainer(arena, fold)?;
+            let mut trainer = self.trainer::<S>(arena, fold)?;
             let mut progress = EpochProgress::default();
             // Within this fold, or a checkpoint of the last one's end.
             if let Some(checkpoint) = resumed.take()
@@ -131,7 +142,13 @@ impl<'r> Run<'r> {
     }
 
     /// An error unless a run comes to this progress, with so many updates, behind so many epochs of a fold.
-    fn check(&self, trainer: &Trainer<'_, Model>, fold: &Fold, epochs: usize, progress: EpochProgress) -> Result<()> {
+    fn check<M: Trained>(
+        &self,
+        trainer: &Trainer<'_, M>,
+        fold: &Fold,
+        epochs: usize,
+        progress: EpochProgress,
+    ) -> Result<()> {
         let (samples, batch) = (fold.train.len() as u64, self.args.batch as u64);
         let EpochProgress { updates, samples: done, .. } = progress;
         let counted = trainer.learner().optimizer.updates();
@@ -148,13 +165,18 @@ impl<'r> Run<'r> {
     }
 
     /// Weights and optimiser as they stand before a fold, and with `--capture on` the graph of its steps.
-    fn trainer<'a>(&self, arena: &'a mut Arena, fold: &Fold) -> Result<Trainer<'a, Model>>
+    fn trainer<'a, S: ops::Factor<S> + ops::Factor<f32>>(
+        &self,
+        arena: &'a mut Arena,
+        fold: &Fold,
+    ) -> Result<Trainer<'a, Model<S>>>
     where
         'r: 'a,
     {
-        let Args { batch, seed, checkpoint_every, capture, precision, .. } = *self.args;
-        let (model, layout) = Model::new()?;
+        let Args { batch, seed, checkpoint_every, capture, precision, stored, .. } = *self.args;
+        let (model, layout) = Model::<S>::new()?;
         let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
+        let learner = if stored == StoredAs::Bf16 { learner.with_bf16_copy()? } else { learner };
         let trainer = match capture {
             Switch::Off => Trainer::eager(arena, learner),
             Switch::On => {
@@ -178,9 +200,9 @@ impl<'r> Run<'r> {
     }
 
     /// Trains on what is left of the fold's samples, validates, and writes the checkpoint.
-    fn epoch(
+    fn epoch<M: Trained>(
         &mut self,
-        trainer: &mut Trainer<'_, Model>,
+        trainer: &mut Trainer<'_, M>,
         fold: &Fold,
         epoch: usize,
         mut progress: EpochProgress,
@@ -215,9 +237,9 @@ impl<'r> Run<'r> {
     }
 
     /// Trains on the run's first batches as long as they are to be looked at, with an update that waits for that.
-    fn look(
+    fn look<M: Trained>(
         &mut self,
-        trainer: &mut Trainer<'_, Model>,
+        trainer: &mut Trainer<'_, M>,
         fold: &Fold,
         batches: &mut impl Iterator<Item = Result<Vec<MicroBatch>>>,
         progress: &mut EpochProgress,
@@ -249,7 +271,7 @@ impl<'r> Run<'r> {
     }
 
     /// Mean loss and accuracy over the fold's validation samples.
-    fn validate(&self, trainer: &mut Trainer<'_, Model>, fold: &Fold) -> Result<(f64, f64)> {
+    fn validate<M: Trained>(&self, trainer: &mut Trainer<'_, M>, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
         for batch in samples::batches(self.dataset, fold, samples, (self.args.batch, self.args.batch))? {
@@ -293,8 +315,8 @@ fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<P
 fn settings(args: &Args, dataset: &Dataset) -> String {
     let limit = args.sample_limit().map_or("none".into(), |limit| limit.to_string());
     format!(
-        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} horizon {} \
-         limit {limit} bars {}",
+        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} stored {} \
+         horizon {} limit {limit} bars {}",
         args.seed,
         args.epochs,
         args.folds,
@@ -304,6 +326,7 @@ fn settings(args: &Args, dataset: &Dataset) -> String {
         args.weight_decay,
         args.clip,
         args.precision,
+        args.stored,
         args.horizon,
         dataset.sha256()
     )

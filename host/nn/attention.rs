@@ -4,7 +4,7 @@ use super::{Linear, Names, RmsNorm};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
-use crate::ops::AttentionForm;
+use crate::ops::{AttentionForm, Factor};
 use crate::params::Stack;
 use kernels::attention::HEAD;
 
@@ -44,16 +44,16 @@ impl Attention {
         names.add_stack(2, |part: usize| ["q_norm.gain", "k_norm.gain"][part].to_owned(), [HEAD], Initializer::ONE)
     }
 
-    /// The sum of h and what attention makes of it.
+    /// The sum of h and what attention makes of it. Attention itself is of f32, between casts where h is BF16.
     ///
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, h: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, h: &Var<'s, S>) -> Result<Var<'s, S>> {
         let RmsNorm { gain, epsilon } = self.norm;
         let qkv = tape.norm_project(h, gain, epsilon, &self.projections)?;
         let heads = AttentionForm::new(h.shape().as_rows()[1] / HEAD);
-        let mixed = tape.attention(&qkv, Some((&self.qk_norm, epsilon)), &heads)?;
-        self.output.forward_residual(tape, &mixed, h)
+        let mixed = tape.attention(&tape.to_f32(&qkv)?, Some((&self.qk_norm, epsilon)), &heads)?;
+        self.output.forward_residual(tape, &tape.stored_as(&mixed)?, h)
     }
 }

@@ -74,10 +74,27 @@ pub fn scale_by<'s, S: Stored>(
     x: &impl Source<'s, S>,
     factor: &impl Source<'s, f32>,
 ) -> Result<Tensor<'s, S>> {
-    same_shape("scale_by", [1].into(), factor.shape())?;
     let mut out = step.empty(x.shape())?;
-    step.launch(elementwise::scale_by { x: x.slice(), factor: factor.slice(), out: out.out() })?;
+    scale_by_into(step, x, factor, &mut out, false)?;
     Ok(out)
+}
+
+/// [`scale_by`] into `out`; `out += factor x` when `accumulate`, by one fused multiply-add. Queued, no scratch.
+///
+/// # Errors
+/// [`Error::Misuse`](crate::Error::Misuse) when the factor is not one element, or `x` and `out` have different shapes.
+#[track_caller]
+pub fn scale_by_into<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    factor: &impl Source<'s, f32>,
+    out: &mut impl Target<'s, S>,
+    accumulate: bool,
+) -> Result<()> {
+    same_shape("scale_by", [1].into(), factor.shape())?;
+    same_shape("scale_by", x.shape(), out.shape())?;
+    let accumulate = u32::from(accumulate);
+    step.launch(elementwise::scale_by { x: x.slice(), factor: factor.slice(), accumulate, out: out.out() })
 }
 
 /// `out = x + bias` for every row; `x`, `out`: `[.., cols]`, `bias`: `[cols]`. Queued, no scratch.

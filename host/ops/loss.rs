@@ -48,7 +48,7 @@ pub fn cross_entropy_by<'s, S: Stored>(
     logits: &impl Source<'s, S>,
     labels: &impl Source<'s, u32>,
     weight: f32,
-    LabelRules { smoothing, ignore }: LabelRules,
+    rules: LabelRules,
 ) -> Result<(Tensor<'s>, Tensor<'s, S>)> {
     const OP: &str = "cross_entropy";
     let (rows, classes) = match *logits.shape().extents() {
@@ -58,32 +58,58 @@ pub fn cross_entropy_by<'s, S: Stored>(
             return Err(Error::misuse(OP, "logits [rows, classes] and labels [rows]", got));
         }
     };
-    if !(0.0..1.0).contains(&smoothing) {
-        return Err(Error::misuse(OP, "a smoothing in [0, 1)", smoothing.to_string()));
-    }
-    if ignore {
-        step.check_labels_but_ignored(labels, classes)?
-    } else {
-        step.check_labels(labels, classes)?
-    }
+    rules.check(OP, step, labels, classes)?;
     let mut dlogits = step.empty(logits.shape())?;
     if rows == 0 {
         return Ok((fill(step, [1], 0.0)?, dlogits));
     }
     let blocks = rows.div_ceil(kernel::loss_rows(classes));
     let mut losses = step.empty([blocks])?;
+    let scale = if blocks == 1 { weight } else { 1.0 };
+    losses_into(step, logits, labels, [weight, scale], rules, &mut losses, &mut dlogits)?;
+    Ok((summed(step, losses, weight)?, dlogits))
+}
+
+impl LabelRules {
+    /// An error unless these rules and the labels, as far as the host knows them, are ones of so many classes.
+    #[track_caller]
+    pub(super) fn check<'s>(
+        self,
+        op: &'static str,
+        step: &Step<'s>,
+        labels: &impl Source<'s, u32>,
+        classes: usize,
+    ) -> Result<()> {
+        if !(0.0..1.0).contains(&self.smoothing) {
+            return Err(Error::misuse(op, "a smoothing in [0, 1)", self.smoothing.to_string()));
+        }
+        if self.ignore { step.check_labels_but_ignored(labels, classes) } else { step.check_labels(labels, classes) }
+    }
+}
+
+/// The gradients, weighted, of rows of logits `[rows, classes]` that were checked, and a loss for each block of them, scaled; one launch.
+#[track_caller]
+pub(super) fn losses_into<'s, S: Stored>(
+    step: &Step<'s>,
+    logits: &impl Source<'s, S>,
+    labels: &impl Source<'s, u32>,
+    [weight, scale]: [f32; 2],
+    LabelRules { smoothing, ignore }: LabelRules,
+    losses: &mut impl Target<'s, f32>,
+    dlogits: &mut impl Target<'s, S>,
+) -> Result<()> {
+    let [_, classes] = logits.shape().as_rows();
     step.launch(kernel::cross_entropy {
         logits: logits.slice(),
         labels: labels.slice(),
         classes,
         weight,
-        scale: if blocks == 1 { weight } else { 1.0 },
+        scale,
         smoothing,
         ignore: u32::from(ignore),
         losses: losses.out(),
         dlogits: dlogits.out(),
-    })?;
-    Ok((summed(step, losses, weight)?, dlogits))
+    })
 }
 
 /// `weight` times the sum of blocks' losses; of one block it is in there.

@@ -18,6 +18,7 @@ mod fill;
 mod gate;
 mod generator;
 mod layer_norm;
+mod linear_cross_entropy;
 mod loss;
 mod matmul;
 mod norm;
@@ -36,10 +37,10 @@ pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
 pub use attention::{Attend, Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
-pub use cast::{to_bf16, to_f32};
+pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
-pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, sub};
+pub use elementwise::{add, add_assign, add_bias, mul, scale, scale_by, scale_by_into, sub};
 pub use embedding::{add_positions, add_positions_backward, embedding, embedding_backward, gather, gather_backward};
 pub use fill::{copy, copy_into, fill, fill_into};
 pub use gate::{
@@ -50,6 +51,7 @@ pub use generator::{Draw, Draws, Generator};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_tensor::{TILES as TENSOR_TILES, Tile as TensorTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_residual};
+pub use linear_cross_entropy::{HeadForm, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
     Factor, Gemm, Gradient, TILES, Tile, gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul,

@@ -93,15 +93,29 @@ pub fn mean<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Te
 /// [`Error::ArenaFull`].
 #[track_caller]
 pub fn scaled_sum<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor: f32) -> Result<Tensor<'s>> {
-    let elements = x.shape().elements();
-    if elements == 0 {
-        return super::fill(step, [1], 0.0);
+    let mut out = step.empty([1])?;
+    scaled_sum_into(step, x, factor, &mut out)?;
+    Ok(out)
+}
+
+/// [`scaled_sum`] into `out`, `[1]`.
+#[track_caller]
+pub(super) fn scaled_sum_into<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    factor: f32,
+    out: &mut impl Target<'s, f32>,
+) -> Result<()> {
+    let sum = |scale, out| step.launch(reduce::sum_all { x: x.slice(), scale, accumulate: 0, out });
+    match x.shape().elements().div_ceil(CHUNK) {
+        0 => super::fill_into(step, out, 0.0),
+        1 => sum(factor, out.out()),
+        blocks => {
+            let mut partial = step.empty([blocks])?;
+            sum(1.0, partial.out())?;
+            scaled_sum_into(step, &partial, factor, out)
+        }
     }
-    let blocks = elements.div_ceil(CHUNK);
-    let mut out = step.empty([blocks])?;
-    let scale = if blocks == 1 { factor } else { 1.0 };
-    step.launch(reduce::sum_all { x: x.slice(), scale, accumulate: 0, out: out.out() })?;
-    if blocks == 1 { Ok(out) } else { scaled_sum(step, &out, factor) }
 }
 
 /// The sum of the squares of all elements, `[1]`. Queued.
@@ -109,7 +123,7 @@ pub fn scaled_sum<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>, factor
 /// # Errors
 /// [`Error::ArenaFull`].
 #[track_caller]
-pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn squared_norm<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let elements = x.shape().elements();
     if elements == 0 {
         return super::fill(step, [1], 0.0);
@@ -124,7 +138,7 @@ pub fn squared_norm<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Ten
 /// # Errors
 /// [`Error::Misuse`] for no elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn max<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let mut out = step.empty([not_empty("max", x)?.div_ceil(CHUNK)])?;
     step.launch(reduce::max_all { x: x.slice(), out: out.out() })?;
     if out.shape().elements() == 1 { Ok(out) } else { max(step, &out) }
@@ -135,7 +149,7 @@ pub fn max<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> 
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s>> {
+pub fn max_columns<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s>> {
     let [rows, cols] = with_columns("max_columns", x)?;
     let mut out = step.empty([rows])?;
     step.launch(reduce::max_columns { x: x.slice(), cols, out: out.out() })?;
@@ -148,7 +162,7 @@ pub fn max_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tens
 /// # Errors
 /// [`Error::Misuse`] for rows without elements; [`Error::ArenaFull`].
 #[track_caller]
-pub fn argmax_columns<'s>(step: &Step<'s>, x: &impl Source<'s, f32>) -> Result<Tensor<'s, u32>> {
+pub fn argmax_columns<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> Result<Tensor<'s, u32>> {
     let [rows, cols] = with_columns("argmax_columns", x)?;
     let mut out = step.empty([rows])?;
     step.launch(reduce::argmax_columns { x: x.slice(), cols, out: out.out() })?;
@@ -162,7 +176,7 @@ fn not_empty<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Result<
     }
 }
 
-fn with_columns<'s>(op: &'static str, x: &impl Source<'s, f32>) -> Result<[usize; 2]> {
+fn with_columns<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Result<[usize; 2]> {
     match x.shape().as_rows() {
         [rows, 0] if rows > 0 => Err(Error::misuse(op, "rows with elements", x.shape().to_string())),
         [rows, cols] => Ok([rows, cols]),

@@ -86,7 +86,7 @@ const FIRST: [&str; 12] = [
     "copy_bf16",
     "sum_all_f32",
     "sum_rows_f32",
-    "squared_norm",
+    "squared_norm_f32",
     "round_to_tf32",
     "round_to_bf16",
 ];
@@ -197,7 +197,14 @@ const LISTED: &[Listed] = &[
     both!("sub", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::sub(i.step, a, b)?))),
     both!("mul", <S>, |i| i.flat::<S>(|i, [a, b]| i.keep(&ops::mul(i.step, a, b)?))),
     both!("scale", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale(i.step, x, 0.1)?))),
-    both!("scale_by", <S>, |i| i.flat::<S>(|i, [x, _]| i.keep(&ops::scale_by(i.step, x, &i.normals([1])?)?))),
+    both!("scale_by", <S>, |i| {
+        i.flat::<S>(|i, [x, y]| {
+            let (factor, mut out) = (i.normals([1])?, ops::copy(i.step, y)?);
+            i.keep(&ops::scale_by(i.step, x, &factor)?)?;
+            ops::scale_by_into(i.step, x, &factor, &mut out, true)?;
+            i.keep(&out)
+        })
+    }),
     both!("add_bias", <S>, |i| {
         i.rows::<S>(|i, x| {
             let bias = i.normals([x.shape().as_rows()[1]])?;
@@ -416,10 +423,10 @@ const LISTED: &[Listed] = &[
             )
         })
     }),
-    One("squared_norm", |i| i.long(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),
-    One("max_all", |i| i.long(|i, x| i.keep(&ops::max(i.step, x)?))),
-    One("max_columns", |i| i.rows(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
-    One("argmax_columns", |i| i.rows(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
+    both!("squared_norm", <S>, |i| i.long::<S>(|i, x| i.keep(&ops::squared_norm(i.step, x)?))),
+    both!("max_all", <S>, |i| i.long::<S>(|i, x| i.keep(&ops::max(i.step, x)?))),
+    both!("max_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::max_columns(i.step, x)?))),
+    both!("argmax_columns", <S>, |i| i.rows::<S>(|i, x| i.keep(&ops::argmax_columns(i.step, x)?))),
     both!("rotary", <S>, |i| attention::rotary::<S>(i)),
     One("scalars", |i| {
         (scalars::EXP..=scalars::GELU_EXACT).try_for_each(|function| {

@@ -93,6 +93,20 @@ on_each_device! {
         }
     }
 
+    /// One fused multiply-add, which differs from a product and a sum.
+    fn scale_by_accumulates(device: &Device) {
+        for length in LENGTHS {
+            let (x, y) = pairs(length);
+            let got = trial(device, |trial| {
+                let (x, factor, mut y) =
+                    (trial.upload(&x, [length])?, trial.upload(&[0.1], [1])?, trial.upload(&y, [length])?);
+                ops::scale_by_into(trial, &x, &factor, &mut y, true)?;
+                trial.output(&y)
+            });
+            assert_same(length, &got, &rounded(&x, &y, |x, y| f64::from((x as f32).mul_add(0.1, y as f32))));
+        }
+    }
+
     fn add_bias(device: &Device) {
         for [rows, cols] in ROWS {
             let (x, bias) = (pairs(rows * cols).0, Random::new(cols as u64).normals(cols));
@@ -174,6 +188,6 @@ attack! {
     elementwise::mul<S> { a: stored 9, b: stored 9, out: out_stored 9 }
     elementwise::add_assign<S> { a: stored 9, out: out_stored 9 }
     elementwise::scale<S> { x: stored 9, factor: float 2.0, out: out_stored 9 }
-    elementwise::scale_by<S> { x: stored 9, factor: f32s 1, out: out_stored 9 }
+    elementwise::scale_by<S> { x: stored 9, factor: f32s 1, accumulate: number 1, out: out_stored 9 }
     elementwise::add_bias<S> { x: stored 24, bias: f32s 8, cols: number 8, out: out_stored 24 }
 }

@@ -228,8 +228,8 @@ attack! {
     reduce::sum_columns<S> { x: stored 24, cols: number 8, scale: float 1.0, accumulate: number 1, out: out 3 }
     reduce::sum_rows<S> { x: stored 24, cols: number 8, chunk: number 2, scale: float 1.0, accumulate: number 1, out: out 16 }
     reduce::sum_all<S> { x: stored 5000, scale: float 1.0, accumulate: number 1, out: out 2 }
-    reduce::squared_norm { x: f32s 5000, out: out 2 }
-    reduce::max_all { x: f32s 5000, out: out 2 }
-    reduce::max_columns { x: f32s 24, cols: number 8, out: out 3 }
-    reduce::argmax_columns { x: f32s 24, cols: number 8, out: out_u32 3 }
+    reduce::squared_norm<S> { x: stored 5000, out: out 2 }
+    reduce::max_all<S> { x: stored 5000, out: out 2 }
+    reduce::max_columns<S> { x: stored 24, cols: number 8, out: out 3 }
+    reduce::argmax_columns<S> { x: stored 24, cols: number 8, out: out_u32 3 }
 }

@@ -86,6 +86,11 @@ rounded_once! {
     }
     scale<S>: |c| { c.keep(&ops::scale(c.trial, &c.x::<S>()?, 0.3)?) }
     scale_by<S>: |c| { c.keep(&ops::scale_by(c.trial, &c.x::<S>()?, &c.trial.upload(&[0.7], [1])?)?) }
+    scale_by_into<S>: |c| {
+        let (x, mut out) = (c.x::<S>()?, c.x()?);
+        ops::scale_by_into(c.trial, &x, &c.trial.upload(&[0.7], [1])?, &mut out, true)?;
+        c.keep(&out)
+    }
     add_bias<S>: |c| { c.keep(&ops::add_bias(c.trial, &c.x::<S>()?, &c.row()?)?) }
     copy<S>: |c| { c.keep(&ops::copy(c.trial, &c.x::<S>()?)?) }
     tanh<S>: |c| { c.keep(&ops::tanh(c.trial, &c.x::<S>()?)?) }
@@ -199,6 +204,18 @@ rounded_once! {
         c.keep(&loss)?;
         c.keep(&dlogits)
     }
+    max<S>: |c| {
+        // There is none of nothing.
+        let x = c.of::<S>([c.shape[0].max(1), c.shape[1]])?;
+        c.keep(&ops::max(c.trial, &x)?)
+    }
+    max_columns<S>: |c| { c.keep(&ops::max_columns(c.trial, &c.x::<S>()?)?) }
+    argmax_columns<S>: |c| {
+        let places = c.trial.output(&ops::argmax_columns(c.trial, &c.x::<S>()?)?)?;
+        c.outputs.borrow_mut().push((places.into_iter().map(|place| place as f32).collect(), false));
+        Ok(())
+    }
+    squared_norm<S>: |c| { c.keep(&ops::squared_norm(c.trial, &c.x::<S>()?)?) }
     sum_columns<S>: |c| { c.keep(&ops::sum_columns(c.trial, &c.x::<S>()?)?) }
     sum_rows<S>: |c| { c.keep(&ops::sum_rows(c.trial, &c.x::<S>()?)?) }
     sum<S>: |c| { c.keep(&ops::sum(c.trial, &c.x::<S>()?)?) }

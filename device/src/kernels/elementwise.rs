@@ -103,13 +103,15 @@ family! {
 }
 
 family! {
-    /// out = factor x, with a factor from device memory; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`.
+    /// out = factor x, with a factor from device memory; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`, or adds to it where `accumulate`
+    /// is 1, by one fused multiply-add.
     scale_by<S: Stored> { scale_by_f32: f32; scale_by_bf16: bf16; }
-    unsafe fn(x: &[S], factor: &[f32], out: *mut S) {
+    unsafe fn(x: &[S], factor: &[f32], accumulate: u32, out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
         unsafe {
             write_own_vectors!(S, x.len(), out, |index, part| {
-                F4::load_part(x, index, part, 0.0) * F4::splat(load(factor, 0))
+                let (x, factor) = (F4::load_part(x, index, part, 0.0), F4::splat(load(factor, 0)));
+                if accumulate == 0 { x * factor } else { F4::load_part_raw(out, index, part, 0.0).fma(factor, x) }
             });
         }
     }

@@ -21,7 +21,7 @@ use crate::block::{ColumnTile, REDUCTION_BYTES, block_combine, chunk_fold};
 use crate::tile::SharedTile;
 use crate::vector::{F4, put, store};
 use crate::warp::{Row, add, max, max4, rank, rank_column, sum4};
-use crate::{contract, family, for_each_row, for_each_vector};
+use crate::{family, for_each_row, for_each_vector};
 use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
 
@@ -97,99 +97,103 @@ family! {
     }
 }
 
-/// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](struct@sum_all)
-/// adds these up. Overwrites `out`.
-#[kernel]
-pub unsafe fn squared_norm(x: &[f32], out: *mut f32) {
-    // SAFETY: a block has a place in `out`; all of its threads come here.
-    unsafe {
-        let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
-        let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
-        if thread::thread_idx_x() == 0 {
-            store(out, thread::block_idx_x() as usize, total);
-        }
-    }
-}
-
-// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
-contract! { unsafe squared_norm { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
-    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
-    Grid::cover(k.x.len(), crate::block::CHUNK)
-}}
-
-/// `out[i]` = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
-/// Overwrites `out`.
-#[kernel]
-pub unsafe fn max_all(x: &[f32], out: *mut f32) {
-    // SAFETY: a block has a place in `out`; all of its threads come here.
-    unsafe {
-        let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
-        let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
-        if thread::thread_idx_x() == 0 {
-            store(out, thread::block_idx_x() as usize, largest);
-        }
-    }
-}
-
-// SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
-contract! { unsafe max_all { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
-    Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
-    Grid::cover(k.x.len(), crate::block::CHUNK)
-}}
-
-/// `out[r] = max_c x[r, c]`, NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
-/// `out`.
-#[kernel]
-pub unsafe fn max_columns(x: &[f32], cols: usize, out: *mut f32) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    let mut largest = F4::splat(f32::NEG_INFINITY);
-    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
-    unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
-        });
-        let largest = row.max(largest);
-        if row.is_first_lane() {
-            store(out, row.number, largest);
-        }
-    }
-}
-
-// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
-contract! { unsafe max_columns { block: crate::warp::ROW_BLOCK } |k| {
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("out", rows, k.out.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.cols)
-}}
-
-/// `out[r]` = the first c with `x[r, c] = max_c x[r, c]`; a NaN counts as the largest, as in PyTorch; `x`:
-/// `[rows, cols]`, cols below 2^32, `out`: `[rows]`. Overwrites `out`.
-#[kernel]
-pub unsafe fn argmax_columns(x: &[f32], cols: usize, out: *mut u32) {
-    let Some(row) = Row::new(x.len(), cols) else { return };
-    let mut best = 0;
-    // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
-    unsafe {
-        for_each_vector!(row, cols, |column, part| {
-            let x = F4::load_part(x, row.start + column, part, 0.0).0;
-            let mut at = 0;
-            while at < F4::LEN {
-                let rank = if at < part.count() { rank(x[at], (column + at) as u32) } else { 0 };
-                best = if rank > best { rank } else { best };
-                at += 1;
+family! {
+    /// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](struct@sum_all)
+    /// adds these up. Overwrites `out`.
+    squared_norm<S: Stored> { squared_norm_f32: f32; squared_norm_bf16: bf16; }
+    unsafe fn(x: &[S], out: *mut f32) {
+        // SAFETY: a block has a place in `out`; all of its threads come here.
+        unsafe {
+            let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
+            let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
+            if thread::thread_idx_x() == 0 {
+                store(out, thread::block_idx_x() as usize, total);
             }
-        });
-        let best = row.combine(best, |a, b| if b > a { b } else { a });
-        if row.is_first_lane() {
-            store(out, row.number, rank_column(best));
         }
+    }
+    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+        Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+        Grid::cover(k.x.len(), crate::block::CHUNK)
     }
 }
 
-// SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
-contract! { unsafe argmax_columns { block: crate::warp::ROW_BLOCK } |k| {
-    Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
-    let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
-    Violation::unless_length("out", rows, k.out.len())?;
-    crate::warp::Row::grid("x", k.x.len(), k.cols)
-}}
+family! {
+    /// `out[i]` = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+    /// Overwrites `out`.
+    max_all<S: Stored> { max_all_f32: f32; max_all_bf16: bf16; }
+    unsafe fn(x: &[S], out: *mut f32) {
+        // SAFETY: a block has a place in `out`; all of its threads come here.
+        unsafe {
+            let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
+            let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
+            if thread::thread_idx_x() == 0 {
+                store(out, thread::block_idx_x() as usize, largest);
+            }
+        }
+    }
+    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
+        Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
+        Grid::cover(k.x.len(), crate::block::CHUNK)
+    }
+}
+
+family! {
+    /// `out[r] = max_c x[r, c]`, NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
+    /// `out`.
+    max_columns<S: Stored> { max_columns_f32: f32; max_columns_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, out: *mut f32) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        let mut largest = F4::splat(f32::NEG_INFINITY);
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        unsafe {
+            for_each_vector!(row, cols, |column, part| {
+                largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
+            });
+            let largest = row.max(largest);
+            if row.is_first_lane() {
+                store(out, row.number, largest);
+            }
+        }
+    }
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("out", rows, k.out.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
+    }
+}
+
+family! {
+    /// `out[r]` = the first c with `x[r, c] = max_c x[r, c]`; a NaN counts as the largest, as in PyTorch; `x`:
+    /// `[rows, cols]`, cols below 2^32, `out`: `[rows]`. Overwrites `out`.
+    argmax_columns<S: Stored> { argmax_columns_f32: f32; argmax_columns_bf16: bf16; }
+    unsafe fn(x: &[S], cols: usize, out: *mut u32) {
+        let Some(row) = Row::new(x.len(), cols) else { return };
+        let mut best = 0;
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        unsafe {
+            for_each_vector!(row, cols, |column, part| {
+                let x = F4::load_part(x, row.start + column, part, 0.0).0;
+                let mut at = 0;
+                while at < F4::LEN {
+                    let rank = if at < part.count() { rank(x[at], (column + at) as u32) } else { 0 };
+                    best = if rank > best { rank } else { best };
+                    at += 1;
+                }
+            });
+            let best = row.combine(best, |a, b| if b > a { b } else { a });
+            if row.is_first_lane() {
+                store(out, row.number, rank_column(best));
+            }
+        }
+    }
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
+        Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
+        let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
+        Violation::unless_length("out", rows, k.out.len())?;
+        crate::warp::Row::grid("x", k.x.len(), k.cols)
+    }
+}

@@ -3,6 +3,7 @@
 //! Invariant: the tensors' types alone say which kernels run: f32 by [`ieee`](super::ieee) or, in a precision below it,
 //! [`tensor`](super::tensor); BF16 by [`bf16`](super::bf16).
 
+use super::super::cast::Cast;
 use super::form::{Epilogue, Gemm, Gradient};
 use super::{bf16 as of_bf16, ieee, tensor};
 use crate::error::Result;
@@ -12,7 +13,7 @@ use crate::tensor::{Source, Stored, Target, Tensor};
 use half::bf16;
 
 /// What a matrix multiply takes: tensors of f32, which give f32, or of BF16, which give either.
-pub trait Factor<S: Stored>: Stored {
+pub trait Factor<S: Stored>: Cast {
     #[doc(hidden)]
     #[track_caller]
     fn queue<'s>(

@@ -1,0 +1,68 @@
+//! Attention and what is done to its queries and keys.
+
+use crate::case::{Case, Run, one};
+use kernels::attention::HEAD;
+use std::num::NonZeroU32;
+use stepscope::{Result, Tensor, ops};
+
+pub(crate) const CASES: &[&[(&str, Run)]] = &[
+    &one!("attention", |c| {
+        let [batch, tokens, heads] = c.extents([9, 16, 4]);
+        c.longest((batch * tokens * heads).max(HEAD));
+        let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
+        let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
+        let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
+        let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionForm::new(heads).scale(scale));
+        let made = ops::attention(c.step, &qkv, Some(norm), &form)?;
+        c.result("y", &made.out)?;
+        let mut dgains = c.step.empty([2, HEAD])?;
+        let backward = Some((norm, &mut dgains, false));
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
+        c.result("dgains", &dgains)
+    }),
+    &one!("flash_attention", |c| {
+        let heads = c.heads([3, 130, 3, 2, 12]);
+        c.longest((heads.tokens * heads.form.heads).max(heads.width));
+        let tokens = heads.batch * heads.tokens;
+        let documents = c.random.borrow_mut().belows(tokens, 2);
+        let lengths = c.random.borrow_mut().belows(heads.batch, 200);
+        let documents = c.given("documents", [heads.batch, heads.tokens], &documents)?;
+        let lengths = c.given("lengths", [heads.batch], &lengths)?;
+        let form = heads.form.documents(documents).lengths(lengths);
+        // All tokens, those before, or some of those before.
+        let (sees, window) = match c.seed {
+            0 => (ops::Sees::Past, u32::MAX),
+            2 => (ops::Sees::Window(NonZeroU32::MIN.saturating_add(19)), 20),
+            _ => (ops::Sees::All, 0),
+        };
+        c.given("window", [1], &[window])?;
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.output())?);
+        let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
+        c.result("y", &made.out)?;
+        let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+        c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+    }),
+    &one!("qk_norm", |c| {
+        let heads = c.heads([3, 60, 3, 2, 32]);
+        let rows = heads.batch * heads.tokens * heads.form.heads;
+        c.longest(rows.max(heads.width));
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let (gains, epsilon) = (c.operand("gains", [2, heads.width])?, c.scalar("epsilon"));
+        let norm = ops::QkNorm::new(&gains, epsilon);
+        let (y, inverse_rms) = ops::qk_norm(c.step, &qkv, norm, &heads.form)?;
+        c.result("y", &y)?;
+        let mut dgains = c.step.empty([2, heads.width])?;
+        let dqkv = ops::qk_norm_backward(c.step, &qkv, norm, &heads.form, &inverse_rms, dy, &mut dgains, false)?;
+        c.result("dqkv", &dqkv)?;
+        c.result("dgains", &dgains)
+    }),
+    &one!("rotary", |c| {
+        let heads = c.heads([3, 60, 3, 2, 32]);
+        c.longest(1);
+        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let rotary = ops::Rotary { base: 1000.0, offset: 100 * c.seed as u32 };
+        c.given("rotary", [2], &[1000, rotary.offset])?;
+        c.result("y", &ops::rotary(c.step, &qkv, rotary, &heads.form)?)?;
+        c.result("dqkv", &ops::rotary_backward(c.step, dy, rotary, &heads.form)?)
+    }),
+];

@@ -1,0 +1,69 @@
+//! Losses, with the head of a language model.
+
+use crate::case::{Case, Run, both};
+use stepscope::{Result, ops};
+
+pub(crate) const CASES: &[&[(&str, Run)]] = &[
+    &both!("squared_error", <S>, |c| {
+        let shape @ [rows, cols] = c.extents([70, 300]);
+        c.longest(rows * cols);
+        let (x, target, weight) = (c.operand::<S>("x", shape)?, c.operand("target", shape)?, c.scalar("weight"));
+        let (dy, (loss, dx)) = (c.upstream::<S>()?, ops::squared_error(c.step, &x, &target, weight)?);
+        c.result("y", &loss)?;
+        c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
+    }),
+    &both!("binary_cross_entropy", <S>, |c| {
+        let shape @ [rows, cols] = c.extents([70, 300]);
+        c.longest(rows * cols);
+        let (x, target) = (c.operand::<S>("x", shape)?, c.random.borrow_mut().uniforms(rows * cols, 0.0, 1.0));
+        let (target, weight, dy) = (c.given("target", shape, &target)?, c.scalar("weight"), c.upstream::<S>()?);
+        let (loss, dx) = ops::binary_cross_entropy(c.step, &x, &target, weight)?;
+        c.result("y", &loss)?;
+        c.result("dx", &ops::scale_by(c.step, &dx, &dy)?)
+    }),
+    &both!("cross_entropy_by", <S>, |c| {
+        let [rows, classes] = c.extents([300, 12]);
+        c.longest(rows.max(classes));
+        let logits = c.operand::<S>("logits", [rows, classes + 1])?;
+        let mut labels = c.belows(rows, classes + 1);
+        labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
+        let labels = c.given("labels", [rows], &labels)?;
+        let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
+        let rules = ops::LabelRules { smoothing, ignore: true };
+        let (loss, dlogits) = ops::cross_entropy_by(c.step, &logits, &labels, weight, rules)?;
+        c.result("y", &loss)?;
+        c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
+    }),
+    &both!("cross_entropy", <S>, |c| {
+        let [rows, classes] = c.extents([300, 12]);
+        c.longest(rows.max(classes));
+        let logits = c.operand::<S>("logits", [rows, classes + 1])?;
+        let labels = c.given("labels", [rows], &c.belows(rows, classes + 1))?;
+        let (weight, dy) = (c.scalar("weight"), c.upstream::<S>()?);
+        let (loss, dlogits) = ops::cross_entropy(c.step, &logits, &labels, weight)?;
+        c.result("y", &loss)?;
+        c.result("dlogits", &ops::scale_by(c.step, &dlogits, &dy)?)
+    }),
+    &both!("linear_cross_entropy", <S>, |c| {
+        let [rows, width, vocabulary] = c.extents([300, 40, 60]);
+        let vocabulary = vocabulary + 1;
+        // Three sums in a row: logits, their softmax, and what follows from its gradients.
+        c.longest_product::<S>(width + vocabulary + rows.max(vocabulary));
+        // Three chunks of the largest shape.
+        let (form, shape) = match c.seed % 2 {
+            0 => (ops::HeadForm::default(), [width, vocabulary]),
+            _ => (ops::HeadForm::default().tied(), [vocabulary, width]),
+        };
+        c.given("tied", [1], &[u32::from(form.tied)])?;
+        let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);
+        let mut labels = c.belows(rows, vocabulary);
+        labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
+        let labels = c.given("labels", [rows], &labels)?;
+        let (weight, smoothing, dy) = (c.scalar("weight"), c.share("smoothing"), c.upstream::<S>()?);
+        let form = form.rules(ops::LabelRules { smoothing, ignore: true }).chunk(128);
+        let (loss, dhidden, dw) = ops::linear_cross_entropy(c.step, &hidden, &w, &labels, weight, &form)?;
+        c.result("y", &loss)?;
+        c.result("dhidden", &ops::scale_by(c.step, &dhidden, &dy)?)?;
+        c.result("dw", &ops::scale_by(c.step, &dw, &dy)?)
+    }),
+];

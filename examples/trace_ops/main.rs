@@ -1,0 +1,92 @@
+//! Writes what every op computes on random shapes, forward and backward, for an independent computation to check.
+//!
+//! ```text
+//! cargo run --release --example trace_ops -- ops.safetensors
+//! cargo run --release --features cuda --example trace_ops -- --device cuda ops.safetensors
+//! ```
+//! `ci/oracle` runs it and checks the file with JAX. A case is an op and a seed: its operands are `OP.SEED.in.NAME`; `in.dy` is
+//! the gradient of its result, `OP.SEED.out.y`, and `out.dNAME` what backward makes of it for an operand. The note `OP.SEED` is
+//! the largest relative L2 error that is allowed. `OP_bf16` is the op of BF16 tensors: its operands are what BF16 holds, and `half` instead
+//! of `out` says that the result was rounded to BF16, as what was kept for backward was, which is an operand too.
+//! Exit code 0: the file is written. 1: it is not, or the device failed. 2: the command line is wrong.
+
+#![forbid(unsafe_code)]
+
+#[path = "../../tests/support/mod.rs"]
+mod support;
+#[path = "../crossasset/tensor_file.rs"]
+mod tensor_file;
+
+mod activations;
+mod attention;
+mod case;
+mod elementwise;
+mod losses;
+mod places;
+mod products;
+mod rows;
+mod updates;
+
+use case::{Case, Run};
+use clap::Parser;
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use stepscope::{Arena, Capacity, Device, DeviceKind, Result};
+use support::Random;
+use tensor_file::TensorFile;
+
+/// Writes operands and results of every op.
+#[derive(Parser)]
+#[command(name = "trace_ops")]
+struct Args {
+    /// Where the ops run
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    device: DeviceKind,
+
+    /// The safetensors file to write
+    file: PathBuf,
+}
+
+/// Seeds of each case's shapes and values.
+const SEEDS: std::ops::Range<u64> = 0..4;
+
+/// Every op, with the length of the longest sum in it or its backward: 1 for single roundings, 0 for none at all.
+const GROUPS: [&[&[(&str, Run)]]; 8] = [
+    activations::CASES,
+    elementwise::CASES,
+    places::CASES,
+    rows::CASES,
+    losses::CASES,
+    attention::CASES,
+    products::CASES,
+    updates::CASES,
+];
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let device = Device::open(args.device)?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
+    let mut file = TensorFile::default();
+    let cases: Vec<&(&str, Run)> = GROUPS.iter().flat_map(|group| group.iter().copied().flatten()).collect();
+    for (op, run) in &cases {
+        for seed in SEEDS {
+            arena.step(|step| {
+                let (name, random) = (format!("{op}.{seed}"), Random::new(seed).into());
+                run(&Case { step, name, seed, random, file: RefCell::new(&mut file) })
+            })?;
+        }
+    }
+    file.write(&args.file)?;
+    println!("{} ops, {} shapes each, on the {}", cases.len(), SEEDS.end, device.description().name);
+    Ok(())
+}

@@ -1,0 +1,70 @@
+//! Rows by number, parts, and other orders of elements.
+
+use crate::case::{Case, Run, both};
+use stepscope::{Result, Tensor, ops};
+
+pub(crate) const CASES: &[&[(&str, Run)]] = &[
+    &both!("embedding", <S>, |c| {
+        let [count, rows, cols] = c.extents([700, 40, 70]);
+        c.longest(count);
+        let (table, ids) = (c.operand::<f32>("table", [rows, cols])?, c.belows(count, rows));
+        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
+        let y: Tensor<'_, S> = ops::embedding(c.step, &table, &ids)?;
+        c.result("y", &y)?;
+        let mut dtable = c.step.empty([rows, cols])?;
+        ops::embedding_backward(c.step, &dy, &ids, &mut dtable, false)?;
+        c.result("dtable", &dtable)
+    }),
+    &both!("gather", <S>, |c| {
+        let [count, rows, cols] = c.extents([700, 40, 70]);
+        c.longest(count);
+        let (x, ids) = (c.operand::<S>("x", [rows, cols])?, c.belows(count, rows));
+        let (ids, dy) = (c.given("ids", [count], &ids)?, c.operand::<S>("dy", [count, cols])?);
+        c.result("y", &ops::gather(c.step, &x, &ids)?)?;
+        c.result("dx", &ops::gather_backward(c.step, &dy, &ids, rows)?)
+    }),
+    &both!("add_positions", <S>, |c| {
+        let [batch, tokens, cols] = c.extents([40, 12, 70]);
+        c.longest(batch);
+        let (x, table) = (c.operand::<S>("x", [batch, tokens, cols])?, c.operand::<f32>("table", [tokens + 3, cols])?);
+        let dy = c.operand::<S>("dy", [batch, tokens, cols])?;
+        c.result("y", &ops::add_positions(c.step, &x, &table)?)?;
+        let mut dtable = c.step.empty([tokens + 3, cols])?;
+        ops::add_positions_backward(c.step, &dy, &mut dtable, false)?;
+        c.result("dtable", &dtable)
+    }),
+    &both!("slice", <S>, |c| {
+        let [a, b, cols] = c.extents([9, 40, 70]);
+        c.longest(0);
+        let (start, end) = (b / 3, b / 3 + b.div_ceil(2));
+        c.given("range", [2], &[start as u32, end as u32])?;
+        let (x, dy) = (c.operand::<S>("x", [a, b, cols])?, c.operand::<S>("dy", [a, end - start, cols])?);
+        c.result("y", &ops::slice(c.step, &x, 1, start..end)?)?;
+        c.result("dx", &ops::slice_backward(c.step, &dy, [a, b, cols], 1, start..end)?)
+    }),
+    &both!("concat", <S>, |c| {
+        let [rows, a, b] = c.extents([70, 130, 60]);
+        c.longest(0);
+        let (left, right) = (c.operand::<S>("a", [rows, a])?, c.operand::<S>("b", [rows, b])?);
+        let dy = c.operand::<S>("dy", [rows, a + b])?;
+        c.result("y", &ops::concat(c.step, &[&left, &right], 1)?)?;
+        c.result("da", &ops::slice(c.step, &dy, 1, 0..a)?)?;
+        c.result("db", &ops::slice(c.step, &dy, 1, a..a + b)?)
+    }),
+    &both!("transpose", <S>, |c| {
+        let [matrices, rows, cols] = c.extents([3, 70, 130]);
+        c.longest(0);
+        let x = c.operand::<S>("x", [matrices, rows, cols])?;
+        let dy = c.operand::<S>("dy", [matrices, cols, rows])?;
+        c.result("y", &ops::transpose(c.step, &x)?)?;
+        c.result("dx", &ops::transpose(c.step, &dy)?)
+    }),
+    &both!("swap_extents", <S>, |c| {
+        let [batch, tokens, heads, cols] = c.extents([5, 30, 6, 20]);
+        c.longest(0);
+        let x = c.operand::<S>("x", [batch, tokens, heads, cols])?;
+        let dy = c.operand::<S>("dy", [batch, heads, tokens, cols])?;
+        c.result("y", &ops::swap_extents(c.step, &x, 1, 2)?)?;
+        c.result("dx", &ops::swap_extents(c.step, &dy, 1, 2)?)
+    }),
+];

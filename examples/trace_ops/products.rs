@@ -1,0 +1,39 @@
+//! Matrix products.
+
+use crate::case::{Case, Run, both};
+use stepscope::{Result, ops};
+
+pub(crate) const CASES: &[&[(&str, Run)]] = &[
+    &both!("linear", <S>, |c| {
+        let [m, n, k] = c.extents([150, 140, 300]);
+        // The residual and the bias are terms too.
+        c.longest_product::<S>(m.max(n).max(k + 2));
+        let (x, w, bias) = (c.operand::<S>("x", [m, k])?, c.operand::<S>("w", [k, n])?, c.operand("bias", [n])?);
+        let (residual, dy) = (c.operand::<S>("residual", [m, n])?, c.operand::<S>("dy", [m, n])?);
+        c.result("product", &ops::matmul(c.step, &x, &w)?)?;
+        c.result("affine", &ops::linear(c.step, &x, &w, Some(&bias))?)?;
+        c.result("y", &ops::linear_residual(c.step, &x, &w, Some(&bias), &residual)?)?;
+        c.result("activated", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
+        // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows.
+        let (mut dw, mut dbias) = (ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
+        let mut dx = c.step.empty::<S>([m, k])?;
+        let for_dw = ops::Gemm::new(k, n, m).transpose_a().accumulate();
+        let for_dw = ops::Gradient { form: for_dw, of: &x, into: &mut dw };
+        let for_dx = ops::Gradient { form: ops::Gemm::new(m, k, n).transpose_b(), of: &w, into: &mut dx };
+        ops::gradients_into(c.step, &dy, for_dw, Some(for_dx))?;
+        ops::sum_rows_into(c.step, &dy, &mut dbias, true)?;
+        c.result("dx", &dx)?;
+        c.result("dw", &dw)?;
+        c.result("dbias", &dbias)
+    }),
+    &both!("gemm", <S>, |c| {
+        let [batches, m, n, k] = c.extents([3, 80, 70, 200]);
+        c.longest_product::<S>(k + 2);
+        let (a, b) = (c.operand::<S>("a", [batches, m, k])?, c.operand::<S>("b", [batches, n, k])?);
+        let (bias, mut out) = (c.operand("bias", [batches, n])?, c.operand::<S>("c", [batches, m, n])?);
+        let [stride_a, stride_b, stride_c, stride_bias] = [m * k, n * k, m * n, n];
+        let form = ops::Gemm { batches, stride_a, stride_b, stride_c, stride_bias, ..ops::Gemm::new(m, n, k) };
+        ops::gemm_into(c.step, &form.transpose_b().accumulate(), &a, &b, Some(&bias), &mut out)?;
+        c.result("y", &out)
+    }),
+];

@@ -1,0 +1,101 @@
+//! Updates of weights.
+
+use crate::case::{Case, Run, one};
+use stepscope::{Result, Tensor, bf16, ops};
+
+pub(crate) const CASES: &[&[(&str, Run)]] = &[
+    &one!("adamw", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut first = c.operand("first", shape)?;
+        let second = c.random.borrow_mut().uniforms(shape[0], 0.1, 2.0);
+        let mut second = c.given("second", shape, &second)?;
+        // Learning rate, beta1, beta2, epsilon, decay, the corrections of update 2, the largest norm.
+        let hyper = c.given("hyper", [8], &[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0])?;
+        let squared_norm = ops::squared_norm(c.step, &gradients)?;
+        ops::adamw(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut first,
+            &mut second,
+            &hyper,
+            &squared_norm,
+        )?;
+        let updated = [("weights", &weights), ("first", &first), ("second", &second)];
+        updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
+    }),
+    &one!("adamw_groups", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut first = c.operand("first", shape)?;
+        let second = c.random.borrow_mut().uniforms(shape[0], 0.1, 2.0);
+        let mut second = c.given("second", shape, &second)?;
+        let hyper =
+            [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.0199, 2.0]];
+        let (hyper, groups) = (c.given("hyper", [2, 8], hyper.as_flattened())?, c.groups(shape[0], 2)?);
+        let norm = ops::squared_norm(c.step, &gradients)?;
+        ops::adamw_groups(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut first,
+            &mut second,
+            &hyper,
+            &groups,
+            &norm,
+        )?;
+        let updated = [("weights", &weights), ("first", &first), ("second", &second)];
+        updated.into_iter().try_for_each(|(name, tensor)| c.result(name, tensor))
+    }),
+    &one!("sgd", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut velocity = c.operand("velocity", shape)?;
+        // Learning rate, momentum, decay, the largest norm, and whether it is Nesterov's.
+        let hyper = c.given("hyper", [5], &[0.3, 0.9, 0.1, 1.0, (c.seed % 2) as f32])?;
+        let squared_norm = ops::squared_norm(c.step, &gradients)?;
+        ops::sgd(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut velocity,
+            &hyper,
+            &squared_norm,
+        )?;
+        c.result("weights", &weights)?;
+        c.result("velocity", &velocity)
+    }),
+    &one!("sgd_groups", |c| {
+        let shape = c.extents([2000]);
+        c.longest(1);
+        let (mut weights, gradients) = (c.operand("weights", shape)?, c.operand("gradients", shape)?);
+        let mut velocity = c.operand("velocity", shape)?;
+        let hyper = [[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, 0.0, 2.0, 1.0]];
+        let (hyper, groups) = (c.given("hyper", [2, 5], hyper.as_flattened())?, c.groups(shape[0], 2)?);
+        let norm = ops::squared_norm(c.step, &gradients)?;
+        ops::sgd_groups(
+            c.step,
+            &mut weights,
+            None::<&mut Tensor<'_, bf16>>,
+            &gradients,
+            &mut velocity,
+            &hyper,
+            &groups,
+            &norm,
+        )?;
+        c.result("weights", &weights)?;
+        c.result("velocity", &velocity)
+    }),
+    &one!("clip_factor", |c| {
+        c.longest(1);
+        let squared_norm = c.given("squared_norm", [1], &[4.0f32.powi(c.seed as i32 - 2)])?;
+        c.result("y", &ops::clip_factor(c.step, &squared_norm, c.scalar("largest"))?)
+    }),
+];

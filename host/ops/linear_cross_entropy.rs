@@ -1,0 +1,198 @@
+//! The head of a language model: the product with the vocabulary's matrix, the loss and both gradients, in chunks of rows.
+//!
+//! ```text
+//! for each chunk of rows     logits  = hidden w         [rows, vocabulary]    gone with the chunk
+//!                            dlogits = those of the loss                      gone with the chunk
+//!                            dhidden = dlogits w^T      the chunk's rows
+//!                            dw     += hidden^T dlogits [width, vocabulary]
+//! ```
+//! Invariant: logits exist for one chunk at a time. Its rows follow from shapes alone, so the order of every sum does too.
+
+use super::loss::losses_into;
+use super::reduce::scaled_sum_into;
+use super::{Factor, Gemm, LabelRules, fill_into, gemm_into};
+use crate::autograd::{Tape, Var};
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::params::Parameter;
+use crate::step::Step;
+use crate::tensor::{Element, Lent, LentMut, Saved, Shape, Source, Target, Tensor};
+use kernels::loss::loss_rows;
+
+/// How [`linear_cross_entropy`] reads its matrix and its labels.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HeadForm {
+    /// The matrix is `[vocabulary, width]`, as an embedding's table; else `[width, vocabulary]`, as a linear layer's weights.
+    pub tied: bool,
+    /// How labels count.
+    pub rules: LabelRules,
+    /// Rows of a chunk, rounded down to a multiple of [`HeadForm::UNIT`] and at least that; none: as many as have [`HeadForm::LOGITS`] logits.
+    pub chunk: Option<usize>,
+}
+
+impl HeadForm {
+    /// Logits of a chunk. Fewer would make the memory traffic of adding to the weights' gradient, once for each chunk, cost more than its products.
+    pub const LOGITS: usize = 1 << 25;
+    /// Rows of a chunk are a multiple of these, the rows of a large tile.
+    pub const UNIT: usize = 128;
+
+    /// With a matrix `[vocabulary, width]`.
+    #[must_use]
+    pub fn tied(self) -> Self {
+        Self { tied: true, ..self }
+    }
+
+    /// With these rules for labels.
+    #[must_use]
+    pub fn rules(self, rules: LabelRules) -> Self {
+        Self { rules, ..self }
+    }
+
+    /// With so many rows in a chunk: fewer take less memory and more time. The bits follow from it.
+    #[must_use]
+    pub fn chunk(self, rows: usize) -> Self {
+        Self { chunk: Some(rows), ..self }
+    }
+
+    /// Rows of a chunk; the last may have fewer. A chunk has whole blocks of the loss's kernel, and four of them, so that its losses begin
+    /// where a kernel may write.
+    fn rows(&self, vocabulary: usize) -> usize {
+        let unit = Self::UNIT.max(4 * loss_rows(vocabulary));
+        let wanted = self.chunk.unwrap_or(Self::LOGITS / vocabulary);
+        (wanted / unit).max(1) * unit
+    }
+
+    /// The products of so many rows: logits, dhidden, and the weights' gradient.
+    fn products(&self, rows: usize, width: usize, vocabulary: usize) -> [Gemm; 3] {
+        let (logits, dhidden) = (Gemm::new(rows, vocabulary, width), Gemm::new(rows, width, vocabulary));
+        if self.tied {
+            [logits.transpose_b(), dhidden, Gemm::new(vocabulary, width, rows).transpose_a()]
+        } else {
+            [logits, dhidden.transpose_b(), Gemm::new(width, vocabulary, rows).transpose_a()]
+        }
+    }
+}
+
+/// The loss `weight * sum over rows of -log softmax(hidden w)[label]`, `[1]`, by rules for labels as in [`ops::cross_entropy_by`], and its
+/// gradients by `hidden` and by `w`, in f32; `hidden`: `[.., width]`, `w` as `form` says, `labels`: hidden's extents but the last. Returns
+/// all three.
+///
+/// Of the logits, `[rows, vocabulary]`, only a chunk of rows exists at a time. What a chunk gives has the bits of [`ops::linear`],
+/// [`ops::cross_entropy_by`] and [`ops::gradients_into`] over its rows, whose products cut k by the chunk's extents. The losses of rows are summed as
+/// those of all rows at once, the gradient of `w` over chunks, ascending.
+///
+/// Queued. Scratch: logits and their gradients of a chunk, at most twice [`HeadForm::LOGITS`] numbers unless [`HeadForm::UNIT`] rows have more; a
+/// number for each eight rows; and what products take whose k is cut, at most 64 MiB.
+///
+/// # Errors
+/// Those of [`ops::cross_entropy_by`]; [`Error::Misuse`] when extents differ.
+#[track_caller]
+pub fn linear_cross_entropy<'s, S: Factor<S> + Factor<f32>>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &impl Source<'s, u32>,
+    weight: f32,
+    form: &HeadForm,
+) -> Result<(Tensor<'s>, Tensor<'s, S>, Tensor<'s>)> {
+    const OP: &str = "linear_cross_entropy";
+    let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
+    form.rules.check(OP, step, labels, vocabulary)?;
+    let (mut loss, mut dhidden, mut dw) = (step.empty([1])?, step.empty(hidden.shape())?, step.empty(w.shape())?);
+    let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
+    if rows == 0 {
+        fill_into(step, &mut dw, 0.0)?;
+    }
+    let precision = step.precision();
+    for first in (0..rows).step_by(form.rows(vocabulary)) {
+        let rows = form.rows(vocabulary).min(rows - first);
+        step.workspace(|step| {
+            step.set_precision(precision);
+            let [for_logits, for_dhidden, for_dw] = form.products(rows, width, vocabulary);
+            let (w, none) = (Lent::new(w.memory(), w.shape()), None::<&Tensor<'_>>);
+            let (x, labels) = (part(hidden, first, [rows, width]), part(labels, first, [rows]));
+            let mut logits = step.empty([rows, vocabulary])?;
+            gemm_into(step, &for_logits, &x, &w, none, &mut logits)?;
+            let mut dlogits = step.empty([rows, vocabulary])?;
+            let blocks = [rows.div_ceil(loss_rows(vocabulary))];
+            let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
+            losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, &mut dlogits)?;
+            gemm_into(step, &for_dhidden, &dlogits, &w, none, &mut part_mut(&mut dhidden, first, [rows, width]))?;
+            let for_dw = if first == 0 { for_dw } else { for_dw.accumulate() };
+            let dlogits = Lent::new(dlogits.memory(), dlogits.shape());
+            let [left, right] = if form.tied { [dlogits, x] } else { [x, dlogits] };
+            gemm_into(step, &for_dw, &left, &right, none, &mut LentMut::new(dw.memory(), dw.shape()))
+        })?;
+    }
+    scaled_sum_into(step, &losses, weight, &mut loss)?;
+    Ok((loss, dhidden, dw))
+}
+
+/// Rows and width of `hidden`, and the vocabulary's extent.
+fn extents(op: &'static str, hidden: Shape, w: Shape, labels: Shape, tied: bool) -> Result<([usize; 2], usize)> {
+    let rows = hidden.as_rows();
+    let vocabulary = match *w.extents() {
+        [vocabulary, width] if tied && width == rows[1] => Some(vocabulary),
+        [width, vocabulary] if !tied && width == rows[1] => Some(vocabulary),
+        _ => None,
+    };
+    let before = hidden.extents().split_last().map(|(_, before)| before);
+    match vocabulary {
+        Some(vocabulary) if vocabulary > 0 && before == Some(labels.extents()) => Ok((rows, vocabulary)),
+        _ => {
+            let matrix = if tied { "[vocabulary, width]" } else { "[width, vocabulary]" };
+            let expected = format!("hidden [.., width], a matrix {matrix} and labels of hidden's extents but the last");
+            Err(Error::misuse(op, expected, format!("{hidden}, {w} and {labels}")))
+        }
+    }
+}
+
+/// The part of this shape, from a row on, of a tensor of the step around the scope `'i`.
+fn part<'b, 'i, 's, T: Element, const N: usize>(
+    of: &'b impl Source<'s, T>,
+    row: usize,
+    shape: [usize; N],
+) -> Lent<'b, 'i, T> {
+    let row_len: usize = shape[1..].iter().product();
+    Lent::new(of.memory().part(row * row_len, shape[0] * row_len), shape.into())
+}
+
+/// [`part`], to be written.
+fn part_mut<'b, 'i, 's, T: Element, const N: usize>(
+    of: &'b mut impl Target<'s, T>,
+    row: usize,
+    shape: [usize; N],
+) -> LentMut<'b, 'i, T> {
+    let row_len: usize = shape[1..].iter().product();
+    LentMut::new(of.memory().part(row * row_len, shape[0] * row_len), shape.into())
+}
+
+impl<'s> Tape<'_, 's> {
+    /// The loss of [`ops::linear_cross_entropy`], `[1]`, by a parameter `w`; `hidden`: `[.., width]`. The parameter may be another op's too, such as
+    /// the embedding's. Its gradients are computed with the loss; backward multiplies them by the loss's own. Until then they take memory: that of w
+    /// in f32, and that of `hidden`.
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn linear_cross_entropy<S: Factor<S> + Factor<f32>>(
+        &self,
+        hidden: &Var<'s, S>,
+        w: Parameter,
+        labels: Saved<'s, u32>,
+        weight: f32,
+        form: HeadForm,
+    ) -> Result<Var<'s>> {
+        let op = self.op("linear_cross_entropy", [hidden])?;
+        let weights = op.weights_as::<S>(w)?;
+        let (loss, dhidden, dw) =
+            ops::linear_cross_entropy(self.step(), hidden.value(), &weights, &labels, weight, &form)?;
+        let hidden = *hidden;
+        Ok(op.record(loss.save(), move |back, dloss| {
+            let step = back.step();
+            let (mut gradient, accumulate) = back.gradient(w)?;
+            ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
+            back.add(&hidden, ops::scale_by(step, &dhidden, &dloss)?)
+        }))
+    }
+}

@@ -1,0 +1,99 @@
+//! CrossAsset with activations, their gradients and the matrices of products in BF16 learns as it does in f32, update by update.
+//!
+//! The model has CrossAsset's layers with a head of 64 columns, so that the emulator can train it. On a GPU the test makes 2,000 updates, on
+//! the emulator a few, unless `STEPSCOPE_UPDATES` says how many: `docs/numbers.md`.
+
+#![forbid(unsafe_code)]
+#![allow(dead_code, reason = "the program has more use for its modules")]
+
+mod support;
+
+#[path = "../examples/crossasset/bars.rs"]
+mod bars;
+#[path = "../examples/crossasset/dataset.rs"]
+mod dataset;
+#[path = "../examples/crossasset/features.rs"]
+mod features;
+#[path = "../examples/crossasset/model.rs"]
+mod model;
+#[path = "../examples/crossasset/random.rs"]
+mod random;
+#[path = "../examples/crossasset/samples.rs"]
+mod samples;
+#[path = "../examples/crossasset/synthetic.rs"]
+mod synthetic;
+
+use dataset::{Asset, Dataset, Plan};
+use model::{Model, Sizes};
+use samples::MicroBatch;
+use stepscope::ops::Factor;
+use stepscope::{AdamWConfig, Arena, Capacity, Device, DeviceKind, Element, Learner, Schedule, Trainer, bf16};
+use support::on_each_device;
+
+const SEED: u64 = 7;
+const BATCH: usize = 16;
+const SIZES: Sizes = Sizes { width: 64, hidden: 256, layers: 2 };
+const LEARNING_RATE: f32 = 1e-4;
+/// Updates whose mean loss is compared.
+const BLOCK: usize = 100;
+/// Updates on the emulator.
+const FEW: usize = 16;
+
+/// The losses of updates, epoch behind epoch.
+fn losses<S: Factor<S> + Factor<f32>>(device: &Device, dataset: &Dataset, updates: usize) -> Vec<f64> {
+    let fold = &dataset.folds()[0];
+    let order: Vec<usize> = (0..).flat_map(|epoch| fold.epoch_order(SEED, epoch)).take(updates * BATCH).collect();
+    let schedule = Schedule::WarmupCosine { warmup: 16.min(updates as u64 / 10), total: updates as u64, floor: 0.1 };
+    let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), schedule, ..AdamWConfig::default() };
+    let (model, layout) = Model::<S>::sized(SIZES).unwrap();
+    let learner = Learner::new(device, model, &layout, SEED, config).unwrap().with_bf16_copy().unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+    let mut trainer = Trainer::captured(&mut arena, learner, &MicroBatch::zeros(BATCH)).unwrap();
+    let mut losses = Vec::new();
+    for samples in order.chunks_exact(BATCH) {
+        losses.push(trainer.update(&[MicroBatch::of(dataset, fold, samples)]).unwrap().loss);
+        if losses.len().is_multiple_of(BLOCK) {
+            println!(
+                "{} updates in {}: {:.6}",
+                losses.len(),
+                <S as Element>::NAME,
+                mean(&losses[losses.len() - BLOCK..])
+            );
+        }
+    }
+    losses
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    losses.iter().sum::<f64>() / losses.len() as f64
+}
+
+fn updates(device: &Device) -> usize {
+    match std::env::var("STEPSCOPE_UPDATES") {
+        Ok(updates) => updates.parse().expect("STEPSCOPE_UPDATES is a number"),
+        Err(_) if device.description().kind == DeviceKind::Cuda => 2000,
+        Err(_) => FEW,
+    }
+}
+
+on_each_device! {
+    /// The mean loss of every 100 updates within 1 %; of fewer updates, each loss.
+    fn losses_are_those_of_f32(device: &Device) {
+        let asset = Asset { name: "synthetic market".into(), bars: synthetic::market(SEED) };
+        let dataset = Dataset::new(&[asset], Plan { horizon: 15, folds: 1, limit: None }).unwrap();
+        let updates = updates(device);
+        let (floats, halves) = (losses::<f32>(device, &dataset, updates), losses::<bf16>(device, &dataset, updates));
+        assert_ne!(floats, halves, "BF16 has not rounded anything");
+        let block = if updates < BLOCK { 1 } else { BLOCK };
+        let mut worst: f64 = 0.0;
+        for (at, (floats, halves)) in floats.chunks(block).zip(halves.chunks(block)).enumerate() {
+            let (float, half) = (mean(floats), mean(halves));
+            let difference = (half - float).abs() / float;
+            worst = worst.max(difference);
+            assert!(difference < 0.01, "updates from {}: {half}, in f32 {float}", at * block);
+        }
+        println!("{updates} updates: the largest difference of a mean of {block} is {:.3} %", 100.0 * worst);
+        let [first, last] = [&floats[..block], &floats[updates - block..]].map(mean);
+        assert!(updates < 2 * BLOCK || last < first, "nothing was learned: {last} behind {first}");
+    }
+}

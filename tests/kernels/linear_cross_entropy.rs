@@ -1,0 +1,339 @@
+//! `ops::linear_cross_entropy`: bit for bit what the ops give of each chunk of rows; its gradients; the memory that it takes.
+
+use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
+use crate::support::{Random, bits, on_each_device};
+use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
+use crate::{linear, softmax, transpose};
+use stepscope::ops::{self, Factor, Gemm, HeadForm, LabelRules, Precision};
+use stepscope::{
+    Arena, Capacity, Device, Eager, Element, Error, Gradients, Initializer, Inputs, Layout, Parameters, Result, Source,
+    Stored, Tape, Tensor, bf16,
+};
+
+const WEIGHT: f32 = 1.0 / 3.0;
+const RULES: LabelRules = LabelRules { smoothing: 0.1, ignore: true };
+
+/// What the head is given: hidden `[rows, width]`, the matrix as the form says, and labels, every seventh ignored.
+struct Given<S> {
+    extents: [usize; 3],
+    form: HeadForm,
+    hidden: Vec<S>,
+    w: Vec<S>,
+    labels: Vec<u32>,
+}
+
+impl<S: Stored> Given<S> {
+    fn new(extents: [usize; 3], form: HeadForm) -> Self {
+        let [rows, width, vocabulary] = extents;
+        let mut random = Random::new(vocabulary as u64);
+        let mut normals = |count, size: f32| random.normals(count).into_iter().map(|x| S::narrow(x * size)).collect();
+        let (hidden, w) = (normals(rows * width, 1.0), normals(width * vocabulary, (width as f32).sqrt().recip()));
+        let mut labels = random.belows(rows, vocabulary as u32);
+        labels.iter_mut().skip(2).step_by(7).for_each(|label| *label = ops::IGNORED);
+        Self { extents, form: form.rules(RULES), hidden, w, labels }
+    }
+
+    /// The matrix's extents.
+    fn matrix(&self) -> [usize; 2] {
+        let [_, width, vocabulary] = self.extents;
+        if self.form.tied { [vocabulary, width] } else { [width, vocabulary] }
+    }
+
+    /// Logits of these rows, and the gradients that ops give of them: loss, by hidden, by the matrix, to which it is added.
+    fn by_ops<'s>(
+        &self,
+        step: &Eager<'s>,
+        rows: std::ops::Range<usize>,
+        dw: &mut Tensor<'s>,
+    ) -> Result<(Tensor<'s>, Tensor<'s, S>)>
+    where
+        S: Factor<S> + Factor<f32>,
+    {
+        let [_, width, vocabulary] = self.extents;
+        let (count, none) = (rows.len(), None::<&Tensor<'_>>);
+        let x = step.upload(&self.hidden[rows.start * width..rows.end * width], [count, width])?;
+        let (w, labels) = (step.upload(&self.w, self.matrix())?, step.upload(&self.labels[rows], [count])?);
+        let (mut logits, mut dx) = (step.empty([count, vocabulary])?, step.empty([count, width])?);
+        let product = Gemm::new(count, vocabulary, width);
+        let product = if self.form.tied { product.transpose_b() } else { product };
+        ops::gemm_into(step, &product, &x, &w, none, &mut logits)?;
+        let (loss, dlogits) = ops::cross_entropy_by(step, &logits, &labels, WEIGHT, RULES)?;
+        let for_dx = Gemm::new(count, width, vocabulary);
+        if self.form.tied {
+            ops::gemm_into(step, &for_dx, &dlogits, &w, none, &mut dx)?;
+            let for_dw = Gemm::new(vocabulary, width, count).transpose_a().accumulate();
+            ops::gemm_into(step, &for_dw, &dlogits, &x, none, dw)?;
+        } else {
+            ops::gemm_into(step, &for_dx.transpose_b(), &dlogits, &w, none, &mut dx)?;
+            let for_dw = Gemm::new(width, vocabulary, count).transpose_a().accumulate();
+            ops::gemm_into(step, &for_dw, &x, &dlogits, none, dw)?;
+        }
+        Ok((loss, dx))
+    }
+
+    /// What the op gives. The trial knows of what it has used and given back: logits and their gradients, and partial sums of products.
+    fn tried<'s>(
+        &self,
+        trial: &Trial<'_, 's>,
+        [hidden, w]: [&Tensor<'s, S>; 2],
+        labels: &Tensor<'s, u32>,
+    ) -> Result<Results<'s, S>>
+    where
+        S: Factor<S> + Factor<f32>,
+    {
+        let [rows, _, vocabulary] = self.extents;
+        trial.with_scratch(|| {
+            let results = ops::linear_cross_entropy(trial, hidden, w, labels, WEIGHT, &self.form)?;
+            trial.empty::<u32>([2 * rows * vocabulary + (1 << 18)])?;
+            Ok(results)
+        })
+    }
+}
+
+type Results<'s, S> = (Tensor<'s>, Tensor<'s, S>, Tensor<'s>);
+
+/// Rows, width, vocabulary, and rows of a chunk: whole chunks and a short last one, one row, a row more than a chunk, few classes, and a
+/// vocabulary that is no multiple of four.
+const SHAPES: [([usize; 3], usize); 6] = [
+    ([300, 40, 301], 128),
+    ([256, 33, 515], 1),
+    ([1, 5, 7], 128),
+    ([129, 8, 1030], 128),
+    ([2100, 3, 6], 1024),
+    ([130, 6, 50257], 128),
+];
+
+fn forms() -> [HeadForm; 2] {
+    [HeadForm::default(), HeadForm::default().tied()]
+}
+
+fn check<S: Stored + Factor<S> + Factor<f32>>(device: &Device, precision: Precision) {
+    let is_exact = <S as Element>::NAME == "f32" && precision == Precision::Ieee;
+    // The emulator takes long for matrix instructions.
+    let shapes = if is_exact { &SHAPES[..] } else { &SHAPES[..5] };
+    for ((extents, chunk), form) in shapes.iter().copied().flat_map(|shape| forms().map(|form| (shape, form))) {
+        let given = Given::<S>::new(extents, form.chunk(chunk));
+        let [rows, width, _] = extents;
+        let what = format!("{extents:?} in chunks of {chunk}, tied {}", form.tied);
+        let case = |trial: &Trial<'_, '_>| {
+            trial.set_precision(precision);
+            let (x, w) = (trial.upload(&given.hidden, [rows, width])?, trial.upload(&given.w, given.matrix())?);
+            let labels = trial.upload(&given.labels, [rows])?;
+            let (loss, dx, dw) = given.tried(trial, [&x, &w], &labels)?;
+            assert_eq!((loss.shape().extents(), dx.shape(), dw.shape()), (&[1][..], x.shape(), w.shape()));
+            let dx = trial.output(&dx)?.into_iter().map(S::widen).collect::<Vec<_>>();
+            Ok((trial.output(&loss)?, dx, trial.output(&dw)?))
+        };
+        let (loss, dx, dw) = if is_exact { trial(device, case) } else { trial_of_one(device, case) };
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(256)).build().unwrap();
+        let mut by_ops = |rows: usize, chunk: usize| {
+            let run = |step: &mut Eager<'_>| {
+                step.set_precision(precision);
+                let mut dw = ops::fill(step, given.matrix(), 0.0)?;
+                let (mut losses, mut all) = (Vec::new(), Vec::new());
+                for first in (0..rows).step_by(chunk) {
+                    let (loss, dx) = given.by_ops(step, first..rows.min(first + chunk), &mut dw)?;
+                    losses.push(step.read_scalar(&loss)?);
+                    all.extend(step.read(&dx)?.into_iter().map(S::widen));
+                }
+                Ok((losses, all, step.read(&dw)?))
+            };
+            arena.step(run).unwrap()
+        };
+        let (_, want_dx, want_dw) = by_ops(rows, chunk.max(HeadForm::UNIT));
+        assert_same(format!("{what}, hidden"), &dx, &want_dx);
+        assert_same(format!("{what}, matrix"), &dw, &want_dw);
+        // No product of logits is cut, or those of all rows and of a chunk alike.
+        let (want_loss, ..) = by_ops(rows, rows);
+        assert_same(format!("{what}, loss"), &loss, &want_loss);
+    }
+}
+
+/// The loss in float64, of w `[width, vocabulary]`.
+fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f32) -> Vec<f64> {
+    let (vocabulary, smoothing) = (w.len() / width, f64::from(RULES.smoothing));
+    let logits = linear::in_float64(hidden, w, &[], width, vocabulary);
+    let row = |(x, &label): (&[f64], &u32)| {
+        let logs: Vec<f64> = softmax::in_float64(x).iter().map(|p| -p.ln()).collect();
+        (1.0 - smoothing) * logs[label as usize] + smoothing * logs.iter().sum::<f64>() / vocabulary as f64
+    };
+    let counted = logits.chunks_exact(vocabulary).zip(labels).filter(|(_, label)| **label != ops::IGNORED);
+    vec![f64::from(weight) * counted.map(row).sum::<f64>()]
+}
+
+/// Rows of hidden, their matrix and labels of a step that is measured, not run.
+fn measured<S: Stored + Factor<S> + Factor<f32>>(device: &Device, rows: usize) -> usize {
+    let [width, vocabulary] = [768, 50_304];
+    let arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+    let run = |step: &mut Eager<'_>| {
+        let hidden = step.empty::<S>([rows, width])?;
+        let (w, labels) = (step.empty::<S>([width, vocabulary])?, step.empty([rows])?);
+        let before = step.empty::<u32>([0])?.slice().address() - hidden.slice().address();
+        let form = HeadForm::default();
+        ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?;
+        Ok(before)
+    };
+    let mut given = 0;
+    let measured = arena.measure(|step| run(step).map(|before| given = before as usize)).unwrap();
+    measured.high_water_bytes() - given
+}
+
+on_each_device! {
+    fn each_chunk_is_that_of_the_ops(device: &Device) {
+        check::<f32>(device, Precision::Ieee);
+    }
+
+    fn each_chunk_is_that_of_the_ops_in_bf16(device: &Device) {
+        check::<bf16>(device, Precision::Ieee);
+    }
+
+    /// The step's precision holds within chunks.
+    fn each_chunk_is_that_of_the_ops_in_a_precision_below(device: &Device) {
+        check::<f32>(device, Precision::Bf16);
+    }
+
+    /// Also behind an op, whose gradient is not one; and hidden of more extents.
+    fn gradient(device: &Device) {
+        for (seed, form) in SEEDS.flat_map(|seed| forms().map(|form| (seed, form))) {
+            let mut random = Random::new(seed);
+            let [batch, tokens, vocabulary] = extents(&mut random, seed, [14, 11, 300]);
+            let (rows, width, vocabulary) = (batch * tokens, 7, vocabulary + 1);
+            let mut labels = random.belows(rows, vocabulary as u32);
+            labels.iter_mut().skip(1).step_by(3).for_each(|label| *label = ops::IGNORED);
+            let weight = 1.0 / rows as f32;
+            let given = Given::<f32>::new([1, width, vocabulary], form);
+            let values = vec![normal(&mut random, &[batch, tokens, width]), normal(&mut random, &given.matrix())];
+            let form = given.form.chunk(1);
+            Case { sample: 60, ..Case::new("linear_cross_entropy", seed, longest(&[rows, width, vocabulary]), values) }
+                .check(
+                    device,
+                    |step, tape, p| {
+                        let labels = step.upload(&labels, [batch, tokens])?.save();
+                        tape.linear_cross_entropy(&leaf(tape, p[0])?, p[1], labels, weight, form)
+                    },
+                    |p| {
+                        let across = transpose::in_float64(&p[1], vocabulary, width);
+                        in_float64(&p[0], if form.tied { &across } else { &p[1] }, &labels, width, weight)
+                    },
+                );
+        }
+    }
+
+    /// Where it is the loss, nothing scales its gradients. A table that is the head's matrix too has the sum of both gradients; captured
+    /// as eagerly.
+    fn tied_with_an_embedding(device: &Device) {
+        let [rows, width, vocabulary] = [150, 12, 40];
+        let mut layout = Layout::builder();
+        let [table, head] = ["table", "head"].map(|name| layout.add(name, [vocabulary, width], Initializer::fan_in(width)));
+        let mut parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let values = parameters.read(table).unwrap();
+        parameters.write(head, &values).unwrap();
+        let mut random = Random::new(9);
+        let [ids, labels] = [(); 2].map(|()| random.belows(rows, vocabulary as u32));
+        let form = HeadForm::default().tied().chunk(128);
+        let pass = |head, gradients: &mut Gradients| {
+            let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+            arena
+                .step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let (ids, labels) = (step.upload(&ids, [rows])?.save(), step.upload(&labels, [rows])?.save());
+                    let loss =
+                        tape.linear_cross_entropy(&tape.embedding::<f32>(table, ids)?, head, labels, WEIGHT, form)?;
+                    tape.backward_afresh(&loss, gradients)
+                })
+                .unwrap();
+        };
+        let [mut tied, mut alone] = [(); 2].map(|()| Gradients::zeros(&parameters).unwrap());
+        pass(table, &mut tied);
+        pass(head, &mut alone);
+        // The embedding's rows are added up onto the head's gradient.
+        let [of_head, of_table] = [head, table].map(|w| alone.read(w).unwrap());
+        let sum: Vec<f64> = of_head.iter().zip(&of_table).map(|(a, b)| f64::from(*a) + f64::from(*b)).collect();
+        let error = crate::support::relative_l2(&tied.read(table).unwrap(), &sum);
+        assert!(error < 1e-6 && of_head.iter().any(|&x| x != 0.0), "{error:e}");
+        // The op's own gradient, to the bit.
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+        let dw = arena.step(|step| {
+            let (w, ids) = (step.upload(&values, [vocabulary, width])?, step.upload(&ids, [rows])?);
+            let hidden: Tensor<'_> = ops::embedding(step, &w, &ids)?;
+            let labels = step.upload(&labels, [rows])?;
+            step.read(&ops::linear_cross_entropy(step, &hidden, &w, &labels, WEIGHT, &form)?.2)
+        });
+        assert_eq!(bits(&of_head), bits(&dw.unwrap()));
+        let inputs = Inputs::new().with(&ids, [rows]).unwrap().with(&labels, [rows]).unwrap();
+        let gradients = Gradients::zeros(&parameters).unwrap();
+        let mut captured = arena
+            .capture((parameters, gradients, (table, form)), &inputs, |step, (parameters, gradients, (table, form)), slots| {
+                let tape = Tape::new(step, parameters);
+                let hidden = tape.embedding::<f32>(*table, slots.input(0)?)?;
+                let loss = tape.linear_cross_entropy(&hidden, *table, slots.input(1)?, WEIGHT, *form)?;
+                tape.backward_afresh(&loss, gradients)
+            })
+            .unwrap();
+        captured.replay(&inputs).unwrap();
+        assert_eq!(bits(&captured.state().1.read(table).unwrap()), bits(&tied.read(table).unwrap()));
+        let mut wrong = labels.clone();
+        wrong[140] = vocabulary as u32;
+        let inputs = Inputs::new().with(&ids, [rows]).unwrap().with(&wrong, [rows]).unwrap();
+        let error = Error::Label { sample: 140, label: vocabulary as u32, classes: vocabulary };
+        assert_eq!(captured.replay(&inputs).err(), Some(error));
+    }
+
+    /// As for `cross_entropy_by`: nothing counts, and nothing has a gradient. So it is without rows.
+    fn all_labels_ignored(device: &Device) {
+        for rows in [0, 1, 200] {
+            let mut given = Given::<f32>::new([rows, 9, 20], HeadForm::default().chunk(128));
+            given.labels.fill(ops::IGNORED);
+            let outputs = trial(device, |trial| {
+                let (x, w) = (trial.upload(&given.hidden, [rows, 9])?, trial.upload(&given.w, [9, 20])?);
+                let labels = trial.upload(&given.labels, [rows])?;
+                let (loss, dx, dw) = given.tried(trial, [&x, &w], &labels)?;
+                Ok([trial.output(&loss)?, trial.output(&dx)?, trial.output(&dw)?])
+            });
+            assert!(outputs.iter().flatten().all(|&x| x == 0.0), "{rows} rows: {outputs:?}");
+        }
+    }
+
+    fn shapes_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let (w, form) = ((vec![1.0; 12], [3, 4]), HeadForm::default());
+            let run = |(w, shape): (Vec<f32>, [usize; 2]), labels: &[u32], form: HeadForm| {
+                let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&w, shape)?);
+                let labels = trial.upload(labels, [labels.len()])?;
+                ops::linear_cross_entropy(trial, &x, &w, &labels, 1.0, &form).map(drop)
+            };
+            let refused = run(w.clone(), &[0; 2], form.tied());
+            assert_refused(refused, &["linear_cross_entropy", "[vocabulary, width]", "[3, 4]"]);
+            let refused = run((Vec::new(), [3, 0]), &[0; 2], form);
+            assert_refused(refused, &["linear_cross_entropy", "[width, vocabulary]", "[3, 0]"]);
+            let refused = run(w.clone(), &[0; 3], form);
+            assert_refused(refused, &["labels of hidden's extents", "[2, 3], [3, 4] and [3]"]);
+            let refused = run(w.clone(), &[0; 2], form.rules(LabelRules { smoothing: 1.0, ignore: false }));
+            assert_refused(refused, &["linear_cross_entropy", "[0, 1)"]);
+            assert_eq!(run(w, &[0, 4], form), Err(Error::Label { sample: 1, label: 4, classes: 4 }));
+            Ok(())
+        });
+    }
+}
+
+/// What is kept, that of the matrix in f32 and of hidden, and of logits and their gradients one chunk: 640 rows of 50,304, however many rows
+/// there are. Of all rows' logits alone there would be 0.8 GB, and as much of their gradients.
+#[test]
+fn logits_never_exist_whole() {
+    let device = Device::open(stepscope::DeviceKind::Emulated).unwrap();
+    let [width, vocabulary] = [768, 50_304];
+    for rows in [4096, 32_768] {
+        for (bytes, got) in [(4, measured::<f32>(&device, rows)), (2, measured::<bf16>(&device, rows))] {
+            let kept = 4 * width * vocabulary + bytes * rows * width;
+            let chunk = 2 * bytes * HeadForm::LOGITS;
+            let whole = 2 * bytes * rows * vocabulary;
+            println!(
+                "{rows} rows of {bytes} bytes: {got} bytes, {kept} of them kept; all logits and their gradients are {whole}"
+            );
+            // Products whose k is cut take some, and so does a loss for each eight rows.
+            let bound = kept + chunk + (64 << 20) + rows;
+            assert!(got <= bound && got < whole / 2, "{rows} rows of {bytes} bytes: {got} bytes, at most {bound}");
+            assert!(got > kept + chunk * 9 / 10, "the bound is loose: {got} bytes of {bound}");
+        }
+    }
+}
