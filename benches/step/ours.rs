@@ -186,7 +186,7 @@ impl Ours {
 /// # Errors
 /// When it has another number of tensors or weights: the table would compare different work.
 pub(crate) fn check_model(tensors: usize, weights: usize) -> harness::Result<()> {
-    let (_, layout) = Model::new()?;
+    let (_, layout) = Model::<f32>::new()?;
     let ours = (layout.entries().len(), layout.entries().iter().map(|entry| entry.shape().elements()).sum::<usize>());
     if ours == (tensors, weights) {
         return Ok(());

@@ -1,6 +1,6 @@
 //! Attention and what is done to its queries and keys.
 
-use crate::case::{Case, Run, one};
+use crate::case::{Case, Run, both, one};
 use kernels::attention::HEAD;
 use std::num::NonZeroU32;
 use stepscope::{Result, Tensor, ops};
@@ -9,7 +9,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &one!("attention", |c| {
         let [batch, tokens, heads] = c.extents([9, 16, 4]);
         c.longest((batch * tokens * heads).max(HEAD));
-        let qkv = c.operand("qkv", [3, batch, tokens, heads * HEAD])?;
+        let qkv = c.operand::<f32>("qkv", [3, batch, tokens, heads * HEAD])?;
         let (gains, dy) = (c.operand("gains", [2, HEAD])?, c.operand("dy", [batch, tokens, heads * HEAD])?);
         let (epsilon, scale) = (c.scalar("epsilon"), c.scalar("scale"));
         let (norm, form) = (ops::QkNorm::new(&gains, epsilon), ops::AttentionForm::new(heads).scale(scale));
@@ -36,17 +36,17 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             _ => (ops::Sees::All, 0),
         };
         c.given("window", [1], &[window])?;
-        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.output())?);
+        let (qkv, dy) = (c.operand::<f32>("qkv", heads.shape)?, c.operand("dy", heads.output())?);
         let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
         c.result("y", &made.out)?;
         let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
         c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
     }),
-    &one!("qk_norm", |c| {
+    &both!("qk_norm", <S>, |c| {
         let heads = c.heads([3, 60, 3, 2, 32]);
         let rows = heads.batch * heads.tokens * heads.form.heads;
         c.longest(rows.max(heads.width));
-        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
         let (gains, epsilon) = (c.operand("gains", [2, heads.width])?, c.scalar("epsilon"));
         let norm = ops::QkNorm::new(&gains, epsilon);
         let (y, inverse_rms) = ops::qk_norm(c.step, &qkv, norm, &heads.form)?;
@@ -56,10 +56,10 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("dqkv", &dqkv)?;
         c.result("dgains", &dgains)
     }),
-    &one!("rotary", |c| {
+    &both!("rotary", <S>, |c| {
         let heads = c.heads([3, 60, 3, 2, 32]);
         c.longest(1);
-        let (qkv, dy) = (c.operand("qkv", heads.shape)?, c.operand("dy", heads.shape)?);
+        let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.shape)?);
         let rotary = ops::Rotary { base: 1000.0, offset: 100 * c.seed as u32 };
         c.given("rotary", [2], &[1000, rotary.offset])?;
         c.result("y", &ops::rotary(c.step, &qkv, rotary, &heads.form)?)?;
