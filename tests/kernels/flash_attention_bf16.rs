@@ -1,8 +1,8 @@
 //! `ops::attention` of BF16 tensors, and its backward pass, by matrix instructions.
 //!
-//! Bounds: a result is rounded to BF16 once (2^-9 of it), the weights p before they meet v or dout (2^-9), ds before it meets k or q (2^-9), and
-//! delta is made of the rounded output (2^-9 of its terms). All else is f32. So `out` is within 2 x 2^-9, and gradients within 4 x 2^-9, by the
-//! norm of a whole result; `lse` is f32.
+//! Bounds: a result is rounded to BF16 once, so are the weights p before they meet v or dout and ds before it meets k or q, and delta is made of the
+//! rounded output. All else is f32. A rounding is off by up to 2^-8 of a number, and by less than 2^-9 of the norm of many. So `out` is within
+//! 2 x 2^-9, and gradients within 4 x 2^-9, by the norm of a whole result; `lse` is f32.
 
 use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
 use crate::hostile::attack;
