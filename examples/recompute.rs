@@ -1,18 +1,36 @@
 //! What a training step of a transformer takes, by tokens, with its blocks as checkpoints and without:
 //! `cargo run --release --example recompute`.
 //!
-//! Nothing is computed and no memory taken: `Arena::measure` counts. The blocks are those of a small Llama, in f32, one sample.
+//! Nothing is computed and no memory taken: `Arena::measure` counts. `--train TOKENS --device cuda` makes some updates of one such sample, captured,
+//! in BF16. The blocks are those of a small Llama, one sample.
 
 #![forbid(unsafe_code)]
 
+use clap::Parser;
+use std::time::Instant;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
-use stepscope::ops::Rotary;
-use stepscope::{Arena, Capacity, Device, DeviceKind, Gradients, Layout, Parameters, Result, Tape, Var};
+use stepscope::ops::{Attend, Factor, Rotary};
+use stepscope::{
+    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Inputs, Layout, Parameters, Result, Slots, Step,
+    Tape, Var, bf16,
+};
 
 const LAYERS: usize = 12;
 const WIDTH: usize = 768;
 const HEADS: usize = 12;
 const HIDDEN: usize = 2048;
+const UPDATES: usize = 4;
+
+/// Bytes by tokens, or some updates.
+#[derive(Debug, Parser)]
+struct Args {
+    /// Where to train
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "emulated")]
+    device: DeviceKind,
+    /// Makes updates of one sample with so many tokens
+    #[arg(long, value_name = "TOKENS")]
+    train: Option<usize>,
+}
 
 /// Handles, which a checkpoint's closure owns.
 #[derive(Clone)]
@@ -23,7 +41,10 @@ struct Block {
 }
 
 impl Block {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    fn forward<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
         let mixed = self.attention.forward(tape, &self.norms[0].forward(tape, x)?)?;
         let [x, h] = self.norms[1].forward_residual(tape, &mixed, x)?;
         self.mlp.forward_residual(tape, &h, &x)
@@ -43,37 +64,100 @@ fn blocks() -> Result<(Vec<Block>, Layout)> {
     Ok(((0..LAYERS).map(block).collect(), layout.build()?))
 }
 
+/// What the blocks make of x.
+fn forward<'s, S>(tape: &Tape<'_, 's>, blocks: &[Block], mut x: Var<'s, S>, recompute: bool) -> Result<Var<'s, S>>
+where
+    S: Attend + Factor<S> + Factor<f32>,
+{
+    for block in blocks {
+        let block = block.clone();
+        x = match recompute {
+            true => tape.checkpoint(x, move |tape, x| block.forward(tape, &x))?,
+            false => block.forward(tape, &x)?,
+        };
+    }
+    Ok(x)
+}
+
 /// The most bytes that a forward and a backward pass have in use.
-fn bytes(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize> {
+fn bytes<S>(arena: &Arena, tokens: usize, recompute: bool) -> Result<usize>
+where
+    S: Attend + Factor<S> + Factor<f32>,
+{
     let (blocks, layout) = blocks()?;
     let measured = arena.measure(|step| {
-        let weights = Parameters::new(step.device(), &layout, 7)?;
+        let weights = Parameters::new(step.device(), &layout, 7)?.with_bf16_copy()?;
         let mut gradients = Gradients::zeros(&weights)?;
         let tape = Tape::new(step, &weights);
-        let mut x = tape.input(step.empty([1, tokens, WIDTH])?);
-        for block in &blocks {
-            let block = block.clone();
-            x = match recompute {
-                true => tape.checkpoint(x, move |tape, x| block.forward(tape, &x))?,
-                false => block.forward(&tape, &x)?,
-            };
-        }
-        let loss = tape.mean(&x)?;
+        let x = tape.input(step.empty::<S>([1, tokens, WIDTH])?);
+        let x = forward(&tape, &blocks, x, recompute)?;
+        let target = step.empty([1, tokens, WIDTH])?.save();
+        let loss = tape.squared_error(&x, &target, 1.0)?;
         tape.backward_afresh(&loss, &mut gradients)
     })?;
     Ok(measured.high_water_bytes())
 }
 
+/// What an update works on.
+struct Training {
+    blocks: Vec<Block>,
+    weights: Parameters,
+    gradients: Gradients,
+    adamw: AdamW,
+}
+
+/// Updates of one sample in BF16, with checkpoints: the graph, its loss and its time.
+fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
+    let device = Device::open(kind)?;
+    let (blocks, layout) = blocks()?;
+    let weights = Parameters::new(&device, &layout, 7)?.with_bf16_copy()?;
+    let config = AdamWConfig { learning_rate: 1e-3, ..AdamWConfig::default() };
+    let adamw = AdamW::new(&weights, config)?;
+    let state = Training { blocks, gradients: Gradients::zeros(&weights)?, weights, adamw };
+    let needed = bytes::<bf16>(&Arena::builder(&device).capacity(Capacity::mib(1)).build()?, tokens, true)?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(needed + needed / 8 + (64 << 20))).build()?;
+    let x: Vec<bf16> = (0..tokens * WIDTH).map(|at| bf16::from_f32(((at * 37 + at / WIDTH) % 97) as f32 / 48.0 - 1.0)).collect();
+    let target: Vec<f32> = (0..tokens * WIDTH).map(|at| ((at * 11) % 53) as f32 / 26.0 - 1.0).collect();
+    let inputs = Inputs::new().with(&x, [1, tokens, WIDTH])?.with(&target, [1, tokens, WIDTH])?;
+    let mut captured = arena.capture(state, &inputs, |step: &mut Step<'_>, state: &mut Training, slots: &Slots<'_>| {
+        let Training { blocks, weights, gradients, adamw } = state;
+        let tape = Tape::new(step, weights);
+        let y = forward(&tape, blocks, tape.input(slots.input::<bf16>(0)?), true)?;
+        let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
+        let value = slots.output(loss.value());
+        tape.backward_afresh(&loss, gradients)?;
+        adamw.apply(step, weights, gradients)?;
+        Ok(value)
+    })?;
+    for update in 1..=UPDATES {
+        captured.state_mut().adamw.advance()?;
+        let start = Instant::now();
+        let replay = captured.replay(&inputs)?;
+        let loss = replay.read_scalar(*replay.outputs())?;
+        let seconds = start.elapsed().as_secs_f64();
+        println!("update {update}: loss {loss:.6}, {seconds:.3} s, {:.0} tokens/s", tokens as f64 / seconds);
+    }
+    println!("{tokens} tokens in one sample: {:.0} MiB of activations", needed as f64 / f64::from(1 << 20));
+    Ok(())
+}
+
 fn main() -> Result<()> {
+    let Args { device, train: tokens } = Args::parse();
+    if let Some(tokens) = tokens {
+        return train(device, tokens);
+    }
     let device = Device::open(DeviceKind::Emulated)?;
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
-    println!("{:>8} {:>12} {:>12} {:>8} {:>18}", "tokens", "all kept", "recompute", "ratio", "recompute a token");
+    println!("{:>8} {:>6} {:>12} {:>12} {:>8} {:>18}", "tokens", "stored", "all kept", "recompute", "ratio", "recompute a token");
     for tokens in [1024, 2048, 4096, 8192, 16384, 32768] {
-        let [all, recompute] = [false, true].map(|recompute| bytes(&arena, tokens, recompute));
-        let (all, recompute) = (all?, recompute?);
-        let mib = |bytes: usize| format!("{:.0} MiB", bytes as f64 / (1 << 20) as f64);
-        let (ratio, each) = (all as f64 / recompute as f64, recompute as f64 / tokens as f64 / 1024.0);
-        println!("{tokens:>8} {:>12} {:>12} {ratio:>8.1} {:>18}", mib(all), mib(recompute), format!("{each:.1} KiB"));
+        for (stored, bytes) in [("f32", bytes::<f32> as fn(&Arena, usize, bool) -> Result<usize>), ("bf16", bytes::<bf16>)] {
+            let [all, recompute] = [false, true].map(|recompute| bytes(&arena, tokens, recompute));
+            let (all, recompute) = (all?, recompute?);
+            let mib = |bytes: usize| format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20));
+            let (ratio, each) = (all as f64 / recompute as f64, recompute as f64 / tokens as f64 / 1024.0);
+            let (all, recompute) = (mib(all), mib(recompute));
+            println!("{tokens:>8} {stored:>6} {all:>12} {recompute:>12} {ratio:>8.1} {:>18}", format!("{each:.1} KiB"));
+        }
     }
     Ok(())
 }

@@ -39,7 +39,12 @@ impl RmsNorm {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<[Var<'s>; 2]> {
+    pub fn forward_residual<'s, S: Stored>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<[Var<'s, S>; 2]> {
         tape.rms_norm_residual(x, residual, self.gain, self.epsilon)
     }
 }

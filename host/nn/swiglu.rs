@@ -3,6 +3,7 @@
 use super::{Linear, Names};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
+use crate::ops::Factor;
 
 /// `y = (silu(x Wg) * (x Wu)) Wd` (Shazeer, 2020), without biases; `x`: `[.., in]`, `y`: `[.., out]`.
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +31,7 @@ impl SwiGlu {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         self.down.forward(tape, &self.gated(tape, x)?)
     }
 
@@ -39,12 +40,17 @@ impl SwiGlu {
     /// # Errors
     /// Those of the ops.
     #[track_caller]
-    pub fn forward_residual<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, residual: &Var<'s>) -> Result<Var<'s>> {
+    pub fn forward_residual<'s, S: Factor<S> + Factor<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
         self.down.forward_residual(tape, &self.gated(tape, x)?, residual)
     }
 
     #[track_caller]
-    fn gated<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>) -> Result<Var<'s>> {
+    fn gated<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
         tape.swiglu(&self.gate.forward(tape, x)?, &self.up.forward(tape, x)?)
     }
 }
