@@ -128,9 +128,13 @@ fn main() -> harness::Result<()> {
     }
     let mut lines = peer.lines;
     let name = device.description().name.clone();
-    println!("{name:<48}{:<12}{:>10}{:>10}{:>10}{:>10}{:>8}{:>8}", "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio");
+    println!(
+        "{name:<48}{:<12}{:>10}{:>10}{:>10}{:>10}{:>8}{:>8}",
+        "", "forward", "TFLOP/s", "backward", "TFLOP/s", "ratio", "ratio"
+    );
     for case in cases {
-        let theirs = lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
+        let theirs =
+            lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
         let ours = if stored == "bf16" { measure::<bf16>(&device, case)? } else { measure::<f32>(&device, case)? };
         let unit = theirs.as_ref().map(medians);
         for line in theirs.iter().chain([&ours]) {

@@ -11,8 +11,8 @@ use std::time::Instant;
 use stepscope::nn::{MultiHeadAttention, RmsNorm, SwiGlu};
 use stepscope::ops::{Attend, Factor, Rotary};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Inputs, Layout, Parameters, Result, Slots, Step,
-    Tape, Var, bf16,
+    AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Inputs, Layout, Parameters, Result, Slots,
+    Step, Tape, Var, bf16,
 };
 
 const LAYERS: usize = 12;
@@ -116,19 +116,21 @@ fn train(kind: DeviceKind, tokens: usize) -> Result<()> {
     let state = Training { blocks, gradients: Gradients::zeros(&weights)?, weights, adamw };
     let needed = bytes::<bf16>(&Arena::builder(&device).capacity(Capacity::mib(1)).build()?, tokens, true)?;
     let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(needed + needed / 8 + (64 << 20))).build()?;
-    let x: Vec<bf16> = (0..tokens * WIDTH).map(|at| bf16::from_f32(((at * 37 + at / WIDTH) % 97) as f32 / 48.0 - 1.0)).collect();
+    let x: Vec<bf16> =
+        (0..tokens * WIDTH).map(|at| bf16::from_f32(((at * 37 + at / WIDTH) % 97) as f32 / 48.0 - 1.0)).collect();
     let target: Vec<f32> = (0..tokens * WIDTH).map(|at| ((at * 11) % 53) as f32 / 26.0 - 1.0).collect();
     let inputs = Inputs::new().with(&x, [1, tokens, WIDTH])?.with(&target, [1, tokens, WIDTH])?;
-    let mut captured = arena.capture(state, &inputs, |step: &mut Step<'_>, state: &mut Training, slots: &Slots<'_>| {
-        let Training { blocks, weights, gradients, adamw } = state;
-        let tape = Tape::new(step, weights);
-        let y = forward(&tape, blocks, tape.input(slots.input::<bf16>(0)?), true)?;
-        let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
-        let value = slots.output(loss.value());
-        tape.backward_afresh(&loss, gradients)?;
-        adamw.apply(step, weights, gradients)?;
-        Ok(value)
-    })?;
+    let mut captured =
+        arena.capture(state, &inputs, |step: &mut Step<'_>, state: &mut Training, slots: &Slots<'_>| {
+            let Training { blocks, weights, gradients, adamw } = state;
+            let tape = Tape::new(step, weights);
+            let y = forward(&tape, blocks, tape.input(slots.input::<bf16>(0)?), true)?;
+            let loss = tape.squared_error(&y, &slots.input(1)?, 1.0 / y.shape().elements() as f32)?;
+            let value = slots.output(loss.value());
+            tape.backward_afresh(&loss, gradients)?;
+            adamw.apply(step, weights, gradients)?;
+            Ok(value)
+        })?;
     for update in 1..=UPDATES {
         captured.state_mut().adamw.advance()?;
         let start = Instant::now();
@@ -148,9 +150,14 @@ fn main() -> Result<()> {
     }
     let device = Device::open(DeviceKind::Emulated)?;
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
-    println!("{:>8} {:>6} {:>12} {:>12} {:>8} {:>18}", "tokens", "stored", "all kept", "recompute", "ratio", "recompute a token");
+    println!(
+        "{:>8} {:>6} {:>12} {:>12} {:>8} {:>18}",
+        "tokens", "stored", "all kept", "recompute", "ratio", "recompute a token"
+    );
     for tokens in [1024, 2048, 4096, 8192, 16384, 32768] {
-        for (stored, bytes) in [("f32", bytes::<f32> as fn(&Arena, usize, bool) -> Result<usize>), ("bf16", bytes::<bf16>)] {
+        for (stored, bytes) in
+            [("f32", bytes::<f32> as fn(&Arena, usize, bool) -> Result<usize>), ("bf16", bytes::<bf16>)]
+        {
             let [all, recompute] = [false, true].map(|recompute| bytes(&arena, tokens, recompute));
             let (all, recompute) = (all?, recompute?);
             let mib = |bytes: usize| format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20));

@@ -70,7 +70,8 @@ pub unsafe fn multiply<const ROWS: usize, const TILES: usize>(
         };
         for (row, sums) in sums.iter_mut().enumerate() {
             // SAFETY: as above.
-            let left = unsafe { [0, 1].map(|half| chain(4 * g, &|lane, later| (*factors[lane]).0[row][half + 2 * later])) };
+            let left =
+                unsafe { [0, 1].map(|half| chain(4 * g, &|lane, later| (*factors[lane]).0[row][half + 2 * later])) };
             let mut chains = [[0.0; 4]; 2];
             chains.copy_from_slice(&sums[2 * square..2 * square + 2]);
             // Eight sums side by side, which a CPU adds at once.

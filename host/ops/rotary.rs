@@ -109,12 +109,7 @@ impl<'s> Tape<'_, 's> {
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn rotary<S: Stored>(
-        &self,
-        qkv: &Var<'s, S>,
-        rotary: Rotary,
-        form: &AttentionForm<'s>,
-    ) -> Result<Var<'s, S>> {
+    pub fn rotary<S: Stored>(&self, qkv: &Var<'s, S>, rotary: Rotary, form: &AttentionForm<'s>) -> Result<Var<'s, S>> {
         let op = self.op("rotary", [qkv])?;
         let y = ops::rotary(self.step(), qkv.value(), rotary, form)?;
         let (qkv, form) = (*qkv, *form);

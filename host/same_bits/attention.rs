@@ -63,7 +63,10 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// Heads with q, k and v, and gains for two of them.
-    fn heads_of_all<S: Stored>(&self, run: impl Fn(&Tensor<'s, S>, &AttentionForm<'s>, &Tensor<'s>) -> Result<()>) -> Result<()> {
+    fn heads_of_all<S: Stored>(
+        &self,
+        run: impl Fn(&Tensor<'s, S>, &AttentionForm<'s>, &Tensor<'s>) -> Result<()>,
+    ) -> Result<()> {
         let smallest = [([1, 21], [4, 2], 32, false), ([1, 9], [1, 1], 80, true), ([1, 5], [2, 1], 256, false)];
         let whole = [([2, 50], [4, 2], 32, false), ([1, 77], [2, 2], 80, true), ([2, 20], [3, 1], 256, false)];
         for ([batch, tokens], [heads, kv_heads], width, stacked) in self.by_form(whole, smallest) {

@@ -1,7 +1,7 @@
 //! The cases of attention of BF16 tensors, which every variant of a family has.
 //!
 //! Invariant: that of [`cases`](super::cases). Every sum is exact, so that the order of a GPU's matrix instructions changes nothing: q, k, v
-//! and dout are small whole numbers, and the weights powers of two, since a score counts ln 2.
+//! and dout are small whole numbers, the more of them 0 the wider a head is, and the weights powers of two, since a score counts ln 2.
 
 #![forbid(unsafe_code)]
 
@@ -37,9 +37,9 @@ const WHOLE: [Sizes; 4] = [
 const SMALLEST: [Sizes; 2] = [([1, 65, 2, 1], false, 33, true), ([1, 70, 1, 1], true, 0, false)];
 
 impl<'s> Inputs<'_, 's> {
-    /// Whole numbers up to `most` in size, of which few are not 0.
-    fn sparse<S: Stored>(&self, length: usize, most: usize) -> Result<Tensor<'s, S>> {
-        let below = self.random.borrow_mut().belows(length, 8 * most as u32);
+    /// Whole numbers up to `most` in size, of which one in `few` is not 0.
+    fn sparse<S: Stored>(&self, length: usize, most: usize, few: usize) -> Result<Tensor<'s, S>> {
+        let below = self.random.borrow_mut().belows(length, (2 * most * few) as u32);
         let value = |below: u32| if below > 2 * most as u32 { 0.0 } else { below as f32 - most as f32 };
         self.step.upload(&below.into_iter().map(|below| S::narrow(value(below))).collect::<Vec<S>>(), [length])
     }
@@ -49,7 +49,8 @@ impl<'s> Inputs<'_, 's> {
         let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
         for (&sizes, width) in self.by_form(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
             let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
-            let qkv = self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1)?;
+            let qkv =
+                self.sparse((batch * tokens * (heads + 2 * kv_heads) * width) as usize, 1, shape.width.isqrt())?;
             let mask = |length: u32, bound: u32| {
                 self.random.borrow_mut().belows(if masked { length as usize } else { 0 }, bound)
             };
@@ -70,8 +71,8 @@ impl<'s> Inputs<'_, 's> {
             self.random.borrow_mut().belows(statistics, 4).into_iter().map(|more| (8 + more) as f32 * LN_2).collect();
         Ok((
             self.step.upload(&lse, [statistics])?,
-            self.sparse(statistics, 4)?,
-            self.sparse(statistics * case.width as usize, 1)?,
+            self.sparse(statistics, 4, 2)?,
+            self.sparse(statistics * case.width as usize, 1, 8)?,
         ))
     }
 }
@@ -117,7 +118,7 @@ pub(super) fn forward(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
 pub(super) fn queries(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
     i.attends_bf16(shape, |case| {
         let (lse, delta, dout) = i.gradients_bf16(case)?;
-        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
         launch!(i, flash_queries_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
@@ -127,7 +128,7 @@ pub(super) fn queries(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
 pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
     i.attends_bf16(shape, |case| {
         let (lse, delta, dout) = i.gradients_bf16(case)?;
-        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1)?;
+        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
         launch!(i, flash_keys_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)

@@ -31,16 +31,18 @@ fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
     let narrow = |values: &[f32]| values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
     let widen = |values: Vec<bf16>| values.into_iter().map(f32::from).collect();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-    arena.step(|step| {
-        let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
-        let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
-        let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
-        let made = ops::attention(step, &qkv, None, &form)?;
-        let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
-        let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-        let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
-        Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
-    }).unwrap()
+    arena
+        .step(|step| {
+            let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
+            let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
+            let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
+            let made = ops::attention(step, &qkv, None, &form)?;
+            let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
+            let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+            let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+            Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
+        })
+        .unwrap()
 }
 
 /// Fails unless each result is within its bound.

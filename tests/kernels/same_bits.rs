@@ -5,11 +5,11 @@
 
 use crate::launches::launched;
 use crate::support::{self, on_each_device};
-use std::collections::BTreeSet;
-use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
 use kernels::format::Reduced;
 use kernels::matmul::matmul;
 use kernels::matmul_tensor::matmul_tensor;
+use std::collections::BTreeSet;
+use stepscope::same_bits::{self, Case, Form, Verdict, cases, compare, in_order};
 use stepscope::{Device, DeviceKind};
 
 #[test]
@@ -80,7 +80,8 @@ fn the_tiles_of_a_product_give_the_same_bits() {
     let device = support::open(DeviceKind::Emulated);
     let on_gpu = matmul::VARIANTS.iter().filter(|(_, tile)| !tile.is_on_cpu()).map(|&(name, _)| name);
     let of = |wanted| move |&(name, (format, _)): &(_, _)| (format == wanted).then_some(name);
-    let [tf32, bf16] = [Reduced::Tf32, Reduced::Bf16].map(|format| matmul_tensor::VARIANTS.iter().filter_map(of(format)));
+    let [tf32, bf16] =
+        [Reduced::Tf32, Reduced::Bf16].map(|format| matmul_tensor::VARIANTS.iter().filter_map(of(format)));
     for (names, count) in [(on_gpu.collect::<Vec<_>>(), 5), (tf32.collect(), 4), (bf16.collect(), 4)] {
         let mut tiles = cases();
         tiles.retain(|(name, _)| names.contains(name));

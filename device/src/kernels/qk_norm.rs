@@ -115,7 +115,6 @@ unsafe fn inverse_rms_rows(length: usize, cols: usize) -> usize {
     unsafe { divide(length, cols).0 }
 }
 
-
 family! {
     /// The gradients of [`qk_norm_forward`](struct@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
     ///
@@ -219,7 +218,6 @@ family! {
         Grid::cover(rows, chunk)
     }
 }
-
 
 /// The rows of q, k and v in so many elements, or what is wrong with the numbers.
 #[cfg(not(target_arch = "nvptx64"))]

@@ -111,7 +111,6 @@ family! {
     }
 }
 
-
 /// The upper half of a product of two words.
 #[inline(always)]
 fn times(a: u64, b: u64) -> u64 {

@@ -67,33 +67,53 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
             }
+            // Row by row at each stage, so that a row's waits are filled with the others' work.
+            let mut most = largest;
+            unroll_on_gpu!(n < TILES => {
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        unroll_on_gpu!(half < 2 => {
+                            let larger = larger_or_nan(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
+                            most[m][half] = larger_or_nan(most[m][half], larger);
+                        });
+                    }
+                });
+            });
+            let mut bases = [[0.0; 2]; SQUARES];
             stay_together();
             unroll_on_gpu!(m < 2 => {
                 if m < SQUARES {
                     unroll_on_gpu!(half < 2 => {
-                        let mut most = largest[m][half];
-                        unroll_on_gpu!(n < TILES => {
-                            most = larger_or_nan(most, larger_or_nan(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-                        });
-                        most = combine_lanes(u32::MAX, ACROSS, most, larger_or_nan);
-                        // Of a query that has seen no key yet.
-                        let base = if most == f32::NEG_INFINITY { 0.0 } else { most * -factor };
+                        most[m][half] = combine_lanes(u32::MAX, ACROSS, most[m][half], larger_or_nan);
+                    });
+                }
+            });
+            unroll_on_gpu!(m < 2 => {
+                if m < SQUARES {
+                    unroll_on_gpu!(half < 2 => {
+                        // A query that has seen no key yet has no maximum.
+                        let base = if most[m][half] == f32::NEG_INFINITY { 0.0 } else { most[m][half] * -factor };
                         let shrink = exp2_negative(GpuFloat::mul_add(largest[m][half], factor, base));
-                        let mut total = totals[m][half] * shrink;
-                        unroll_on_gpu!(n < TILES => {
-                            unroll_on_gpu!(column < 2 => {
-                                let score = &mut scores[m][n][2 * half + column];
-                                *score = exp2_negative(GpuFloat::mul_add(*score, factor, base));
-                                total += *score;
-                            });
-                        });
-                        (largest[m][half], totals[m][half]) = (most, total);
+                        totals[m][half] *= shrink;
+                        bases[m][half] = base;
                         unroll_on_gpu!(n < CHUNKS, at most 32 => {
                             sums[m][n][2 * half] *= shrink;
                             sums[m][n][2 * half + 1] *= shrink;
                         });
                     });
                 }
+            });
+            largest = most;
+            unroll_on_gpu!(n < TILES => {
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        unroll_on_gpu!(at < 4 => {
+                            let score = &mut scores[m][n][at];
+                            *score = exp2_negative(GpuFloat::mul_add(*score, factor, bases[m][at / 2]));
+                            totals[m][at / 2] += *score;
+                        });
+                    }
+                });
             });
             memory.mix(&mut sums, &scores, memory.slot(slot, 1), 0);
             tile += 1;

@@ -93,7 +93,14 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// # Safety
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16 bytes; the tile has `count` rows.
     #[inline(always)]
-    pub(super) unsafe fn copy(&self, to: SharedTile<u32>, count: u32, rows: Rows<'_, bf16>, first: u32, [limit, width]: [u32; 2]) {
+    pub(super) unsafe fn copy(
+        &self,
+        to: SharedTile<u32>,
+        count: u32,
+        rows: Rows<'_, bf16>,
+        first: u32,
+        [limit, width]: [u32; 2],
+    ) {
         // Computed again for each tile: addresses that wait for the next would take registers from the sums.
         let thread = opaque(thread::thread_idx_x());
         let (mut row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
