@@ -145,9 +145,9 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
         row * Self::ROW + (chunk ^ (row % 8)) * CHUNK_WORDS
     }
 
-    /// This lane's, from row `first` of a tile on, a multiple of eight.
+    /// This lane's.
     #[inline(always)]
-    pub fn new() -> Self {
+    pub fn of_lane() -> Self {
         let (q, r) = (warp::lane_id() / 8, warp::lane_id() % 8);
         Self { down: Self::place(8 * (q % 2) + r, q / 2), across: Self::place(8 * (q / 2) + r, q % 2) }
     }

@@ -378,8 +378,8 @@ impl SharedTile<u32> {
             let own = [0, 1, 2, 3].map(|word| self.get(index + word));
             let rows = cuda_std::emulator::lanes(&own);
             let (g, t) = (cuda_std::warp::lane_id() as usize / 4, cuda_std::warp::lane_id() as usize % 4);
-            // SAFETY: each lane's row lives until the `sync_warp` below, where all lanes come, as they came here.
             let matrices = [0, 8, 16, 24].map(|first| {
+                // SAFETY: each lane's row lives until the `sync_warp` below, where all lanes come, as they came here.
                 let word = |row: usize, word: usize| unsafe { (*rows[first + row])[word] };
                 let element = |row: usize| word(row, g / 2) >> (16 * (g % 2)) & 0xffff;
                 if transposed { element(2 * t) | element(2 * t + 1) << 16 } else { word(g, t) }

@@ -30,9 +30,12 @@ use std::sync::Arc;
 /// Runs a kernel and keeps its results.
 type Run = for<'s> fn(&Inputs<'_, 's>) -> Result<()>;
 
+/// The same, of a variant.
+type RunVariant = dyn for<'s> Fn(&Inputs<'_, 's>) -> Result<()>;
+
 /// What runs a kernel and keeps its results.
 #[derive(Clone)]
-pub struct Case(Arc<dyn for<'s> Fn(&Inputs<'_, 's>) -> Result<()>>);
+pub struct Case(Arc<RunVariant>);
 
 impl fmt::Debug for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

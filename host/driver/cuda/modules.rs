@@ -93,18 +93,11 @@ impl Modules {
     }
 }
 
-/// A block that has more shared memory than this reads its numbers there, and needs no L1 cache beside it. Unasked, the driver may leave room for one
-/// such block where two would run.
-const MUCH_SHARED_BYTES: u32 = 16 << 10;
-/// The share of a multiprocessor's memory that is to be shared memory, in percent.
-const ALL_SHARED: i32 = 100;
-
 /// Asks for the shared memory of a block, where it is more than the driver gives unasked. What the compiler has set aside counts
 /// too: rust-cuda's block of dynamic memory has 16 static bytes.
 fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
     use sys::CUfunction_attribute::{
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
     };
     let mut set_aside = 0;
     // SAFETY: the function belongs to a loaded module, and the number is written before the call returns.
@@ -114,12 +107,6 @@ fn allow_shared_bytes(function: CUfunction, entry: &Entry) -> Result<()> {
         let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module.
         let result = unsafe { sys::cuFuncSetAttribute(function, attribute, entry.shared_bytes as i32) };
-        check("cuFuncSetAttribute", result)?;
-    }
-    if entry.shared_bytes > MUCH_SHARED_BYTES {
-        let attribute = CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        // SAFETY: the function belongs to a loaded module.
-        let result = unsafe { sys::cuFuncSetAttribute(function, attribute, ALL_SHARED) };
         check("cuFuncSetAttribute", result)?;
     }
     Ok(())

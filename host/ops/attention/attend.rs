@@ -3,8 +3,10 @@
 //! Invariant: the tensors' type, the form and the norm alone say which kernels run.
 
 use super::form::{AttentionForm, Sizes};
-use super::{Attention, AttentionKept, QkNorm, short};
+use super::made::{Attention, AttentionKept};
+use super::short;
 use crate::error::{Error, Result};
+use crate::ops::QkNorm;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::Slice;
@@ -160,7 +162,7 @@ impl Attend for bf16 {
             return Err(Error::misuse(op, expected, format!("{} columns", sizes.width)));
         }
         match form.scale {
-            Some(scale) if !(scale > 0.0) => {
+            Some(scale) if scale.is_nan() || scale <= 0.0 => {
                 Err(Error::misuse(op, "a scale above 0 for tensors stored in BF16", scale.to_string()))
             }
             _ => Ok(()),

@@ -1,6 +1,6 @@
 //! Attention by the kernels for any number of tokens, which keep no matrix of tokens x tokens.
 
-use super::Attend;
+use super::attend::Attend;
 use super::form::{AttentionForm, Sizes};
 use crate::error::Result;
 use crate::ops::same_shape;

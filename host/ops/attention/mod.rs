@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `form.rs` | how heads lie, and who sees whom |
 //! | `attend.rs` | which kernels attend to tensors of a type |
+//! | `made.rs` | what attention gives, and keeps for backward |
 //! | `flash.rs` | any form: no matrix of tokens x tokens |
 //! | `short.rs` | up to 16 tokens with normalised queries and keys: one launch |
 
 mod attend;
 mod flash;
 mod form;
+mod made;
 mod short;
 
 use super::{QkNorm, same_shape};
@@ -18,38 +20,11 @@ use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::Stack;
 use crate::step::Step;
-use crate::tensor::{Saved, Source, Stored, Target, Tensor};
+use crate::tensor::{Source, Target, Tensor};
 pub use attend::Attend;
 pub(super) use form::Sizes;
 pub use form::{AttentionForm, Sees};
-
-/// What [`attention`] gives.
-#[derive(Clone, Copy, Debug)]
-pub struct Attention<'s, S: Stored = f32> {
-    /// `[batch, tokens, heads width]`.
-    pub out: Saved<'s, S>,
-    /// What [`attention_backward`] needs besides the inputs and `out`.
-    pub kept: AttentionKept<'s, S>,
-}
-
-/// What [`attention_backward`] needs of the forward pass: by which kernels it ran.
-#[derive(Clone, Copy, Debug)]
-pub enum AttentionKept<'s, S: Stored = f32> {
-    /// Those for any number of tokens.
-    Flash {
-        /// The logarithm of each softmax's denominator, `[batch, heads, tokens]`.
-        lse: Saved<'s>,
-        /// q, k and v after QK-norm, if there was one, and what [`ops::qk_norm`] gave besides.
-        normal: Option<(Saved<'s, S>, Saved<'s>)>,
-    },
-    /// That for up to 16 tokens.
-    Short {
-        /// The softmax, `[batch, heads, tokens, tokens]`.
-        probabilities: Saved<'s>,
-        /// `1 / sqrt(mean(x^2) + epsilon)` of each head of q and of k, `[2, batch, tokens, heads]`.
-        inverse_rms: Saved<'s>,
-    },
-}
+pub use made::{Attention, AttentionKept};
 
 /// `out = softmax(scale q k^T) v` for each head, over the keys that each query sees (Vaswani et al., 2017); `qkv` and all else as
 /// `form` says. With a `norm`, q and k are normalised first, see [`ops::qk_norm`].

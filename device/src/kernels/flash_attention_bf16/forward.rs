@@ -135,7 +135,7 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                     let known = most < f32::INFINITY;
                     inverse[half] = if known { 1.0 / total } else { f32::NAN };
                     let token = first + memory.own_row(m, half);
-                    if warp::lane_id() % ACROSS == 0 && token < problem.tokens {
+                    if warp::lane_id().is_multiple_of(ACROSS) && token < problem.tokens {
                         let value = if known { GpuFloat::mul_add(most, problem.scale, math::log(total)) } else { f32::NAN };
                         let value = if token < sight.length { value } else { f32::NEG_INFINITY };
                         store(lse, statistics + token as usize, value);

@@ -35,7 +35,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
     #[inline(always)]
     pub(super) fn new(arrays: u32) -> Self {
-        Self { squares: Squares::new(), arrays }
+        Self { squares: Squares::of_lane(), arrays }
     }
 
     /// The own rows of an array.
