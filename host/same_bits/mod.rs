@@ -10,8 +10,8 @@
 //! use stepscope::{Device, DeviceKind};
 //!
 //! let device = Device::open(DeviceKind::Emulated)?;
-//! let (name, case) = cases()[0];
-//! let found = line(name, &run(&device, &case, Form::Smallest)?);
+//! let (name, case) = &cases()[0];
+//! let found = line(name, &run(&device, case, Form::Smallest)?);
 //! assert!(compare(&found, Form::Smallest.golden())[0].equal());
 //! # Ok::<(), stepscope::Error>(())
 //! ```
