@@ -122,7 +122,7 @@ pub fn exp2_negative(x: f32) -> f32 {
     f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
 
-/// The larger of two; a NaN if either is one. Which zero it is of two is not said.
+/// The larger of two, 0 being larger than -0; a NaN if either is one.
 #[inline(always)]
 pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     #[cfg(target_arch = "nvptx64")]
@@ -139,7 +139,10 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     }
     #[cfg(not(target_arch = "nvptx64"))]
     {
+        // Of two zeros, that with the fewer bits; of two other numbers that are equal, either.
+        let equal = f32::from_bits(a.to_bits() & b.to_bits());
         let larger = if b > a { b } else { a };
+        let larger = if a == b { equal } else { larger };
         if b.is_nan() { b } else { larger }
     }
 }
