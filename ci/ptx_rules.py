@@ -260,7 +260,7 @@ PLANTS = {
     "rounding": [f"{op}.f32 %r2, %r1, %r1;" for op in ("add", "mul", "sub", "@%p1 mul", "@!%p1 add")]
     + ["fma.f32 %r2, %r1, %r1, %r1;", "add.rz.f32 %r2, %r1, %r1;", "$L_x: add.f32 %r2, %r1, %r1;"],
     "float-atomic": ["atom.global.add.f32 %r2, [%rd2], %r1;", "red.global.add.f32 [%rd2], %r1;"],
-    "float-min-max": ["max.f32 %r2, %r1, %r1;", "min.ftz.f32 %r2, %r1, %r1;"],
+    "float-min-max": ["max.f32 %r2, %r1, %r1;", "min.f32 %r2, %r1, %r1;"],
     "bit-count": ["clz.b64 %r2, %rd2;", "@%p1 popc.b64 %r2, %rd2;"],
 }
 
