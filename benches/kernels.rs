@@ -65,7 +65,7 @@ impl Plan {
     /// One set fits no cache from 2^26 elements on. Of less there are several, up to 64: below 2^20 elements they fit the
     /// cache together, on both sides, as the tensors of a small step do.
     fn of(elements: usize, kind: DeviceKind) -> Self {
-        let kernels = CASES.map(|case| case.name).to_vec();
+        let kernels = CASES.iter().map(|case| case.name).collect::<Vec<_>>();
         if kind != DeviceKind::Cuda {
             return Self { elements, kernels, tensors: 1, sets: 2, rounds: 1, replays: 2, samples: 20 };
         }

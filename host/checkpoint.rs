@@ -9,6 +9,7 @@ use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::{replace_file, sweep};
 use crate::finite::Numbers;
+use crate::memory::Buffer;
 use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::Shape;
@@ -65,6 +66,19 @@ impl Checkpoint {
         notes: &[(&str, String)],
         numbers: Numbers,
     ) -> Result<()> {
+        let read = |optimizer: &Optimizer<dyn UpdateRule>| optimizer.whole_state()?.iter().map(Buffer::read).collect();
+        let state = optimizer.map(read).transpose()?;
+        Self::save_whole(path, parameters, (optimizer, state.unwrap_or_default()), notes, numbers)
+    }
+
+    /// [`Checkpoint::save_with`] of an optimiser's state that is on the host.
+    pub(crate) fn save_whole(
+        path: impl AsRef<Path>,
+        parameters: &Parameters,
+        (optimizer, state): (Option<&Optimizer<dyn UpdateRule>>, Vec<Vec<f32>>),
+        notes: &[(&str, String)],
+        numbers: Numbers,
+    ) -> Result<()> {
         let layout = parameters.layout();
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
@@ -76,8 +90,7 @@ impl Checkpoint {
             optimizer.check_layout(layout)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
-            for (prefix, state) in optimizer.prefixes().into_iter().zip(optimizer.state()) {
-                let state = state.read()?;
+            for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
                 numbers.check((update, Quantity::OptimizerState), layout.finite(&prefix, &state))?;
                 regions.push((prefix, state));
             }
@@ -141,6 +154,11 @@ impl Checkpoint {
             .ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
     }
 
+    /// The digest of all that it holds.
+    pub(crate) fn digest(&self) -> Result<&str> {
+        self.note(DIGEST)
+    }
+
     /// Puts weights, and the optimiser's state if one is given, back. Either everything fits or nothing is changed.
     ///
     /// # Errors
@@ -171,6 +189,7 @@ impl Checkpoint {
             None => None,
             Some(optimizer) => {
                 optimizer.check_layout(&layout)?;
+                optimizer.whole_state()?;
                 let updates = self.note(UPDATES)?;
                 let number = updates.parse().ok().filter(|&updates: &u64| updates <= MOST_UPDATES);
                 let number = number.ok_or_else(|| {

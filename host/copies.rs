@@ -2,7 +2,7 @@
 //!
 //! Invariant: a copy is of no more bytes than the memory has, and its wait has a deadline.
 
-use crate::driver::{Device, Fill, Landing};
+use crate::driver::{Device, DeviceLink, Fill, Landing, Piece};
 use crate::error::Result;
 use crate::tensor::{Memory, Stored};
 use bytemuck::Pod;
@@ -56,6 +56,35 @@ impl Memory<u8> {
         // SAFETY: the memory is valid by this type's invariant.
         unsafe { device.stage_with(self.address(), None, self.len(), fill, deadline, staged) }
     }
+}
+
+/// Memory of a group's exchange, and the rank that gets it or gives it.
+pub(crate) type OfRank = (usize, Memory<f32>);
+
+/// Queues copies between the devices of a group: each of `sends` to its rank, and over each of `receives` what its rank sends. Memory of no
+/// elements takes no part.
+///
+/// # Panics
+/// When memory is another device's, or what is received overlaps anything else.
+pub(crate) fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
+    let identity = link.device().identity();
+    let piece = |&(rank, memory): &OfRank| {
+        assert!(memory.is_of(identity), "memory of the link's device");
+        Piece { rank, address: memory.address(), bytes: memory.len() * size_of::<f32>() }
+    };
+    let is_some = |(_, memory): &&OfRank| memory.len() > 0;
+    let sends: Vec<Piece> = sends.iter().filter(is_some).map(piece).collect();
+    let receives: Vec<Piece> = receives.iter().filter(is_some).map(piece).collect();
+    for (at, written) in receives.iter().enumerate() {
+        let apart = |other: &Piece| {
+            let end = |piece: &Piece| piece.address + piece.bytes as u64;
+            end(written) <= other.address || end(other) <= written.address
+        };
+        assert!(sends.iter().chain(&receives[..at]).all(apart), "what is received lies apart from all else");
+    }
+    // SAFETY: the memories are valid by their type's invariant, of this device, and what is written lies apart; at the deadline the
+    // device is lost, and memory leaks rather than being freed under a copy.
+    unsafe { link.exchange(sends, receives) }
 }
 
 impl<S: Stored> Memory<S> {

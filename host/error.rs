@@ -4,6 +4,7 @@
 //! else names the call that failed and what the system said.
 
 use crate::admission::Refusal;
+use crate::group::fault::{MeetingFault, RankFault};
 use crate::ptx::PtxBuild;
 use crate::report::{ArenaReport, Cause};
 use cuda_std::emulator::Fault;
@@ -200,6 +201,12 @@ pub enum Error {
         /// Why not, and what to do.
         reason: String,
     },
+    /// Another rank keeps this one from going on, or this one the others.
+    #[error("{0}")]
+    Rank(Box<RankFault>),
+    /// The ranks of a group did not meet.
+    #[error("{0}")]
+    Meeting(Box<MeetingFault>),
     /// Batches could not be made.
     #[error("loader: {reason}")]
     Loader {

@@ -15,6 +15,7 @@ mod driver;
 mod error;
 mod files;
 mod finite;
+mod group;
 mod initializer;
 mod launch;
 mod loader;
@@ -36,6 +37,7 @@ mod tensor;
 mod tensors;
 mod trainer;
 mod upload;
+mod windows;
 
 /// The programs of the guide, as tests.
 #[cfg(doctest)]
@@ -53,27 +55,32 @@ pub mod of_core {
     pub use core::{concat, env, include};
 }
 pub use driver::{
-    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Pool, SelfTest, faults,
-    ptx_builds,
+    DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Link, Piece, Pool, SelfTest,
+    Wire, faults, ptx_builds,
 };
 pub use error::{Error, Quantity, Result};
 pub use files::{PlainFile, RunLock, replace_file};
 pub use finite::Numbers;
+pub use group::{Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub use half::bf16;
 pub use initializer::Initializer;
 pub use loader::Loader;
 pub use memory::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, Recording};
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
-pub use optim::{AdamW, AdamWConfig, Group, Groups, Optimizer, Schedule, Sgd, SgdConfig, UpdateArguments, UpdateRule};
+pub use optim::{
+    AdamW, AdamWConfig, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SgdConfig, UpdateArguments,
+    UpdateRule,
+};
 pub use params::{Gradients, Layout, LayoutBuilder, LayoutEntry, Parameter, Parameters, Stack};
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
-pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Trainer, Update};
+pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Shards, Trainer, Update};
 pub use upload::{Progress, Transfer};
+pub use windows::Windows;
 
 /// What must and must not cross threads, and what must not be copied. A step's things are one thread's: their order is the
 /// stream's, and their life the scope's.
@@ -88,7 +95,7 @@ mod threads {
     assert_impl_all!(Gradients: Send, Sync);
     assert_impl_all!(AdamW: Send, Sync);
     assert_impl_all!(Sgd: Send, Sync);
-    assert_impl_all!(Groups: Send, Sync);
+    assert_impl_all!(ParameterGroups: Send, Sync);
     assert_impl_all!(Layout: Send, Sync, Clone);
     assert_impl_all!(Checkpoint: Send, Sync);
     assert_impl_all!(Recording: Send, Sync);
@@ -96,6 +103,7 @@ mod threads {
     assert_impl_all!(faults::FaultPlan: Send, Sync, Clone);
     assert_impl_all!(Error: Send, Sync);
     assert_impl_all!(Loader<Vec<f32>>: Send);
+    assert_impl_all!(Windows: Send, Sync, Clone);
     // What owns memory has one owner.
     assert_not_impl_any!(Buffer<f32>: Clone);
     assert_not_impl_any!(Parameters: Clone);

@@ -21,7 +21,7 @@ impl UpdateRule for Descent {
         "descent"
     }
 
-    fn settings(&self, _: u64, _: &Group) -> Vec<f32> {
+    fn settings(&self, _: u64, _: &ParameterGroup) -> Vec<f32> {
         vec![-0.1]
     }
 
@@ -56,9 +56,9 @@ impl<R: UpdateRule> Trained<R> {
         let weights = Parameters::new(device, &layout, 3).unwrap();
         let weights = if copied { weights.with_bf16_copy().unwrap() } else { weights };
         let (gradients, optimizer) = (Gradients::zeros(&weights).unwrap(), Optimizer::new(&weights, rule).unwrap());
-        let decay = Group { weight_decay: Some(0.2), ..Group::default() };
+        let decay = ParameterGroup { weight_decay: Some(0.2), ..ParameterGroup::default() };
         let optimizer = if groups {
-            optimizer.with_groups(&Groups::new().with(decay, |entry| entry.name() == "b")).unwrap()
+            optimizer.with_parameter_groups(&ParameterGroups::new().with(decay, |entry| entry.name() == "b")).unwrap()
         } else {
             optimizer
         };

@@ -14,17 +14,11 @@ mod cli;
 mod dataset;
 #[path = "../examples/crossasset/features.rs"]
 mod features;
-#[path = "../examples/crossasset/log.rs"]
-mod log;
-#[path = "../examples/crossasset/loss_svg.rs"]
-mod loss_svg;
-#[path = "../examples/crossasset/progress.rs"]
-mod progress;
 #[path = "../examples/crossasset/random.rs"]
 mod random;
 #[path = "../examples/crossasset/report.rs"]
 mod report;
-#[path = "../examples/crossasset/screen.rs"]
-mod screen;
+#[path = "../examples/shared/mod.rs"]
+mod shared;
 #[path = "../examples/crossasset/synthetic.rs"]
 mod synthetic;

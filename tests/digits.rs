@@ -1,4 +1,4 @@
-//! Runs the built `digits` example: handwritten digits that it has not seen are told right.
+//! Runs the built examples `digits` and `vit`: handwritten digits that they have not seen are told right.
 
 #![forbid(unsafe_code)]
 
@@ -19,6 +19,13 @@ on_each_device! {
         let accuracy: f64 = told.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{screen}"));
         assert!((95.0..=100.0).contains(&accuracy), "{screen}");
         assert_eq!(screen.lines().count(), 13, "a line for each epoch: {screen}");
+    }
+
+    fn a_vision_transformer_tells_them_too(device: &Device) {
+        let output = run("vit", device, &[]);
+        assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+        let output = run("vit", device, &["--epochs", "1"]);
+        assert_eq!(output.status.code(), Some(1), "one epoch is too few: {}", text(&output.stdout));
     }
 
     /// The exit code can say no.

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use stepscope::{Error, Initializer, Layout, LayoutBuilder};
+use stepscope::{Device, DeviceKind, Error, Initializer, Layout, LayoutBuilder, Parameters};
 
 /// What `build` got instead of what it expects.
 #[track_caller]
@@ -13,6 +13,27 @@ fn refused(add: impl FnOnce(&mut LayoutBuilder)) -> String {
     assert!(error.to_string().len() < 1000, "{error}");
     let Error::Misuse { op: "layout", got, .. } = error else { panic!("{error}") };
     got
+}
+
+/// A recipe reaches the parameters that it names, and leaves the others and all places as they are.
+#[test]
+fn a_recipe_gives_what_it_names_another_start() {
+    let values = |recipe: bool| {
+        let mut layout = Layout::builder();
+        let [a, b] = ["a.weight", "a.bias"].map(|name| layout.add(name, [70], Initializer::Constant(0.25)));
+        if recipe {
+            layout.initialize(|entry| entry.name().ends_with("bias").then_some(Initializer::Constant(0.5)));
+        }
+        let after = layout.add("after.bias", [70], Initializer::Constant(0.75));
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        [a, b, after].map(|parameter| {
+            let values = weights.read(parameter).unwrap();
+            assert!(values.len() == 70 && values.iter().all(|value| *value == values[0]));
+            values[0]
+        })
+    };
+    assert_eq!((values(false), values(true)), ([0.25, 0.25, 0.75], [0.25, 0.5, 0.75]));
 }
 
 #[test]

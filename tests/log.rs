@@ -45,8 +45,8 @@ fn json_tells_what_was_trained() {
     let (success, objects) = objects(&[], None);
     let trained = objects.iter().find(|object| object["message"] == "trained").unwrap_or_else(|| panic!("{objects:?}"));
     assert!(success && trained["level"] == "INFO" && trained["epoch"] == "fold 0, epoch 0", "{trained}");
-    assert_eq!(trained["samples"], 35);
-    for figure in ["seconds", "samples_per_second", "loss"] {
+    assert_eq!(trained["done"], 35);
+    for figure in ["seconds", "per_second", "loss"] {
         assert!(trained[figure].as_f64().is_some_and(|figure| figure > 0.0), "{figure} in {trained}");
     }
     let opened =

@@ -224,7 +224,7 @@ on_each_device! {
 
 /// A rule with faults: how many settings an update and a group have, and whether it queues anything.
 struct Odd {
-    settings: fn(u64, &Group) -> usize,
+    settings: fn(u64, &ParameterGroup) -> usize,
     groups: bool,
     fails: bool,
 }
@@ -244,7 +244,7 @@ impl UpdateRule for Odd {
         self.groups
     }
 
-    fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
         vec![0.0; (self.settings)(number, group)]
     }
 
@@ -266,16 +266,16 @@ on_each_device! {
             assert!(error.contains(words), "{error}");
         };
         told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
-        let halves = || Groups::new().with(Group { rate: 0.5, weight_decay: None }, |_| true);
+        let halves = || ParameterGroups::new().with(ParameterGroup { rate: 0.5, weight_decay: None }, |_| true);
         let odd = |odd| Optimizer::new(weights, odd).unwrap();
-        told(odd(Odd { groups: false, ..Odd::default() }).with_groups(&halves()), "heeds no others, got 2");
-        let by_group: fn(u64, &Group) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
-        told(odd(Odd { settings: by_group, ..Odd::default() }).with_groups(&halves()), "1 settings for each group, got 2");
-        told(odd(Odd::default()).with_groups(&Groups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
+        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "heeds no others, got 2");
+        let by_group: fn(u64, &ParameterGroup) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
+        told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
+        told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
         let mut more = odd(Odd { settings: |number, _| number as usize, ..Odd::default() });
         more.advance().unwrap();
         let mut fails = odd(Odd { fails: true, ..Odd::default() });
-        let mut sound = odd(Odd::default()).with_groups(&halves()).unwrap();
+        let mut sound = odd(Odd::default()).with_parameter_groups(&halves()).unwrap();
         let mut arena = arena(device);
         // What was not queued is no update, and still set up.
         fails.advance().unwrap();
@@ -295,7 +295,7 @@ on_each_device! {
 
     /// A graph that was captured before has the old groups.
     fn groups_end_what_was_captured_and_set_up(device: &Device) {
-        let slow = || Groups::new().with(Group { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
+        let slow = || ParameterGroups::new().with(ParameterGroup { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
         let mut arena = arena(device);
         let mut captured = arena.capture(Some(Model::new(device)), &Inputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
@@ -303,7 +303,7 @@ on_each_device! {
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
         let model = captured.state_mut().take().unwrap();
         let after_one = model.state();
-        let model = Model { optimizer: model.optimizer.with_groups(&slow()).unwrap(), ..model };
+        let model = Model { optimizer: model.optimizer.with_parameter_groups(&slow()).unwrap(), ..model };
         *captured.state_mut() = Some(model);
         captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
         assert!(captured.replay(&Inputs::new()).is_err(), "the graph's turn is gone");

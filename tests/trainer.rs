@@ -417,8 +417,7 @@ on_each_device! {
         }
 
         for captured in [false, true] {
-            let Learner { model, parameters, gradients, optimizer, precision, generator } = Classifier::learner(device);
-            let learner = Learner { model: Steep(model), parameters, gradients, optimizer, precision, generator };
+            let learner = Classifier::learner(device).map_model(Steep);
             let (mut memory, batch) = (arena(device), batches(1, 8).swap_remove(0));
             let mut training = match captured {
                 true => Trainer::captured(&mut memory, learner, &batch[0]).unwrap(),

@@ -3,7 +3,8 @@
 //! Invariant: `peers/kernels.py` has a function of the same name for each case, which does the same.
 
 use kernels::adamw::slot;
-use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, Tensor, bf16, ops};
+use stepscope::ops::Generator;
+use stepscope::{Buffer, Device, Lent, Result, SplitMix64, Step, Stored, Tensor, bf16, ops};
 
 /// Columns of what is taken as rows.
 pub(crate) const COLUMNS: usize = 1024;
@@ -19,61 +20,154 @@ pub(crate) struct Case {
 /// Queues a case once, on one set.
 pub(crate) type Call = for<'s> fn(&Step<'s>, &mut Set) -> Result<()>;
 
-/// All cases: a read or a write of each element is 4 bytes.
-pub(crate) const CASES: [Case; 15] = [
-    Case { name: "copy", least_bytes: 8, call: |step, set| ops::copy(step, &set.x(step)?).map(drop) },
-    Case { name: "fill", least_bytes: 4, call: |step, set| ops::fill(step, [set.x.len()], 1.0).map(drop) },
-    Case { name: "tanh", least_bytes: 8, call: |step, set| ops::tanh(step, &set.x(step)?).map(drop) },
-    Case {
-        name: "tanh_backward",
-        least_bytes: 12,
-        call: |step, set| ops::tanh_backward(step, &set.x(step)?, &set.dy(step)?).map(drop),
-    },
-    Case { name: "gelu", least_bytes: 8, call: |step, set| ops::gelu(step, &set.x(step)?).map(drop) },
-    Case {
-        name: "gelu_backward",
-        least_bytes: 12,
-        call: |step, set| ops::gelu_backward(step, &set.x(step)?, &set.dy(step)?).map(drop),
-    },
-    Case { name: "softmax", least_bytes: 8, call: |step, set| ops::softmax(step, &set.x(step)?).map(drop) },
-    Case {
-        name: "rms_norm",
-        least_bytes: 8,
-        call: |step, set| ops::rms_norm(step, &set.x(step)?, &set.gain(step)?, EPSILON).map(drop),
-    },
-    Case { name: "rms_norm_backward", least_bytes: 12, call: rms_norm_backward },
-    Case { name: "cross_entropy_and_gradient", least_bytes: 8, call: cross_entropy_and_gradient },
-    Case { name: "sum", least_bytes: 4, call: |step, set| ops::sum(step, &set.x(step)?).map(drop) },
-    Case { name: "sum_columns", least_bytes: 4, call: |step, set| ops::sum_columns(step, &set.x(step)?).map(drop) },
-    Case { name: "sum_rows", least_bytes: 4, call: |step, set| ops::sum_rows(step, &set.x(step)?).map(drop) },
-    Case { name: "squared_norm", least_bytes: 4, call: |step, set| ops::squared_norm(step, &set.x(step)?).map(drop) },
-    Case { name: "adamw", least_bytes: 28, call: adamw },
-];
+/// Cases by name, with the bytes of an element; then those of both stored types, with its reads and writes.
+macro_rules! cases {
+    (one: { $($name:ident, $bytes:literal, $call:expr;)* } both: { $($both:ident, $accesses:literal;)* }) => {
+        /// All cases. A read or a write of an element is 4 bytes, or 2 of BF16.
+        pub(crate) const CASES: &[Case] = &[
+            $(Case { name: stringify!($name), least_bytes: $bytes, call: $call },)*
+            $(
+                Case { name: stringify!($both), least_bytes: 4 * $accesses, call: $both::<f32> },
+                Case { name: concat!(stringify!($both), "_bf16"), least_bytes: 2 * $accesses, call: $both::<bf16> },
+            )*
+        ];
+    };
+}
+
+cases! {
+    one: {
+        fill, 4, |step, set| ops::fill(step, [set.stored.x.len()], 1.0).map(drop);
+        cross_entropy_and_gradient, 8, cross_entropy_and_gradient;
+        sum, 4, |step, set| ops::sum(step, &set.x::<f32>(step)?).map(drop);
+        sum_columns, 4, |step, set| ops::sum_columns(step, &set.x::<f32>(step)?).map(drop);
+        sum_rows, 4, |step, set| ops::sum_rows(step, &set.x::<f32>(step)?).map(drop);
+        squared_norm, 4, |step, set| ops::squared_norm(step, &set.x::<f32>(step)?).map(drop);
+        adamw, 28, adamw;
+        embedding, 8, embedding::<f32>;
+        embedding_bf16, 6, embedding::<bf16>;
+        embedding_backward, 8, embedding_backward::<f32>;
+        embedding_backward_bf16, 6, embedding_backward::<bf16>;
+    }
+    both: {
+        copy, 2;
+        tanh, 2;
+        tanh_backward, 3;
+        gelu, 2;
+        gelu_backward, 3;
+        silu, 2;
+        silu_backward, 3;
+        swiglu, 3;
+        swiglu_backward, 5;
+        softmax, 2;
+        rms_norm, 2;
+        rms_norm_backward, 3;
+        layer_norm, 2;
+        layer_norm_backward, 3;
+        dropout, 2;
+    }
+}
+
+/// The ops of one input, and their backward passes of x and dy.
+macro_rules! elementwise {
+    ($($name:ident $backward:ident;)*) => {
+        $(
+            fn $name<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+                ops::$name(step, &set.x::<S>(step)?).map(drop)
+            }
+
+            fn $backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+                ops::$backward(step, &set.x::<S>(step)?, &set.dy::<S>(step)?).map(drop)
+            }
+        )*
+    };
+}
+
+elementwise! {
+    tanh tanh_backward;
+    gelu gelu_backward;
+    silu silu_backward;
+}
+
+fn copy<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::copy(step, &set.x::<S>(step)?).map(drop)
+}
+
+fn softmax<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::softmax(step, &set.x::<S>(step)?).map(drop)
+}
+
+/// The gate is x, what it gates dy.
+fn swiglu<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::swiglu(step, &set.x::<S>(step)?, &set.dy::<S>(step)?).map(drop)
+}
+
+fn swiglu_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    let (x, dy) = (set.x::<S>(step)?, set.dy::<S>(step)?);
+    ops::swiglu_backward(step, &x, &dy, &dy).map(drop)
+}
+
+fn dropout<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    let draws = set.generator.draws(step)?;
+    ops::dropout(step, &set.x::<S>(step)?, 0.1, &draws.next()).map(drop)
+}
+
+/// Rows of the table x, each once, in another order.
+fn embedding<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::embedding::<S>(step, &set.x::<f32>(step)?, &set.ids(step)?).map(drop)
+}
+
+/// The gradient of such a table.
+fn embedding_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    let shape = set.shape();
+    let Set { stored, first, ids, .. } = set;
+    let (dy, ids) = (step.lend(S::held(stored).1, shape)?, step.lend(ids, [shape[0]])?);
+    ops::embedding_backward(step, &dy, &ids, &mut step.lend_mut(first, shape)?, false)
+}
+
+fn rms_norm<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::rms_norm(step, &set.x::<S>(step)?, &set.gain(step)?, EPSILON).map(drop)
+}
+
+fn layer_norm<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    ops::layer_norm(step, &set.x::<S>(step)?, &set.gain(step)?, &set.gain(step)?, EPSILON).map(drop)
+}
 
 const EPSILON: f32 = 1e-6;
 /// So small that thousands of updates leave the weights as they were, nearly.
 const LEARNING_RATE: f32 = 1e-6;
 
 /// dx, and the gradient of the gain, which is added to what is there.
-fn rms_norm_backward(step: &Step<'_>, set: &mut Set) -> Result<()> {
+fn rms_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let shape = set.shape();
-    let Set { x, dy, gain, dgain, inverse_rms, .. } = set;
+    let Set { stored, gain, dgain, ones, .. } = set;
+    let (x, dy) = S::held(stored);
     let (x, dy, gain) = (step.lend(x, shape)?, step.lend(dy, shape)?, step.lend(gain, [COLUMNS])?);
-    let inverse_rms = step.lend(inverse_rms, [shape[0]])?;
+    let inverse_rms = step.lend(ones, [shape[0]])?;
     let mut dgain = step.lend_mut(dgain, [COLUMNS])?;
     ops::rms_norm_backward(step, &x, &gain, &inverse_rms, &dy, None, &mut dgain, true).map(drop)
+}
+
+/// dx, and the gradients of gain and bias, which are added to what is there.
+fn layer_norm_backward<S: Held>(step: &Step<'_>, set: &mut Set) -> Result<()> {
+    let shape = set.shape();
+    let Set { stored, gain, dgain, dbias, ones, .. } = set;
+    let (x, dy) = S::held(stored);
+    let (x, dy, gain) = (step.lend(x, shape)?, step.lend(dy, shape)?, step.lend(gain, [COLUMNS])?);
+    let ones = step.lend(ones, [shape[0]])?;
+    let gradients = [&mut step.lend_mut(dgain, [COLUMNS])?, &mut step.lend_mut(dbias, [COLUMNS])?];
+    ops::layer_norm_backward(step, &x, &gain, [&ones, &ones], &dy, None, gradients, [true; 2]).map(drop)
 }
 
 /// The mean loss, and its gradient with respect to the logits.
 fn cross_entropy_and_gradient(step: &Step<'_>, set: &mut Set) -> Result<()> {
     let weight = 1.0 / set.labels.len() as f32;
-    ops::cross_entropy(step, &set.x(step)?, &set.labels(step)?, weight).map(drop)
+    ops::cross_entropy(step, &set.x::<f32>(step)?, &set.labels(step)?, weight).map(drop)
 }
 
 /// An update without clipping.
 fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
-    let elements = set.x.len();
-    let Set { x, dy, first, second, hyper, one, .. } = set;
+    let elements = set.stored.x.len();
+    let Set { stored: Pairs { x, dy, .. }, first, second, hyper, one, .. } = set;
     ops::adamw(
         step,
         &mut step.lend_mut(x, [elements])?,
@@ -88,17 +182,46 @@ fn adamw(step: &Step<'_>, set: &mut Set) -> Result<()> {
 
 /// The tensors of one call: `[n / 1024, 1024]`, normal, and what belongs to their rows and columns.
 pub(crate) struct Set {
-    x: Buffer<f32>,
-    dy: Buffer<f32>,
+    stored: Pairs,
     /// AdamW's moments of gradients `dy` for weights `x`.
     first: Buffer<f32>,
     second: Buffer<f32>,
     labels: Buffer<u32>,
-    inverse_rms: Buffer<f32>,
+    /// Each row's number once.
+    ids: Buffer<u32>,
+    /// Of each row: for statistics.
+    ones: Buffer<f32>,
     gain: Buffer<f32>,
     dgain: Buffer<f32>,
+    dbias: Buffer<f32>,
     hyper: Buffer<f32>,
     one: Buffer<f32>,
+    generator: Generator,
+}
+
+/// x and dy, as f32 and as BF16.
+pub(crate) struct Pairs {
+    x: Buffer<f32>,
+    dy: Buffer<f32>,
+    x_bf16: Buffer<bf16>,
+    dy_bf16: Buffer<bf16>,
+}
+
+/// A type that the set holds x and dy in.
+pub(crate) trait Held: Stored {
+    fn held(pairs: &Pairs) -> (&Buffer<Self>, &Buffer<Self>);
+}
+
+impl Held for f32 {
+    fn held(pairs: &Pairs) -> (&Buffer<Self>, &Buffer<Self>) {
+        (&pairs.x, &pairs.dy)
+    }
+}
+
+impl Held for bf16 {
+    fn held(pairs: &Pairs) -> (&Buffer<Self>, &Buffer<Self>) {
+        (&pairs.x_bf16, &pairs.dy_bf16)
+    }
 }
 
 impl Set {
@@ -106,6 +229,8 @@ impl Set {
     pub(crate) fn new(device: &Device, normals: &Normals, number: usize, elements: usize) -> Result<Self> {
         let rows = elements / COLUMNS;
         let labels: Vec<u32> = (0..rows).map(|row| (row * 7 % COLUMNS) as u32).collect();
+        // Sizes are powers of two or multiples of 50: 7919 divides none.
+        let ids: Vec<u32> = (0..rows).map(|row| (row * 7919 % rows) as u32).collect();
         let mut hyper = [0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = LEARNING_RATE;
         hyper[slot::BETA1] = 0.9;
@@ -115,16 +240,23 @@ impl Set {
         hyper[slot::BIAS_CORRECTION1] = 0.1;
         hyper[slot::BIAS_CORRECTION2] = 0.001;
         Ok(Self {
-            x: normals.buffer(device, 2 * number, elements)?,
-            dy: normals.buffer(device, 2 * number + 1, elements)?,
+            stored: Pairs {
+                x: normals.buffer(device, 2 * number, elements)?,
+                dy: normals.buffer(device, 2 * number + 1, elements)?,
+                x_bf16: normals.buffer(device, 2 * number, elements)?,
+                dy_bf16: normals.buffer(device, 2 * number + 1, elements)?,
+            },
             first: Buffer::zeros(device, elements)?,
             second: Buffer::zeros(device, elements)?,
             labels: Buffer::from_slice(device, &labels)?,
-            inverse_rms: Buffer::from_slice(device, &vec![1.0; rows])?,
+            ids: Buffer::from_slice(device, &ids)?,
+            ones: Buffer::from_slice(device, &vec![1.0; rows])?,
             gain: Buffer::from_slice(device, &[1.0; COLUMNS])?,
             dgain: Buffer::zeros(device, COLUMNS)?,
+            dbias: Buffer::zeros(device, COLUMNS)?,
             hyper: Buffer::from_slice(device, &hyper)?,
             one: Buffer::from_slice(device, &[1.0])?,
+            generator: Generator::new(device, 7)?,
         })
     }
 
@@ -132,12 +264,16 @@ impl Set {
         [self.labels.len(), COLUMNS]
     }
 
-    fn x<'b, 's>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's>> {
-        step.lend(&self.x, self.shape())
+    fn x<'b, 's, S: Held>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's, S>> {
+        step.lend(S::held(&self.stored).0, self.shape())
     }
 
-    fn dy<'b, 's>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's>> {
-        step.lend(&self.dy, self.shape())
+    fn dy<'b, 's, S: Held>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's, S>> {
+        step.lend(S::held(&self.stored).1, self.shape())
+    }
+
+    fn ids<'b, 's>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's, u32>> {
+        step.lend(&self.ids, [self.ids.len()])
     }
 
     fn gain<'b, 's>(&'b self, step: &Step<'s>) -> Result<Lent<'b, 's>> {
@@ -162,13 +298,13 @@ impl Normals {
     }
 
     /// A tensor's worth, from another place for another number.
-    fn buffer(&self, device: &Device, number: usize, elements: usize) -> Result<Buffer<f32>> {
+    fn buffer<S: Stored>(&self, device: &Device, number: usize, elements: usize) -> Result<Buffer<S>> {
         let mut buffer = Buffer::zeros(device, elements)?;
         let mut done = 0;
         let mut from = number * 65_537 % Self::PERIOD;
         while done < elements {
             let part = &self.0[from..][..(elements - done).min(Self::PERIOD - from)];
-            buffer.write(done, part)?;
+            buffer.write(done, &part.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>())?;
             done += part.len();
             from = 0;
         }

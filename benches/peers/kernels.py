@@ -2,32 +2,38 @@
 
 Each case of benches/kernels/cases.rs has a function of the same name here. It gets a set of tensors and returns a call
 that returns its outputs. The calls of all sets, round after round, are one CUDA graph; a sample is several replays and one
-wait. The outputs of a round stand side by side in memory, as ours do. A case that fails says so on its own line, and the
-others go on; after DEADLINE_S the process ends.
+wait. The outputs of a round stand side by side in memory, as ours do. What torch.compile makes of a case of COMPILED is
+timed too, and the faster of both is told. Names that end with _bf16 are of tensors in BF16. A case that fails says so on its
+own line, and the others go on; after DEADLINE_S the process ends.
 """
 
 import argparse
 import contextlib
 import json
 import signal
+import statistics
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-WARM_UP, DEADLINE_S, EPSILON = 5, 120, 1e-6
+WARM_UP, DEADLINE_S, EPSILON = 5, 480, 1e-6
+# Sets whose calls are compiled, each by itself; of small tensors there are too many.
+MOST_COMPILED = 4
 
 
 class Set:
     """The tensors of one call: [n / columns, columns], normal, and what belongs to their rows and columns."""
 
-    def __init__(self, plan, columns, device):
+    def __init__(self, plan, columns, device, dtype=torch.float32):
         rows = plan["elements"] // columns
         self.columns = columns
-        self.x, self.dy = (torch.randn(rows, columns, device=device) for _ in range(2))
+        self.x, self.dy = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(2))
         self.labels = torch.arange(rows, device=device) * 7 % columns
-        self.gain = torch.ones(columns, device=device)
+        self.ids = torch.arange(rows, device=device) * 7919 % rows
+        self.gain = torch.ones(columns, device=device, dtype=dtype)
+        self.bias = torch.ones(columns, device=device, dtype=dtype)
         self.tensors = plan["tensors"]
 
 
@@ -55,6 +61,41 @@ def gelu_backward(s):
     return lambda: torch.ops.aten.gelu_backward(s.dy, s.x, approximate="tanh")
 
 
+def silu(s):
+    return lambda: F.silu(s.x)
+
+
+def silu_backward(s):
+    return lambda: torch.ops.aten.silu_backward(s.dy, s.x)
+
+
+def swiglu(s):
+    return lambda: F.silu(s.x) * s.dy
+
+
+def swiglu_backward(s):
+    # The gradients of silu(gate) up; up and the gradient of the product are one tensor, as ours are.
+    def call():
+        gate, up = s.x.float(), s.dy.float()
+        sigmoid = torch.sigmoid(gate)
+        dgate = up * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return dgate.to(s.x.dtype), (up * gate * sigmoid).to(s.x.dtype)
+
+    return call
+
+
+def dropout(s):
+    return lambda: F.dropout(s.x, 0.1, training=True)
+
+
+def embedding(s):
+    return lambda: F.embedding(s.ids, s.x)
+
+
+def embedding_backward(s):
+    return lambda: torch.ops.aten.embedding_dense_backward(s.dy, s.ids, s.x.shape[0], -1, False)
+
+
 def softmax(s):
     return lambda: torch.softmax(s.x, 1)
 
@@ -67,6 +108,17 @@ def rms_norm_backward(s):
     inputs = s.x.detach().requires_grad_(), s.gain.detach().requires_grad_()
     with torch.enable_grad():
         y = F.rms_norm(inputs[0], (s.columns,), inputs[1], EPSILON)
+    return lambda: torch.autograd.grad(y, inputs, s.dy, retain_graph=True)
+
+
+def layer_norm(s):
+    return lambda: F.layer_norm(s.x, (s.columns,), s.gain, s.bias, EPSILON)
+
+
+def layer_norm_backward(s):
+    inputs = s.x.detach().requires_grad_(), s.gain.detach().requires_grad_(), s.bias.detach().requires_grad_()
+    with torch.enable_grad():
+        y = F.layer_norm(inputs[0], (s.columns,), inputs[1], inputs[2], EPSILON)
     return lambda: torch.autograd.grad(y, inputs, s.dy, retain_graph=True)
 
 
@@ -110,9 +162,11 @@ CASES = {
     case.__name__: case
     for case in (
         copy, fill, tanh, tanh_backward, gelu, gelu_backward, softmax, rms_norm, rms_norm_backward,
-        cross_entropy_and_gradient, sum, sum_columns, sum_rows, squared_norm, adamw,
+        cross_entropy_and_gradient, sum, sum_columns, sum_rows, squared_norm, adamw, silu, silu_backward, swiglu,
+        swiglu_backward, layer_norm, layer_norm_backward, dropout, embedding, embedding_backward,
     )
 }  # fmt: skip
+COMPILED = {"gelu", "gelu_backward", "silu", "silu_backward", "swiglu", "swiglu_backward", "softmax", "rms_norm", "layer_norm"}
 
 
 def work_of(calls, rounds, stream):
@@ -164,6 +218,7 @@ def main():
     signal.alarm(DEADLINE_S)
     print(f"the deadline is {DEADLINE_S} s", file=sys.stderr, flush=True)
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 256
 
     def tell(**line):
         print(json.dumps(line), flush=True)
@@ -175,22 +230,36 @@ def main():
     stream = torch.cuda.Stream() if cuda else None
     wait = torch.cuda.synchronize if cuda else lambda: None
     for plan in args.plans:
-        sets = [Set(plan, args.columns, args.device) for _ in range(plan["sets"])]
+        by_type = {
+            suffix: [Set(plan, args.columns, args.device, dtype) for _ in range(plan["sets"])]
+            for suffix, dtype in (("", torch.float32), ("_bf16", torch.bfloat16))
+        }
         wait()
         for name in plan["kernels"]:
             about = dict(elements=plan["elements"], kernel=name, contender="PyTorch")
+            base = name.removesuffix("_bf16")
+            taken = []
             try:
                 with torch.no_grad(), torch.cuda.stream(stream) if cuda else contextlib.nullcontext():
-                    calls = [CASES[name](s) for s in sets]
+                    calls = [CASES[base](s) for s in by_type[name[len(base) :]]]
                 wait()
                 with torch.no_grad():
                     work = work_of(calls, plan["rounds"], stream)
-                tell(**about, nanoseconds=samples(work, wait, plan))
+                taken.append(samples(work, wait, plan))
+                if cuda and base in COMPILED and len(calls) <= MOST_COMPILED:
+                    work = None
+                    calls = [torch.compile(call, dynamic=False) for call in calls]
+                    with torch.no_grad():
+                        work = work_of(calls, plan["rounds"], stream)
+                    taken.append(samples(work, wait, plan))
             except Exception as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                tell(**about, reason=reason)
+                if not taken:
+                    tell(**about, reason=reason)
+            if taken:
+                tell(**about, nanoseconds=min(taken, key=statistics.median))
             work = calls = None
-        del sets
+        del by_type
         if cuda:
             torch.cuda.empty_cache()
 

@@ -143,6 +143,20 @@ pub fn opaque(value: u32) -> u32 {
     value
 }
 
+/// The same number, of which the compiler knows nothing: it would keep a register for each sum that it sees.
+#[inline(always)]
+pub(crate) fn opaque_place(place: usize) -> usize {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut place = place;
+        // SAFETY: no instruction.
+        unsafe { core::arch::asm!("// {0}", inout(reg64) place, options(pure, nomem, nostack, preserves_flags)) };
+        place
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    place
+}
+
 /// Combines one value of each of the block's [`BLOCK`] threads. Every thread gets the result. `tile` holds one value of each warp; it is
 /// free for other use after the block's next barrier.
 ///

@@ -73,6 +73,7 @@ mod entries {
     pub mod sgd;
     pub mod slice;
     pub mod softmax;
+    pub mod sum_parts;
     pub mod tokens;
     pub mod transpose;
 }

@@ -17,11 +17,11 @@
 //! | `sigmoid` | 1.38 |
 //! | `silu` | 1.42 |
 //! | `gelu_exact` | 2.23 |
-//! | `exp2_negative`, from -126 on | 2.02 |
 //!
 //! `cargo run --release --example scalars` measures these errors, and compares the bits of a device with the CPU's. The same bounds
 //! hold for subnormal inputs and results. A NaN gives a NaN, whose sign and payload are not fixed. The polynomials are minimax for
-//! the relative error of the result (Remez exchange at 200 bits, then rounded to f32). Each states its interval.
+//! the relative error of the result (Remez exchange at 200 bits, then rounded to f32). Each states its interval. `exp2_negative` and
+//! `exp2_sum` are for what is rounded to BF16: within 2^-18 and 2^-17, in half the operations.
 
 use cuda_std::GpuFloat;
 
@@ -103,23 +103,64 @@ pub fn exp_negative(x: f32) -> f32 {
     fma(t, lift, lift) * LOWER
 }
 
-/// 2^x for an x up to 0, in the fewest operations. Below 2^-126 it is off by less than 2^-126; -infinity gives 0. For an integer it is
-/// exact. A NaN gives a number beyond 2^127.
-///
-/// x = n + f with |f| <= 1/2; 2^f = 1 + f P(f) with P minimax of degree 4 (error 2^-23.4).
+/// 2^x for an x up to 0, in few operations, within 2^-18: for what is rounded to BF16. Below 2^-126 it is off by less than 2^-126; -infinity
+/// gives 0. For an integer it is exact. A NaN gives a number beyond 2^127.
 #[inline(always)]
 pub fn exp2_negative(x: f32) -> f32 {
     // 2^-127 has the bits of 0 here: those of 1, less 127 in the exponent.
     let x = larger_or_nan(x, -127.0);
     let rounded = x + ROUND;
-    let f = x - (rounded - ROUND);
-    let mut p = f32::from_bits(0x3aad_dd0a);
-    p = fma(p, f, f32::from_bits(0x3c1e_7544));
-    p = fma(p, f, f32::from_bits(0x3d63_5ba9));
-    p = fma(p, f, f32::from_bits(0x3e75_fcde));
-    p = fma(p, f, f32::from_bits(0x3f31_7215));
+    exp2_of_parts(rounded, x - (rounded - ROUND))
+}
+
+/// 2^x of x = `a b + c`, given `b` and `c` as [`exp2_scaled`] makes them: as [`exp2_negative`], in fewer operations, within 2^-17. A
+/// NaN gives 0.
+#[inline(always)]
+pub fn exp2_sum(a: f32, [b, c]: [f32; 2]) -> f32 {
+    // (x + 127) / 256: the instruction that adds also bounds it from below, by 0.
+    let place = fma_within_1(a, b, c);
+    let rounded = fma(place, 256.0, ROUND - 127.0);
+    exp2_of_parts(rounded, fma(place, 256.0, (ROUND - 127.0) - rounded))
+}
+
+/// `b` and `c` for [`exp2_sum`].
+#[inline(always)]
+pub fn exp2_scaled(b: f32, c: f32) -> [f32; 2] {
+    [b / 256.0, fma(c, 1.0 / 256.0, 127.0 / 256.0)]
+}
+
+/// 2^(n + f), given n + [`ROUND`] and |f| <= 1/2; 2^f = 1 + f P(f) with P minimax of degree 3 (error 2^-18.4).
+#[inline(always)]
+fn exp2_of_parts(rounded: f32, f: f32) -> f32 {
+    let mut p = f32::from_bits(0x3c1c_f9d3);
+    p = fma(p, f, f32::from_bits(0x3d64_fda9));
+    p = fma(p, f, f32::from_bits(0x3e76_01db));
+    p = fma(p, f, f32::from_bits(0x3f31_7099));
     p = fma(p, f, 1.0);
     f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
+}
+
+/// `a * b + c`, rounded once; 0 if that is less or a NaN, 1 if it is more.
+#[inline(always)]
+fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let within: f32;
+        // SAFETY: arithmetic between registers.
+        unsafe {
+            core::arch::asm!(
+                "fma.rn.sat.f32 {0}, {1}, {2}, {3};",
+                out(reg32) within, in(reg32) a, in(reg32) b, in(reg32) c, options(pure, nomem, preserves_flags, nostack)
+            );
+        }
+        within
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let sum = fma(a, b, c);
+        let below = if sum < 1.0 { sum } else { 1.0 };
+        if sum > 0.0 { below } else { 0.0 }
+    }
 }
 
 /// The larger of two, 0 being larger than -0; a NaN if either is one.

@@ -9,6 +9,9 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use stepscope::ops::Precision;
 
+use crate::shared::log::Log;
+use crate::shared::ranks::RankArgs;
+
 /// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
 
@@ -50,6 +53,9 @@ pub(crate) struct Args {
     /// Samples in one step scope; the gradients of a batch's steps are added up [default: the whole batch]
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(u32::MAX))]
     pub(crate) micro_batch: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
 
     /// Keep only the latest samples [default: all of them; 2048 of a synthetic market]
     #[arg(long, value_name = "SAMPLES", value_parser = up_to(u32::MAX))]
@@ -100,12 +106,12 @@ pub(crate) struct Args {
     pub(crate) out: PathBuf,
 
     /// Write the first three updates' inputs, losses, gradients and weights to this safetensors file, for tests/oracle
-    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "ranks", "shards"])]
     pub(crate) trace: Option<PathBuf>,
 
     /// Write the first batch's memory, event by event, to this file (PyTorch's memory snapshot) and, as a picture, to the
     /// same name ending in .svg
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     pub(crate) memory: Option<PathBuf>,
 
     /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C]
@@ -146,15 +152,6 @@ impl fmt::Display for StoredAs {
             Self::Bf16 => "bf16",
         })
     }
-}
-
-/// What is written to standard error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Log {
-    /// A table that is drawn again and again on a terminal, else a line now and then.
-    Text,
-    /// Objects, one a line, for programs.
-    Json,
 }
 
 /// Where to train.

@@ -15,14 +15,12 @@ mod bars;
 mod cli;
 mod dataset;
 mod features;
-mod log;
-mod loss_svg;
 mod model;
-mod progress;
 mod random;
 mod report;
 mod samples;
-mod screen;
+#[path = "../shared/mod.rs"]
+mod shared;
 mod synthetic;
 mod tensor_file;
 mod trace;
@@ -34,14 +32,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{fs, io, thread};
 
-use cli::{Args, DeviceChoice, Log};
+use cli::{Args, DeviceChoice};
 use dataset::{Asset, Dataset, Plan};
 use model::Model;
-use report::{ArenaUse, DataSize, ModelSize, Report};
-use screen::Screen;
+use report::{DataSize, Report};
+use shared::log::{self, Log};
+use shared::ranks::{self, Rank};
+use shared::screen::Screen;
+use shared::usage::{ArenaUse, ModelSize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use stepscope::{Arena, Capacity, Checkpoint, Device, DeviceKind, Overflow, RunLock};
+use stepscope::{Arena, Capacity, Checkpoint, DeviceKind, Overflow, RunLock};
 use train::Run;
 
 /// Set by a signal.
@@ -116,13 +117,28 @@ fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
 
 /// Samples to weights and a report; false when it was stopped before its end.
 fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
-    fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
-    let _lock = RunLock::hold(&args.out)?;
-    let device = Device::open(match args.device {
+    let ranks = args.ranks.ranks()?;
+    let _lock = if ranks[0].leads() {
+        fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
+        Some(RunLock::hold(&args.out)?)
+    } else {
+        *screen = Screen::quiet();
+        None
+    };
+    let dataset = Arc::new(dataset);
+    let rank = |rank: &Rank, screen: &mut Screen| run_rank(args, &dataset, rank, screen);
+    let quiet = |other: &Rank| rank(other, &mut Screen::quiet()).map(drop).map_err(|error| error.to_string());
+    ranks::on_each(ranks, |first| rank(first, screen), quiet)
+}
+
+/// The same of one rank; false when it was stopped.
+fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
+    let device = rank.open(match args.device {
         DeviceChoice::Auto => DeviceKind::Auto,
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
+    let group = rank.join(&device)?;
     let (_, layout) = Model::<f32>::new()?;
     let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };
@@ -142,13 +158,16 @@ fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<d
         mebibytes => Overflow::pool(mebibytes << 20),
     };
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?;
-    let (dataset, checkpoint) = (Arc::new(dataset), args.out.join("model.safetensors"));
+    let checkpoint = args.out.join("model.safetensors");
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
-    let mut run = Run::new(args, &dataset, &checkpoint, resumed.as_ref(), &STOP)?;
+    let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), &STOP)?;
     let Some(weights_sha256) = run.train(&mut arena, resumed)? else {
         screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
         return Ok(false);
     };
+    if !rank.leads() {
+        return Ok(true);
+    }
 
     let report = Report {
         device: device.description().kind.to_string(),
@@ -162,7 +181,7 @@ fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<d
         weights_sha256,
     };
     report.write(&args.out)?;
-    screen.say(format_args!("{}\n{}", screen::epoch_table(&report.epochs), report.arena.summary()));
+    screen.say(format_args!("{}\n{}", report::epoch_table(&report.epochs), report.arena.summary()));
     screen.say(format_args!("weights {}\nresults in {}", report.weights_sha256, args.out.display()));
     Ok(true)
 }

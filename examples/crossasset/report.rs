@@ -4,13 +4,18 @@
 
 use std::path::Path;
 
+use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
-use stepscope::{ArenaReport, CaptureReport, Result, replace_file};
+use stepscope::{Result, replace_file};
 
-use crate::loss_svg;
+use crate::dataset::CLASSES;
+use crate::shared::loss_svg::{Part, Picture};
+use crate::shared::usage::{ArenaUse, CaptureUse, ModelSize};
 
 /// Batches of which the report keeps loss and gradient.
 pub(crate) const BATCHES_KEPT: usize = 8;
+/// At most so many epochs have their number below the axis.
+const NUMBERS: usize = 24;
 
 /// The whole of `report.json`. A loss that is not finite is written as `null`.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -33,15 +38,6 @@ pub(crate) struct Report {
     pub(crate) capture: Option<CaptureUse>,
     /// SHA-256 of the final weights (`Parameters::sha256`).
     pub(crate) weights_sha256: String,
-}
-
-/// The size of the model.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-pub(crate) struct ModelSize {
-    /// Weight tensors.
-    pub(crate) tensors: usize,
-    /// Numbers in all of them.
-    pub(crate) weights: usize,
 }
 
 /// The size of the data.
@@ -83,75 +79,6 @@ pub(crate) struct BatchResult {
     pub(crate) head_gradient_l2: f64,
 }
 
-/// What the step arena did.
-#[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct ArenaUse {
-    /// Its size.
-    pub(crate) capacity_bytes: u64,
-    /// The most that one step took, the overflow's included.
-    pub(crate) high_water_bytes: u64,
-    /// Steps ended.
-    pub(crate) resets: u64,
-    /// Tensors that steps allocated.
-    pub(crate) allocations: u64,
-    /// Those among them that did not fit.
-    pub(crate) overflow_allocations: u64,
-    /// The whole of what it knows: phases, call sites, overflow, memory of device and host.
-    pub(crate) report: Option<ArenaReport>,
-}
-
-/// What captured steps did over the whole run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct CaptureUse {
-    /// Launches of a replay.
-    pub(crate) nodes: usize,
-    /// Recordings made: one for each shape of batch in each fold.
-    pub(crate) recordings: u64,
-    /// Time that making them took.
-    pub(crate) record_seconds: f64,
-    /// Steps that ran as one graph.
-    pub(crate) replays: u64,
-    /// Bytes of the arena that they had for themselves.
-    pub(crate) bytes_owned: usize,
-}
-
-impl CaptureUse {
-    /// With one more capture.
-    pub(crate) fn after(before: Option<Self>, report: CaptureReport) -> Self {
-        let before = before.unwrap_or_default();
-        Self {
-            nodes: before.nodes.max(report.nodes),
-            recordings: before.recordings + report.recordings,
-            record_seconds: before.record_seconds + report.record_seconds,
-            replays: before.replays + report.replays,
-            bytes_owned: before.bytes_owned.max(report.bytes_owned),
-        }
-    }
-}
-
-impl From<ArenaReport> for ArenaUse {
-    fn from(report: ArenaReport) -> Self {
-        Self {
-            capacity_bytes: report.capacity_bytes as u64,
-            high_water_bytes: report.high_water_bytes as u64,
-            resets: report.resets,
-            allocations: report.allocations,
-            overflow_allocations: report.overflow.allocations,
-            report: Some(report),
-        }
-    }
-}
-
-impl ArenaUse {
-    /// The printed report's first line, and the overflow's where there was one.
-    pub(crate) fn summary(&self) -> String {
-        let text = self.report.as_ref().map(ToString::to_string).unwrap_or_default();
-        let overflow = |line: &str| line.trim_start().starts_with("overflow:");
-        let shown = text.lines().enumerate().filter(|(number, line)| *number == 0 || overflow(line));
-        shown.map(|(_, line)| line).collect::<Vec<_>>().join("\n")
-    }
-}
-
 impl Report {
     /// Writes `report.json` and `loss.svg` into `folder`, which must exist.
     ///
@@ -160,9 +87,64 @@ impl Report {
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let mut json = serde_json::to_string_pretty(self).expect("plain numbers and lists have a JSON form");
         json.push('\n');
-        replace_file(folder.join("loss.svg"), loss_svg::draw(&self.epochs).as_bytes())?;
+        replace_file(folder.join("loss.svg"), picture(&self.epochs).draw().as_bytes())?;
         replace_file(folder.join("report.json"), json.as_bytes())
     }
+}
+
+/// One row for each epoch of each fold. The accuracy of always telling the training part's most frequent label stands
+/// beside the model's.
+pub(crate) fn epoch_table(epochs: &[EpochResult]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::ASCII_MARKDOWN).set_header([
+        "fold",
+        "epoch",
+        "train loss",
+        "valid loss",
+        "valid accuracy",
+        "baseline",
+        "seconds",
+        "samples/s",
+    ]);
+    for result in epochs {
+        table.add_row([
+            result.fold.to_string(),
+            result.epoch.to_string(),
+            format!("{:.4}", result.train_loss),
+            format!("{:.4}", result.valid_loss),
+            format!("{:.1} %", 100.0 * result.valid_accuracy),
+            format!("{:.1} %", 100.0 * result.baseline_accuracy),
+            format!("{:.1}", result.seconds),
+            format!("{:.0}", result.samples_per_second),
+        ]);
+    }
+    for column in table.column_iter_mut() {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// Training and validation loss of every epoch, fold beside fold.
+fn picture(epochs: &[EpochResult]) -> Picture {
+    let step = epochs.len().div_ceil(NUMBERS).max(1);
+    let mut start = 0;
+    let part = |fold: &[EpochResult]| {
+        let at = |number: usize| (start + number) as f64;
+        let ticks = (0..fold.len()).step_by(step).map(|number| (at(number), fold[number].epoch.to_string())).collect();
+        let curve = |loss: fn(&EpochResult) -> f64| {
+            fold.iter().enumerate().map(|(number, epoch)| (at(number), loss(epoch))).collect()
+        };
+        let part = Part {
+            name: format!("fold {}", fold[0].fold),
+            range: at(0) - 0.5..at(fold.len()) - 0.5,
+            ticks,
+            curves: [curve(|epoch| epoch.train_loss), curve(|epoch| epoch.valid_loss)],
+        };
+        start += fold.len();
+        part
+    };
+    let parts = epochs.chunk_by(|one, next| one.fold == next.fold).map(part).collect();
+    Picture { caption: "Loss by epoch and fold", x_label: "epoch", classes: CLASSES, parts }
 }
 
 #[cfg(test)]
@@ -218,5 +200,58 @@ mod tests {
             .collect();
         names.sort();
         assert_eq!(names, ["loss.svg", "report.json"], "no temporary file stays");
+    }
+
+    fn epochs(folds: usize, count: usize) -> Vec<EpochResult> {
+        let result = |fold, epoch: usize| EpochResult {
+            fold,
+            epoch,
+            train_loss: 1.1 / (1.0 + 0.2 * epoch as f64),
+            valid_loss: 1.12 / (1.0 + 0.1 * epoch as f64) + 0.05 * fold as f64,
+            valid_accuracy: 0.5,
+            baseline_accuracy: 0.3,
+            seconds: 1.0,
+            samples_per_second: 1.0,
+        };
+        (0..folds).flat_map(|fold| (0..count).map(move |epoch| result(fold, epoch))).collect()
+    }
+
+    #[test]
+    fn draws_a_dot_for_every_loss() {
+        for (folds, count) in [(1, 1), (2, 1), (2, 2), (3, 40)] {
+            let svg = picture(&epochs(folds, count)).draw();
+            let dots = svg.matches("<circle").count();
+            assert_eq!(dots, 2 * folds * count + 2, "{folds} folds of {count} epochs, and the legend");
+            assert!(svg.contains("fold 0") && svg.contains("training") && svg.contains("validation"));
+        }
+    }
+
+    #[test]
+    fn no_epoch_and_no_finite_loss_are_drawn_too() {
+        let mut lost = epochs(1, 3);
+        lost[1].train_loss = f64::NAN;
+        lost[2].train_loss = f64::INFINITY;
+        assert_eq!(picture(&lost).draw().matches("<circle").count(), 1 + 3 + 2);
+        assert_eq!(picture(&[]).draw().matches("<circle").count(), 2);
+    }
+
+    #[test]
+    fn the_table_has_a_row_for_each_epoch() {
+        let epoch = EpochResult {
+            fold: 1,
+            epoch: 0,
+            train_loss: 0.91,
+            valid_loss: 1.0,
+            valid_accuracy: 0.415,
+            baseline_accuracy: 0.25,
+            seconds: 12.34,
+            samples_per_second: 81.4,
+        };
+        let text = epoch_table(&[epoch, EpochResult { train_loss: f64::NAN, ..epoch }]).to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 4, "{text}");
+        let cells = |line: &str| line.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
+        assert_eq!(cells(lines[2])[1..9], ["1", "0", "0.9100", "1.0000", "41.5 %", "25.0 %", "12.3", "81"]);
+        assert_eq!(cells(lines[3])[3], "NaN");
     }
 }

@@ -1,14 +1,16 @@
 //! Samples on the host, as the trainer takes them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use stepscope::{Inputs, Loader, Result, Samples};
+use stepscope::{Group, Inputs, Loader, Result, Samples};
 
 use crate::dataset::{Dataset, Fold};
 use crate::features::{FEATURES, SAMPLE_LEN, SCALES};
 
-/// Samples that a step works on.
+/// Samples that a step works on: of another rank's, their number alone.
 pub(crate) struct MicroBatch {
+    samples: usize,
     /// Features, `[samples, 12, 193]`.
     pub(crate) x: Vec<f32>,
     /// Classes, `[samples]`.
@@ -18,7 +20,12 @@ pub(crate) struct MicroBatch {
 impl MicroBatch {
     /// So many samples, all zero.
     pub(crate) fn zeros(samples: usize) -> Self {
-        Self { x: vec![0.0; samples * SAMPLE_LEN], labels: vec![0; samples] }
+        Self { samples, x: vec![0.0; samples * SAMPLE_LEN], labels: vec![0; samples] }
+    }
+
+    /// So many samples of another rank.
+    fn elsewhere(samples: usize) -> Self {
+        Self { samples, x: Vec::new(), labels: Vec::new() }
     }
 
     /// Features and labels of some samples.
@@ -37,7 +44,7 @@ impl MicroBatch {
 
 impl Samples for MicroBatch {
     fn len(&self) -> usize {
-        self.labels.len()
+        self.samples
     }
 
     fn inputs(&self) -> Result<Inputs<'_>> {
@@ -45,16 +52,48 @@ impl Samples for MicroBatch {
     }
 }
 
-/// Samples in this order, in batches of so many, each in micro-batches of so many, made while others are trained on.
+/// How samples are cut: into batches, each into shards, each into micro-batches of so many samples.
+#[derive(Clone, Copy)]
+pub(crate) struct Cut {
+    pub(crate) batch: usize,
+    pub(crate) shards: usize,
+    pub(crate) micro_batch: usize,
+}
+
+impl Cut {
+    /// The parts of a batch of so many samples: as many of each shard, and of at least one sample each.
+    fn parts(self, samples: usize) -> impl Iterator<Item = Range<usize>> {
+        let Self { shards, micro_batch, .. } = self;
+        let parts = (shards * samples.div_ceil(shards).div_ceil(micro_batch)).min(samples);
+        // One shard is cut as it always was: the last part may be much shorter.
+        let start = move |part: usize| if shards == 1 { part * micro_batch } else { part * samples / parts };
+        (0..parts).map(move |part| start(part)..samples.min(start(part + 1)))
+    }
+
+    /// The samples of the largest part.
+    pub(crate) fn largest(self, samples: usize) -> usize {
+        self.parts(samples.min(self.batch)).map(|part| part.len()).max().unwrap_or(0)
+    }
+}
+
+/// Samples in this order, cut so, made while others are trained on: those of a group's other ranks are not.
 pub(crate) fn batches(
     dataset: &Arc<Dataset>,
     fold: &Fold,
     order: Vec<usize>,
-    (batch, micro_batch): (usize, usize),
+    cut: Cut,
+    group: Option<&Group>,
 ) -> Result<Loader<Vec<MicroBatch>>> {
-    let (dataset, fold) = (Arc::clone(dataset), fold.clone());
+    let (dataset, fold, batch, group) = (Arc::clone(dataset), fold.clone(), cut.batch, group.cloned());
     Loader::new((0..order.len().div_ceil(batch)).map(move |number| {
         let samples = &order[number * batch..order.len().min((number + 1) * batch)];
-        Ok(samples.chunks(micro_batch).map(|samples| MicroBatch::of(&dataset, &fold, samples)).collect())
+        let parts: Vec<_> = cut.parts(samples.len()).collect();
+        let own = group.as_ref().map(|group| group.own_parts(cut.shards, parts.len()));
+        let is_own = |at: usize| own.as_ref().is_none_or(|own| own.iter().any(|shard| shard.contains(&at)));
+        let part = |(at, part): (usize, Range<usize>)| match is_own(at) {
+            true => MicroBatch::of(&dataset, &fold, &samples[part]),
+            false => MicroBatch::elsewhere(part.len()),
+        };
+        Ok(parts.into_iter().enumerate().map(part).collect())
     }))
 }

@@ -6,17 +6,20 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Learner, Model as Trained, Observer, Result, Schedule,
-    Trainer, Update, bf16, ops, replace_file,
+    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Learner, Model as Trained, Observer, Result,
+    Schedule, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
 use crate::cli::{Args, StoredAs, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
-use crate::progress::Progress;
-use crate::report::{BATCHES_KEPT, BatchResult, CaptureUse, EpochResult};
-use crate::samples::{self, MicroBatch};
+use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
+use crate::samples::{self, Cut, MicroBatch};
+use crate::shared::log::Log;
+use crate::shared::progress::Progress;
+use crate::shared::ranks::Rank;
+use crate::shared::usage::CaptureUse;
 use crate::trace::Trace;
 
 /// The checkpoint's note with [`Position`].
@@ -45,6 +48,8 @@ pub(crate) struct Position {
 pub(crate) struct Run<'r> {
     args: &'r Args,
     dataset: &'r Arc<Dataset>,
+    rank: &'r Rank,
+    group: Option<&'r Group>,
     stop: &'r AtomicBool,
     /// Where the checkpoint is written.
     checkpoint: &'r Path,
@@ -86,12 +91,24 @@ impl<'r> Run<'r> {
     pub(crate) fn new(
         args: &'r Args,
         dataset: &'r Arc<Dataset>,
+        (rank, group): (&'r Rank, Option<&'r Group>),
         checkpoint: &'r Path,
         resumed: Option<&Checkpoint>,
         stop: &'r AtomicBool,
     ) -> Result<Self> {
-        let position = resumed.map(|resumed| position(resumed, args, dataset)).transpose()?.unwrap_or_default();
-        Ok(Self { args, dataset, stop, checkpoint, position, captured: None, memory: args.memory.as_ref() })
+        let position = |resumed| position(resumed, args, (dataset, rank.shards()));
+        let position = resumed.map(position).transpose()?.unwrap_or_default();
+        Ok(Self {
+            args,
+            dataset,
+            rank,
+            group,
+            stop,
+            checkpoint,
+            position,
+            captured: None,
+            memory: args.memory.as_ref(),
+        })
     }
 
     /// Trains on what is left of the folds; returns the digest of the weights, or none when it was stopped.
@@ -173,18 +190,28 @@ impl<'r> Run<'r> {
     where
         'r: 'a,
     {
-        let Args { batch, seed, checkpoint_every, capture, precision, stored, .. } = *self.args;
+        let Args { seed, checkpoint_every, capture, precision, stored, .. } = *self.args;
         let (model, layout) = Model::<S>::new()?;
         let learner = Learner::new(arena.device(), model, &layout, seed, self.config(fold))?.with_precision(precision);
         let learner = if stored == StoredAs::Bf16 { learner.with_bf16_copy()? } else { learner };
+        let learner = self.rank.in_group(self.group, learner)?;
         let trainer = match capture {
             Switch::Off => Trainer::eager(arena, learner),
             Switch::On => {
-                let largest = MicroBatch::zeros(self.args.micro_batch().min(batch.min(fold.train.len())));
-                Trainer::captured(arena, learner, &largest)?
+                let largest = self.cut().largest(fold.train.len());
+                Trainer::captured(arena, learner, &MicroBatch::zeros(largest))?
             }
         };
         Ok(trainer.checkpoint(self.checkpoint, checkpoint_every).stop_when(self.stop))
+    }
+
+    fn cut(&self) -> Cut {
+        Cut { batch: self.args.batch, shards: self.rank.shards(), micro_batch: self.args.micro_batch() }
+    }
+
+    /// What this rank shows.
+    fn log(&self) -> Log {
+        if self.rank.leads() { self.args.log } else { Log::Quiet }
     }
 
     fn config(&self, fold: &Fold) -> AdamWConfig {
@@ -208,10 +235,10 @@ impl<'r> Run<'r> {
         mut progress: EpochProgress,
     ) -> Result<Ended> {
         let order = fold.epoch_order(self.args.seed, epoch).split_off(progress.samples as usize);
-        let shown = Progress::new(format!("fold {}, epoch {epoch}", fold.index), order.len(), self.args.log);
-        let mut batches = samples::batches(self.dataset, fold, order, (self.args.batch, self.args.micro_batch()))?;
+        let shown = Progress::new(format!("fold {}, epoch {epoch}", fold.index), (order.len(), "samples"), self.log());
+        let mut batches = samples::batches(self.dataset, fold, order, self.cut(), self.group)?;
         let mut position = std::mem::take(&mut self.position);
-        let settings = settings(self.args, self.dataset);
+        let settings = settings(self.args, (self.dataset, self.rank.shards()));
         let mut watch = Watch { shown, settings, position: &mut position };
         if fold.index == 0 && epoch == 0 {
             self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
@@ -274,7 +301,8 @@ impl<'r> Run<'r> {
     fn validate<M: Trained>(&self, trainer: &mut Trainer<'_, M>, fold: &Fold) -> Result<(f64, f64)> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
-        for batch in samples::batches(self.dataset, fold, samples, (self.args.batch, self.args.batch))? {
+        let cut = Cut { batch: self.args.batch, shards: 1, micro_batch: self.args.batch };
+        for batch in samples::batches(self.dataset, fold, samples, cut, None)? {
             for batch in batch? {
                 let (sum, guesses) =
                     trainer.evaluate(&batch, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))?;
@@ -287,9 +315,9 @@ impl<'r> Run<'r> {
 }
 
 /// Where a checkpoint stopped.
-fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<Position> {
+fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Result<Position> {
     let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
-    let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, dataset));
+    let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, data));
     if theirs != ours {
         return Err(refused(format!(
             "was made from other bars or with other settings, so going on would mix two runs: give those, files in the same order, or \
@@ -311,12 +339,13 @@ fn position(checkpoint: &Checkpoint, args: &Args, dataset: &Dataset) -> Result<P
     Ok(position)
 }
 
-/// What decides the weights: the bars last, by their digest.
-fn settings(args: &Args, dataset: &Dataset) -> String {
+/// What decides the weights: the bars last, by their digest. One shard is not told.
+fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> String {
+    let shards = if shards > 1 { format!("shards {shards} ") } else { String::new() };
     let limit = args.sample_limit().map_or("none".into(), |limit| limit.to_string());
     format!(
         "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} stored {} \
-         horizon {} limit {limit} bars {}",
+         horizon {} limit {limit} {shards}bars {}",
         args.seed,
         args.epochs,
         args.folds,

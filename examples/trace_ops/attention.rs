@@ -3,7 +3,7 @@
 use crate::case::{Case, Run, both, one};
 use kernels::attention::HEAD;
 use std::num::NonZeroU32;
-use stepscope::{Result, Tensor, ops};
+use stepscope::{Buffer, Result, Tensor, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &one!("attention", |c| {
@@ -20,9 +20,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("dqkv", &ops::attention_backward(c.step, &qkv, backward, &form, &made, &dy)?)?;
         c.result("dgains", &dgains)
     }),
-    &one!("flash_attention", |c| {
+    &both!("flash_attention", <S>, |c| {
         let heads = c.heads([3, 130, 3, 2, 12]);
-        c.longest((heads.tokens * heads.form.heads).max(heads.width));
+        if S::IS_ROUNDED {
+            // By the norm: each factor of a second product is rounded to BF16, and so is delta's output.
+            c.within(4.0 * 2f64.powi(-9));
+        } else {
+            c.longest((heads.tokens * heads.form.heads).max(heads.width));
+        }
         let tokens = heads.batch * heads.tokens;
         let documents = c.random.borrow_mut().belows(tokens, 2);
         let lengths = c.random.borrow_mut().belows(heads.batch, 200);
@@ -36,11 +41,26 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             _ => (ops::Sees::All, 0),
         };
         c.given("window", [1], &[window])?;
-        let (qkv, dy) = (c.operand::<f32>("qkv", heads.shape)?, c.operand("dy", heads.output())?);
+        let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.output())?);
         let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
         c.result("y", &made.out)?;
         let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
         c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+    }),
+    &one!("attention_cached", |c| {
+        let heads = c.heads([1, 1, 3, 2, 12]);
+        let [tokens] = c.extents([40]);
+        let row = heads.form.kv_heads * heads.width;
+        c.longest(tokens.max(heads.width));
+        let qkv = c.operand::<f32>("qkv", heads.shape)?;
+        let mut cache = [Buffer::zeros(c.step.device(), tokens * row)?, Buffer::zeros(c.step.device(), tokens * row)?];
+        let [keys, values] = &mut cache;
+        let (mut keys, mut values) = (c.step.lend_mut(keys, [tokens, row])?, c.step.lend_mut(values, [tokens, row])?);
+        // The last row is that of the new token.
+        ops::copy_into(c.step, &c.operand::<f32>("keys", [tokens, row])?, &mut keys)?;
+        ops::copy_into(c.step, &c.operand::<f32>("values", [tokens, row])?, &mut values)?;
+        let form = heads.form.causal();
+        c.result("y", &ops::attention_cached(c.step, &qkv, [&mut keys, &mut values], tokens - 1, &form)?)
     }),
     &both!("qk_norm", <S>, |c| {
         let heads = c.heads([3, 60, 3, 2, 32]);

@@ -6,11 +6,11 @@ use crate::support::{Random, tolerance};
 use crate::tensor_file::TensorFile;
 use kernels::update::RUN;
 use std::cell::RefCell;
-use stepscope::ops::Factor;
+use stepscope::ops::{Attend, Factor};
 use stepscope::{Eager, Element, Result, Shape, Source, Tensor, bf16, ops};
 
 /// Numbers that cases are traced in.
-pub(crate) trait Traced: Factor<Self> + Factor<f32> {
+pub(crate) trait Traced: Factor<Self> + Factor<f32> + Attend {
     /// Whether what ops write is rounded.
     const IS_ROUNDED: bool;
 }
@@ -94,7 +94,12 @@ impl<'s> Case<'_, 's> {
 
     /// Notes what is allowed for a longest sum of so many terms.
     pub(crate) fn longest(&self, length: usize) {
-        self.file.borrow_mut().note(&*self.name, tolerance(length));
+        self.within(tolerance(length));
+    }
+
+    /// Notes what is allowed.
+    pub(crate) fn within(&self, limit: f64) {
+        self.file.borrow_mut().note(&*self.name, limit);
     }
 
     /// The same of products, which matrix instructions add up where S is BF16: each cuts off an addend at 2^-23 of the largest.

@@ -93,6 +93,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("weights", &weights)?;
         c.result("velocity", &velocity)
     }),
+    &one!("sum_parts", |c| {
+        let [levels, quads] = c.extents([7, 300]);
+        let (count, pitch) = (1 << (levels - 1), 4 * quads);
+        c.longest(count);
+        let mut out = c.step.empty([pitch])?;
+        ops::sum_parts_into(c.step, &c.operand("parts", [count, pitch])?, &mut out)?;
+        c.result("y", &out)
+    }),
     &one!("clip_factor", |c| {
         c.longest(1);
         let squared_norm = c.given("squared_norm", [1], &[4.0f32.powi(c.seed as i32 - 2)])?;

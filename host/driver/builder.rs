@@ -58,6 +58,7 @@ impl SelfTest {
 #[derive(Debug)]
 pub struct DeviceBuilder {
     kind: DeviceKind,
+    ordinal: u32,
     deadline: Duration,
     faults: Option<FaultPlan>,
     ring: RingSize,
@@ -85,7 +86,14 @@ impl DeviceBuilder {
     fn new(kind: DeviceKind) -> Self {
         let (deadline, ring) = (DEFAULT_DEADLINE, RingSize::default());
         let self_test = SelfTest::default();
-        Self { kind, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }
+        Self { kind, ordinal: 0, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }
+    }
+
+    /// Which of the GPUs that the program can see, counted from 0 (default: 0). The emulator takes any number.
+    #[must_use]
+    pub fn ordinal(mut self, ordinal: usize) -> Self {
+        self.ordinal = u32::try_from(ordinal).unwrap_or(u32::MAX);
+        self
     }
 
     /// How long a call of the driver may take (default [`DEFAULT_DEADLINE`]).
@@ -155,12 +163,12 @@ impl DeviceBuilder {
             wanted: "any",
             reason: format!("no thread for the driver's calls: {error}"),
         })?;
-        let (kind, kernels) = (self.kind, self.kernels);
+        let (kind, ordinal, kernels) = (self.kind, self.ordinal, self.kernels);
         // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
         let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
             DeviceKind::Emulated => emulated(),
-            DeviceKind::Cuda => cuda(&kernels),
-            DeviceKind::Auto => cuda(&kernels).or_else(|reason| {
+            DeviceKind::Cuda => cuda(ordinal, &kernels),
+            DeviceKind::Auto => cuda(ordinal, &kernels).or_else(|reason| {
                 tracing::debug!(%reason, "no CUDA device, using the emulator");
                 emulated()
             }),
@@ -191,12 +199,12 @@ fn emulated() -> Result<Arc<dyn Driver>> {
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(others: &[Kernels]) -> Result<Arc<dyn Driver>> {
-    Ok(Arc::new(super::cuda::Cuda::open(others)?))
+fn cuda(ordinal: u32, others: &[Kernels]) -> Result<Arc<dyn Driver>> {
+    Ok(Arc::new(super::cuda::Cuda::open(ordinal, others)?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: &[Kernels]) -> Result<Arc<dyn Driver>> {
+fn cuda(_: u32, _: &[Kernels]) -> Result<Arc<dyn Driver>> {
     let reason = "this build has no CUDA; build with `--features cuda`".into();
     Err(Error::NoDevice { wanted: "cuda", reason })
 }

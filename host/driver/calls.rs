@@ -6,6 +6,8 @@ use super::description::Description;
 use crate::error::Result;
 use cuda_std::launch::{Entry, Grid, Words};
 use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// A memory pool of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,6 +20,36 @@ pub struct Graph(pub u64);
 /// A place in the stream's order that can be asked whether the device has passed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fence(pub u64);
+
+/// What connects a device with those of the other ranks of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Link(pub u64);
+
+/// Device memory that goes to a rank, or is filled by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The other rank, or this one.
+    pub rank: usize,
+    /// Where it lies here.
+    pub address: u64,
+    /// How long it is.
+    pub bytes: usize,
+}
+
+/// What carries bytes between ranks whose devices have no way of their own: the emulator's. First in, first out between two ranks.
+pub trait Wire: Send + Sync + fmt::Debug {
+    /// Sends bytes to another rank.
+    ///
+    /// # Errors
+    /// When it does not take them within the group's deadline.
+    fn send(&self, to: usize, bytes: &[u8]) -> Result<()>;
+
+    /// Fills `bytes` with what another rank has sent.
+    ///
+    /// # Errors
+    /// When as many do not come within the group's deadline.
+    fn receive(&self, from: usize, bytes: &mut [u8]) -> Result<()>;
+}
 
 /// What a captured graph is made of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -158,4 +190,31 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
 
     /// Whether all work queued before is done. Returns at once.
     fn poll(&self) -> Result<bool>;
+
+    /// Makes the name of a new link, which one rank gives to all others: NCCL's id.
+    fn name_link(&self) -> Result<Vec<u8>>;
+
+    /// Joins the link of this name as `rank` of `ranks`. Waits for the others, not longer than the deadline.
+    fn join_link(
+        &self,
+        name: &[u8],
+        rank: usize,
+        ranks: usize,
+        wire: Arc<dyn Wire>,
+        deadline: Duration,
+    ) -> Result<Link>;
+
+    /// Queues copies between the ranks of a link. What one rank sends another receives, in the order of their pieces; each rank calls it,
+    /// and no rank's work queued behind it runs before its own pieces have come.
+    ///
+    /// # Safety
+    /// The pieces are memory of this device, alive, and no received piece overlaps another piece.
+    unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()>;
+
+    /// Ends a link, whatever has become of the other ranks; what still waits for them ends, too. Any thread may call it at any time, and again:
+    /// an exchange behind it is refused.
+    ///
+    /// # Safety
+    /// Nobody relies on what exchanges that are queued would bring.
+    unsafe fn leave_link(&self, link: Link) -> Result<()>;
 }

@@ -3,7 +3,7 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
 
-use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::description::{Description, DeviceKind};
 use super::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
@@ -16,17 +16,20 @@ use cust::error::CudaError;
 use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUresult};
 use modules::Modules;
+use nccl::Nccl;
 use status::{check, describe};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
+use std::time::Duration;
 use transit::{Transit, create_event};
 
 mod launch;
 mod modules;
+mod nccl;
 mod status;
 mod transit;
 
@@ -40,6 +43,7 @@ pub(super) struct Cuda {
     capture_stream: Stream,
     capturing: AtomicBool,
     capture: Mutex<Captures>,
+    nccl: Nccl,
     context: Context,
     device: sys::CUdevice,
 }
@@ -65,8 +69,8 @@ impl fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    /// Opens the first GPU and loads the library's kernels and `others`.
-    pub(super) fn open(others: &[Kernels]) -> Result<Self> {
+    /// Opens the GPU of this number and loads the library's kernels and `others`.
+    pub(super) fn open(ordinal: u32, others: &[Kernels]) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
         let failed = |call: &'static str| move |error: CudaError| absent(format!("`{call}` failed: {error:?}"));
         cust::init(cust::CudaFlags::empty()).map_err(|error| {
@@ -74,7 +78,12 @@ impl Cuda {
                 "`cuInit` failed: {error:?}; is the NVIDIA driver installed, and its libcuda.so.1 found first?"
             ))
         })?;
-        let device = Device::get_device(0).map_err(failed("cuDeviceGet"))?;
+        let device = Device::get_device(ordinal).map_err(|error| {
+            let found = Device::num_devices().map_or_else(|error| format!("{error:?}"), |count| count.to_string());
+            absent(format!(
+                "no GPU number {ordinal}, counted from 0 ({error:?}); GPUs that the program can see: {found}"
+            ))
+        })?;
         let attribute = |attribute| device.get_attribute(attribute).map_err(failed("cuDeviceGetAttribute"));
         let capability = 10 * attribute(DeviceAttribute::ComputeCapabilityMajor)? as u32
             + attribute(DeviceAttribute::ComputeCapabilityMinor)? as u32;
@@ -106,6 +115,7 @@ impl Cuda {
             capture_stream,
             capturing: AtomicBool::new(false),
             capture: Mutex::default(),
+            nccl: Nccl::default(),
             context,
             device: device.as_raw(),
         })
@@ -423,6 +433,28 @@ unsafe impl Driver for Cuda {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             result => check("cuStreamQuery", result).map(|()| true),
         }
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>> {
+        self.enter()?;
+        self.nccl.name()
+    }
+
+    fn join_link(&self, name: &[u8], rank: usize, ranks: usize, _: Arc<dyn Wire>, deadline: Duration) -> Result<Link> {
+        self.enter()?;
+        self.nccl.join(name, rank, ranks, deadline)
+    }
+
+    unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the pieces are as `Driver::exchange` asks, and the stream lives as long as `self`.
+        unsafe { self.nccl.exchange(link, sends, receives, self.stream.as_inner()) }
+    }
+
+    unsafe fn leave_link(&self, link: Link) -> Result<()> {
+        self.enter()?;
+        self.nccl.abort(link);
+        Ok(())
     }
 }
 

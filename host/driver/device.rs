@@ -438,6 +438,23 @@ impl Device {
         }
     }
 
+    /// Makes a call of the driver that may hang on a thread of its own, which is given up: for what must be possible while the lane is stuck.
+    pub(super) fn call_beside_lane(&self, call: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static) {
+        let driver = Arc::clone(&self.shared.driver);
+        let run = move || {
+            if let Err(error) = call(&*driver) {
+                tracing::warn!(%error, "a call beside the lane failed");
+            }
+            // The lane ends the driver, and not this thread, which may be late.
+            if Arc::strong_count(&driver) == 1 {
+                std::mem::forget(driver);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("stepscope-beside".into()).spawn(run) {
+            tracing::warn!(%error, "no thread for a call beside the lane");
+        }
+    }
+
     /// Whether this thread records a step of this device. The device that it records on is another.
     fn is_recorded_here(&self) -> bool {
         RECORDED.with_borrow(|recorded| recorded.contains(&self.identity()))

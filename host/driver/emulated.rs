@@ -3,7 +3,7 @@
 //! Invariant: each call has happened when it returns, which is the strictest order that a stream allows; a device's lane makes one
 //! call at a time, so nothing is copied while a kernel runs. A capture obeys CUDA's rules and fails with CUDA's errors.
 
-use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::description::{Description, DeviceKind};
 use super::rehearsal::Launch;
 use crate::admission::Situation;
@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
+use std::time::Duration;
 
 #[derive(Debug)]
 pub(super) struct Emulated {
@@ -22,7 +23,11 @@ pub(super) struct Emulated {
     machine: Machine,
     memory: Mutex<Memory>,
     graphs: Mutex<Graphs>,
+    links: Mutex<Links>,
 }
+
+/// The own rank and the wire of each link, by the link's number.
+type Links = BTreeMap<u64, (usize, Arc<dyn Wire>)>;
 
 /// The capture in progress, and what was captured.
 #[derive(Debug, Default)]
@@ -90,7 +95,17 @@ impl Emulated {
             driver: None,
             ptx: None,
         };
-        Self { description, machine: Machine::default(), memory: Mutex::default(), graphs: Mutex::default() }
+        Self {
+            description,
+            machine: Machine::default(),
+            memory: Mutex::default(),
+            graphs: Mutex::default(),
+            links: Mutex::default(),
+        }
+    }
+
+    fn links(&self) -> MutexGuard<'_, Links> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn graphs(&self) -> MutexGuard<'_, Graphs> {
@@ -353,5 +368,46 @@ unsafe impl Driver for Emulated {
     fn poll(&self) -> Result<bool> {
         self.outside_capture("cuStreamQuery")?;
         Ok(true)
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>> {
+        Ok(Vec::new())
+    }
+
+    fn join_link(&self, _: &[u8], rank: usize, _: usize, wire: Arc<dyn Wire>, _: Duration) -> Result<Link> {
+        let mut links = self.links();
+        let link = links.last_key_value().map_or(0, |(last, _)| last + 1);
+        links.insert(link, (rank, wire));
+        Ok(Link(link))
+    }
+
+    unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()> {
+        self.outside_capture("exchange")?;
+        let Some((rank, wire)) = self.links().get(&link.0).cloned() else { return refused("exchange", INVALID_VALUE) };
+        let is_own = |piece: &&Piece| piece.rank == rank;
+        // SAFETY: a piece is memory of this device's mappings that no other call touches meanwhile (`Driver::exchange`).
+        let sent = |piece: &Piece| unsafe { std::slice::from_raw_parts(piece.address as *const u8, piece.bytes) };
+        for piece in sends.iter().filter(|piece| piece.rank != rank) {
+            wire.send(piece.rank, sent(piece))?;
+        }
+        let mut own = sends.iter().filter(is_own);
+        for piece in receives {
+            // SAFETY: as for what is sent, and no other piece overlaps it.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(piece.address as *mut u8, piece.bytes) };
+            if piece.rank != rank {
+                wire.receive(piece.rank, bytes)?;
+                continue;
+            }
+            match own.next() {
+                Some(from) if from.bytes == piece.bytes => bytes.copy_from_slice(sent(from)),
+                _ => return refused("exchange", INVALID_VALUE),
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn leave_link(&self, link: Link) -> Result<()> {
+        self.links().remove(&link.0);
+        Ok(())
     }
 }

@@ -15,7 +15,7 @@
 //! ```
 //! Invariant: a call without a fault goes to the real driver unchanged.
 
-use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::description::Description;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
@@ -81,11 +81,17 @@ pub enum Call {
     DestroyGraph,
     /// [`Driver::poll`].
     Poll,
+    /// [`Driver::join_link`].
+    JoinLink,
+    /// [`Driver::exchange`].
+    Exchange,
+    /// [`Driver::leave_link`].
+    LeaveLink,
 }
 
 impl Call {
     /// All kinds.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 30] = [
         Self::FreeBytes,
         Self::Allocate,
         Self::Free,
@@ -113,6 +119,9 @@ impl Call {
         Self::Replay,
         Self::DestroyGraph,
         Self::Poll,
+        Self::JoinLink,
+        Self::Exchange,
+        Self::LeaveLink,
     ];
 }
 
@@ -409,5 +418,33 @@ unsafe impl Driver for Faulty {
         self.meet(Call::Poll)?;
         let stalled = self.plan.plan().stalled;
         Ok(!stalled && self.driver.poll()?)
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>> {
+        self.driver.name_link()
+    }
+
+    fn join_link(
+        &self,
+        name: &[u8],
+        rank: usize,
+        ranks: usize,
+        wire: Arc<dyn Wire>,
+        deadline: Duration,
+    ) -> Result<Link> {
+        self.meet(Call::JoinLink)?;
+        self.driver.join_link(name, rank, ranks, wire, deadline)
+    }
+
+    unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()> {
+        self.meet(Call::Exchange)?;
+        // SAFETY: the same pieces: what `Driver::exchange` asks of this call holds for that one.
+        unsafe { self.driver.exchange(link, sends, receives) }
+    }
+
+    unsafe fn leave_link(&self, link: Link) -> Result<()> {
+        self.meet(Call::LeaveLink)?;
+        // SAFETY: the same link: what `Driver::leave_link` asks of this call holds for that one.
+        unsafe { self.driver.leave_link(link) }
     }
 }

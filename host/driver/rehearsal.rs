@@ -3,13 +3,14 @@
 //! A step that is measured runs on it, and so does one that is recorded. Invariant: it never touches memory or a device, so
 //! a rehearsal of any size costs nothing and can leave nothing behind; what is read back is zero.
 
-use super::calls::{Driver, Fence, Graph, Nodes, Pool};
+use super::calls::{Driver, Fence, Graph, Link, Nodes, Piece, Pool, Wire};
 use super::description::Description;
 use super::pins::Pins;
 use crate::error::{Error, Result};
 use cuda_std::launch::{Entry, Grid, Words};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// A launch to be: its contract has been checked.
 #[derive(Clone, Debug)]
@@ -169,5 +170,21 @@ unsafe impl Driver for Rehearsal {
 
     fn poll(&self) -> Result<bool> {
         Ok(true)
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>> {
+        never("name_link")
+    }
+
+    fn join_link(&self, _: &[u8], _: usize, _: usize, _: Arc<dyn Wire>, _: Duration) -> Result<Link> {
+        never("join_link")
+    }
+
+    unsafe fn exchange(&self, _: Link, _: &[Piece], _: &[Piece]) -> Result<()> {
+        never("exchange")
+    }
+
+    unsafe fn leave_link(&self, _: Link) -> Result<()> {
+        never("leave_link")
     }
 }

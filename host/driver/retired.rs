@@ -5,7 +5,7 @@
 //! else is retired, when a recording is over, and at last with the device. Invariant: a thing is ended at most once, and not
 //! while a graph can reach it.
 
-use super::calls::{Driver, Graph, Pool};
+use super::calls::{Driver, Graph, Link, Pool};
 use super::pins::{PinTable, Pins};
 use super::ring::Slot;
 use crate::error::{Error, Result};
@@ -23,6 +23,8 @@ pub(crate) enum Retired {
     Graph { graph: Graph, pins: Pins },
     /// So many page-locked bytes, and their fence.
     Slot { slot: Slot, bytes: usize },
+    /// A link with other ranks.
+    Link(Link),
 }
 
 /// Why a thing was not ended, and the thing itself if it can be tried again.
@@ -40,6 +42,7 @@ impl Retired {
             Self::Pool(_) => "destroy_pool",
             Self::Graph { .. } => "destroy_graph",
             Self::Slot { .. } => "free_pinned",
+            Self::Link(_) => "leave_link",
         }
     }
 
@@ -50,7 +53,7 @@ impl Retired {
 
     /// Ends it, once the device has done what uses it.
     pub(super) fn end(self, driver: &dyn Driver, deadline: Duration) -> Result<(), Box<NotEnded>> {
-        let waits = matches!(self, Self::Graph { .. } | Self::Slot { .. });
+        let waits = matches!(self, Self::Graph { .. } | Self::Slot { .. } | Self::Link(_));
         if waits && let Err(error) = idle(driver, self.name(), deadline) {
             return Err(Box::new(NotEnded { error, left: Some(self) }));
         }
@@ -63,6 +66,7 @@ impl Retired {
                 // One that is still there keeps its memory.
                 Self::Graph { graph, pins } => driver.destroy_graph(graph).inspect_err(|_| std::mem::forget(pins)),
                 Self::Slot { slot, bytes } => slot.end(driver, bytes),
+                Self::Link(link) => driver.leave_link(link),
             }
         };
         ended.map_err(|error| Box::new(NotEnded { error, left: None }))

@@ -32,6 +32,8 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod block;
+mod cache;
 mod dropout;
 mod embedding;
 mod layer_norm;
@@ -43,6 +45,8 @@ mod norm;
 mod swiglu;
 
 pub use attention::Attention;
+pub use block::{Block, FeedForward, Norm};
+pub use cache::{KeyValueCache, NextToken};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;

@@ -1,10 +1,10 @@
 //! Self-attention with projections before and behind it, as GPT-2, Llama and ViT have it.
 
-use super::{Linear, Names};
+use super::{Linear, Names, NextToken};
 use crate::autograd::{Tape, Var};
 use crate::error::Result;
 use crate::initializer::Initializer;
-use crate::ops::{Attend, AttentionForm, Factor, Rotary, Sees};
+use crate::ops::{self, Attend, AttentionForm, Factor, Rotary, Sees};
 use crate::params::Stack;
 
 /// `attention(x Wqkv + bqkv) Wo + bo`; `x`, result: `[batch, tokens, width]`. What a query sees, grouped queries, rotary positions and a norm
@@ -125,12 +125,46 @@ impl MultiHeadAttention {
         let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
         let mixed = match (self.rotary, norm) {
             (None, norm) => tape.attention(&qkv, norm, form)?,
-            (Some(rotary), None) => tape.attention(&tape.rotary(&qkv, rotary, form)?, None, form)?,
-            (Some(rotary), Some((gains, epsilon))) => {
-                let qkv = tape.qk_norm(&qkv, gains, epsilon, form)?;
-                tape.attention(&tape.rotary(&qkv, rotary, form)?, None, form)?
+            (Some(rotary), _) => {
+                tape.attention(&tape.rotary(&self.normed(tape, qkv, form)?, rotary, form)?, None, form)?
             }
         };
         self.output.forward(tape, &mixed)
+    }
+
+    /// Of the next token alone, `x`, result: `[1, 1, width]`, behind those whose keys and values the cache keeps. What attention gives then needs no
+    /// gradient: it is for text that is written. See [`ops::attention_cached`].
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    pub fn forward_cached<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s>,
+        mut cache: NextToken<'_, 's>,
+    ) -> Result<Var<'s>> {
+        let (form, position) = (self.form(), cache.position);
+        let mut qkv = self.normed(tape, self.qkv.forward(tape, x)?, &form)?;
+        if let Some(rotary) = self.rotary {
+            qkv = tape.rotary(&qkv, Rotary { offset: rotary.offset + position as u32, ..rotary }, &form)?;
+        }
+        let kept = [&mut cache.keys, &mut cache.values];
+        let mixed = ops::attention_cached(tape.step(), qkv.value(), kept, position, &form)?;
+        self.output.forward(tape, &tape.input(mixed))
+    }
+
+    /// Queries and keys normalised, if they are to be.
+    #[track_caller]
+    fn normed<'s, S: Attend>(
+        &self,
+        tape: &Tape<'_, 's>,
+        qkv: Var<'s, S>,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>> {
+        match &self.qk_norm {
+            Some((gains, epsilon)) => tape.qk_norm(&qkv, gains, *epsilon, form),
+            None => Ok(qkv),
+        }
     }
 }

@@ -30,13 +30,16 @@ mod sgd;
 mod shapes;
 mod slice;
 mod softmax;
+mod sum_parts;
 mod tokens;
 mod transpose;
 
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_backward, gelu_bias_backward, tanh, tanh_backward};
 pub use adamw::{adamw, adamw_groups};
-pub use attention::{Attend, Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward};
+pub use attention::{
+    Attend, Attention, AttentionForm, AttentionKept, Sees, attention, attention_backward, attention_cached,
+};
 pub use cast::{Cast, to_bf16, to_f32};
 pub use clip::clip_factor;
 pub use dropout::dropout;
@@ -58,6 +61,7 @@ pub use matmul::{
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};
+pub(crate) use reduce::squared_norms_into;
 pub use reduce::{
     argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows, sum_rows_into,
 };
@@ -66,5 +70,6 @@ pub use sgd::{sgd, sgd_groups};
 pub use shapes::same_shape;
 pub use slice::{concat, slice, slice_backward};
 pub use softmax::{log_softmax, log_softmax_backward, softmax, softmax_backward};
+pub use sum_parts::sum_parts_into;
 pub use tokens::{mean_tokens, mean_tokens_backward};
 pub use transpose::{swap_extents, transpose};

@@ -133,6 +133,17 @@ pub fn squared_norm<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> R
     if squares.shape().elements() == 1 { Ok(squares) } else { sum(step, &squares) }
 }
 
+/// The sum of the squares of each 4096 elements of `x`, the first step of [`squared_norm`], to `out`, `[ceil(elements / 4096)]`: their [`sum`]
+/// is the squared norm. Queued.
+#[track_caller]
+pub(crate) fn squared_norms_into<'s>(
+    step: &Step<'s>,
+    x: &impl Source<'s, f32>,
+    out: &mut impl Target<'s, f32>,
+) -> Result<()> {
+    step.launch(reduce::squared_norm { x: x.slice(), out: out.out() })
+}
+
 /// The largest element, `[1]`; NaN if there is one. Queued.
 ///
 /// # Errors

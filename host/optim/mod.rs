@@ -6,8 +6,8 @@
 #![forbid(unsafe_code)]
 
 mod adamw;
-mod groups;
 mod optimizer;
+mod parameter_groups;
 mod range;
 mod rule;
 mod schedule;
@@ -15,8 +15,8 @@ mod sgd;
 mod update;
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use groups::{Group, Groups};
 pub use optimizer::Optimizer;
+pub use parameter_groups::{ParameterGroup, ParameterGroups};
 pub use rule::{UpdateArguments, UpdateRule};
 pub use schedule::Schedule;
 pub use sgd::{Sgd, SgdConfig};

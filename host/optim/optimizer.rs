@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::groups::{Group, Groups};
+use super::parameter_groups::{ParameterGroup, ParameterGroups};
 use super::rule::{UpdateArguments, UpdateRule};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, Turns};
@@ -14,6 +14,8 @@ use crate::params::{Gradients, Layout, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::Tensor;
+use kernels::update::RUN;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Updates weights by a rule `R`, whose state is on the device: [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) are two.
@@ -21,12 +23,14 @@ use std::sync::Arc;
 pub struct Optimizer<R: ?Sized> {
     layout: Layout,
     turns: Arc<Turns>,
-    groups: Vec<Group>,
+    groups: Vec<ParameterGroup>,
     /// The group of each run of elements, if there are several.
     runs: Option<Buffer<u32>>,
     /// The settings of the update that is set up, by group.
     settings: Buffer<f32>,
     state: Vec<Buffer<f32>>,
+    /// The elements that the state is of, and that an update changes: all, unless ranks of a group share them out.
+    slice: Range<usize>,
     rule: R,
 }
 
@@ -38,11 +42,12 @@ impl<R: UpdateRule> Optimizer<R> {
     pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
         rule.check()?;
         let (device, layout) = (parameters.flat().device(), parameters.layout().clone());
-        let groups = vec![Group::default()];
+        let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
         let state = rule.state().iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
         let turns = Arc::new(Turns::new(rule.name()));
-        Ok(Self { layout, turns, groups, runs: None, settings, state, rule })
+        let slice = 0..layout.elements();
+        Ok(Self { layout, turns, groups, runs: None, settings, state, slice, rule })
     }
 
     /// The same with rates and weight decay by group, in place of what groups it had: its updates are as many launches as before. What
@@ -50,7 +55,7 @@ impl<R: UpdateRule> Optimizer<R> {
     ///
     /// # Errors
     /// [`Error::Misuse`] for a setting out of range, a group without a parameter, and a rule that knows no groups.
-    pub fn with_groups(self, groups: &Groups) -> Result<Self> {
+    pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
         let name = self.name();
         let (groups, runs) = groups.of(&self.layout)?;
         if groups.len() > 1 && !self.rule.has_groups() {
@@ -115,31 +120,69 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<Tensor<'s>> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
+        self.whole_state()?;
+        self.take_turn(step, |optimizer| {
+            let norm = {
+                let _phase = step.enter(Phase::Optimizer);
+                ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?
+            };
+            let queued = optimizer.queue(step, parameters, gradients, &norm, optimizer.rule.writes_copy());
+            // A rule that failed may have queued a part of its launches.
+            let copied = if optimizer.rule.writes_copy() { Ok(()) } else { parameters.queue_copy(step) };
+            queued.and(copied).map(|()| norm)
+        })
+    }
+
+    /// [`Optimizer::apply`] to the slice whose state is here, with a norm that the caller knows. Whoever brings the other slices rounds all
+    /// weights to their copy.
+    #[track_caller]
+    pub(crate) fn apply_slice<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+        squared_norm: &Tensor<'s>,
+    ) -> Result<()> {
+        self.check_layout(parameters.layout())?;
+        self.check_layout(gradients.layout())?;
+        self.take_turn(step, |optimizer| {
+            if optimizer.slice.is_empty() {
+                return Ok(());
+            }
+            optimizer.queue(step, parameters, gradients, squared_norm, false)
+        })
+    }
+
+    /// Makes the update that is set up.
+    fn take_turn<T>(&mut self, step: &Step<'_>, update: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let turns = Arc::clone(&self.turns);
         let made = step.makes(&turns)?;
         Turns::take(made)?;
-        let queued = self.queue(step, parameters, gradients);
+        let queued = update(self);
         Turns::end(made, queued.is_ok());
         queued
     }
 
     #[track_caller]
-    fn queue<'s>(&mut self, step: &Step<'s>, parameters: &mut Parameters, gradients: &Gradients) -> Result<Tensor<'s>> {
-        let elements = [parameters.layout().elements()];
-        let gradients = step.lend(gradients.flat(), elements)?;
+    fn queue<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+        squared_norm: &Tensor<'s>,
+        writes_copy: bool,
+    ) -> Result<()> {
+        let (slice, elements) = (self.slice.clone(), [self.layout.elements()]);
+        let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
         let (weights, copy) = parameters.lend_flat_mut(step)?;
-        let copy = copy.filter(|_| self.rule.writes_copy());
-        let state = self.state.iter_mut().map(|state| step.lend_mut(state, elements)).collect::<Result<_>>()?;
+        let weights = weights.part(slice.clone());
+        let copy = copy.filter(|_| writes_copy).map(|copy| copy.part(slice.clone()));
+        let state = self.state.iter_mut().map(|state| step.lend_mut(state, [slice.len()])).collect::<Result<_>>()?;
         let settings = step.lend(&self.settings, [self.settings.len()])?;
-        let groups = self.runs.as_ref().map(|runs| step.lend(runs, [runs.len()])).transpose()?;
+        let runs = slice.start / RUN..slice.end.div_ceil(RUN);
+        let groups = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?.map(|all| all.part(runs));
         let _phase = step.enter(Phase::Optimizer);
-        let norm = ops::squared_norm(step, &gradients)?;
-        let squared_norm = &norm;
-        let queued =
-            self.rule.queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm });
-        // A rule that failed may have queued a part of its launches.
-        let copied = if self.rule.writes_copy() { Ok(()) } else { parameters.queue_copy(step) };
-        queued.and(copied).map(|()| norm)
+        self.rule.queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm })
     }
 }
 
@@ -154,9 +197,39 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         self.turns.made()
     }
 
-    /// What the rule keeps for each weight, in the order of [`UpdateRule::state`]: flat, in the parameters' layout.
+    /// What the rule keeps for each weight, in the order of [`UpdateRule::state`]: flat, in the parameters' layout; in a group, of the slice
+    /// that this rank updates.
     pub fn state(&self) -> &[Buffer<f32>] {
         &self.state
+    }
+
+    /// The state, if it is that of all weights.
+    pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
+        if self.slice == (0..self.layout.elements()) {
+            return Ok(&self.state);
+        }
+        let expected = "the state of all weights: in a group the trainer updates, saves and restores";
+        Err(Error::misuse(self.name(), expected, format!("that of elements {:?}", self.slice)))
+    }
+
+    /// The elements whose state is here.
+    pub(crate) fn slice(&self) -> Range<usize> {
+        self.slice.clone()
+    }
+
+    /// Keeps the state of these elements, whole runs of a group, and updates them alone; of what was not kept before it is zero.
+    pub(crate) fn keep(&mut self, slice: Range<usize>) -> Result<()> {
+        let both = self.slice.start.max(slice.start)..self.slice.end.min(slice.end);
+        for state in &mut self.state {
+            let mut kept = Buffer::zeros(state.device(), slice.len().max(1))?;
+            if !both.is_empty() {
+                let known = state.read_range(both.start - self.slice.start, both.len())?;
+                kept.write(both.start - slice.start, &known)?;
+            }
+            *state = kept;
+        }
+        self.slice = slice;
+        Ok(())
     }
 
     /// What stands before a parameter's name in the names of its state, by part of the state.
@@ -180,7 +253,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 }
 
 /// The settings of an update, by group.
-fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[Group]) -> Result<Vec<f32>> {
+fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
     let all: Vec<Vec<f32>> = groups.iter().map(|group| rule.settings(number, group)).collect();
     let len = all[0].len();
     match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {

@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::groups::Group;
+use super::parameter_groups::ParameterGroup;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Tensor};
@@ -27,7 +27,7 @@ use half::bf16;
 ///         "descent"
 ///     }
 ///
-///     fn settings(&self, number: u64, _: &Group) -> Vec<f32> {
+///     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
 ///         vec![-self.rate / (number as f32).sqrt()]
 ///     }
 ///
@@ -84,7 +84,7 @@ pub trait UpdateRule: 'static {
 
     /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number, and
     /// always as many. They are on the device when the update runs.
-    fn settings(&self, number: u64, group: &Group) -> Vec<f32>;
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
 
     /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update.
     ///

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::groups::Group;
+use super::parameter_groups::ParameterGroup;
 use super::range::expect;
 use crate::error::Result;
 
@@ -34,7 +34,7 @@ impl Schedule {
     }
 
     /// `rate` times the factors of update `number` and of its group.
-    pub(super) fn rate(&self, rate: f32, number: u64, group: &Group) -> f32 {
+    pub(super) fn rate(&self, rate: f32, number: u64, group: &ParameterGroup) -> f32 {
         (f64::from(rate) * self.factor(number) * f64::from(group.rate)) as f32
     }
 

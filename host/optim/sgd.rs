@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::groups::Group;
 use super::optimizer::Optimizer;
+use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
 use super::rule::{UpdateArguments, UpdateRule};
 use super::schedule::Schedule;
@@ -75,7 +75,7 @@ impl UpdateRule for SgdConfig {
         true
     }
 
-    fn settings(&self, number: u64, group: &Group) -> Vec<f32> {
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
         let mut hyper = vec![0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = self.schedule.rate(self.learning_rate, number, group);
         hyper[slot::MOMENTUM] = self.momentum;

@@ -139,6 +139,20 @@ impl LayoutBuilder {
         Stack { members: (0..count).map(|number| self.add(name(number), shape, initializer)).collect() }
     }
 
+    /// Gives the parameters so far another start, where `choose` has one for them: how a recipe such as GPT-2's is laid over layers.
+    ///
+    /// ```
+    /// # use stepscope::{Initializer, Layout};
+    /// # let mut layout = Layout::builder();
+    /// # stepscope::nn::Linear::new(layout.names().at("head"), 2, 2);
+    /// layout.initialize(|entry| entry.name().ends_with("weight").then_some(Initializer::Normal { deviation: 0.02 }));
+    /// ```
+    pub fn initialize(&mut self, choose: impl Fn(&LayoutEntry) -> Option<Initializer>) {
+        for entry in &mut self.entries {
+            entry.initializer = choose(entry).unwrap_or(entry.initializer);
+        }
+    }
+
     /// The finished layout.
     ///
     /// # Errors

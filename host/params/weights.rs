@@ -354,8 +354,13 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
     pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
-        let elements = self.flat.values.len();
-        ops::fill_into(step, &mut step.lend_mut(&mut self.flat.values, [elements])?, 0.0)
+        ops::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
+    }
+
+    /// All gradients as one flat region, for kernels of a step that write them: keep the space between parameters zero.
+    pub(crate) fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
+        let elements = [self.flat.values.len()];
+        step.lend_mut(&mut self.flat.values, elements)
     }
 
     /// One parameter's gradient, to be added to.

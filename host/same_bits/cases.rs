@@ -462,6 +462,14 @@ const LISTED: &[Listed] = &[
             i.keep(&ops::log_softmax_backward(i.step, &y, &i.normals(y.shape())?)?)
         })
     }),
+    One("sum_parts", |i| {
+        for (count, pitch) in i.by_form(&[(1, 8), (2, 4100), (8, 1028), (64, 12)][..], &[(8, 1028)]) {
+            let mut out = i.step.empty([pitch - 3])?;
+            ops::sum_parts_into(i.step, &i.normals([*count, *pitch])?, &mut out)?;
+            i.keep(&out)?;
+        }
+        Ok(())
+    }),
     both!("mean_tokens_forward", <S>, |i| i.tokens(|i, shape| i.keep(&ops::mean_tokens(i.step, &i.normals::<S>(shape)?)?))),
     both!("mean_tokens_backward", <S>, |i| {
         i.tokens(|i, [samples, tokens, cols]| {

@@ -12,6 +12,7 @@ use super::memory::Memory;
 use super::shape::Shape;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 impl<T: Element> Sealed for Lent<'_, '_, T> {}
 impl<T: Element> Sealed for LentMut<'_, '_, T> {}
@@ -28,6 +29,14 @@ impl<T: Element> Lent<'_, '_, T> {
     pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
         debug_assert_eq!(memory.len(), shape.elements());
         Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+
+    /// The flat part of these elements.
+    ///
+    /// # Panics
+    /// When they are not inside.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }
 }
 
@@ -67,6 +76,14 @@ impl<T: Element> LentMut<'_, '_, T> {
     pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
         debug_assert_eq!(memory.len(), shape.elements());
         Self { memory, shape, borrow: PhantomData, brand: PhantomData }
+    }
+
+    /// The flat part of these elements.
+    ///
+    /// # Panics
+    /// When they are not inside.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }
 }
 

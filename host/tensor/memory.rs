@@ -55,6 +55,11 @@ impl<T: Pod> Memory<T> {
         self.address
     }
 
+    /// Whether it is of the device of this identity.
+    pub(crate) fn is_of(self, identity: u64) -> bool {
+        self.device == identity
+    }
+
     pub(crate) fn len(self) -> usize {
         self.len
     }

@@ -4,6 +4,7 @@ use crate::capture::Inputs;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, short};
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 /// The checkpoint's note with [`EpochProgress`].
@@ -138,10 +139,10 @@ impl FromStr for EpochProgress {
     }
 }
 
-/// The first input of a batch that is not finite.
-pub(super) fn first_input<S: Samples>(batch: &[S]) -> Result<Option<String>> {
-    for (at, part) in batch.iter().enumerate() {
-        if let Some((input, row)) = part.inputs()?.first_not_finite() {
+/// The first input of these parts of a batch that is not finite.
+pub(super) fn first_input<S: Samples>(batch: &[S], parts: Range<usize>) -> Result<Option<String>> {
+    for at in parts {
+        if let Some((input, row)) = batch[at].inputs()?.first_not_finite() {
             return Ok(Some(format!("input {input} of the batch, sample {}", place(&batch[..at], row))));
         }
     }

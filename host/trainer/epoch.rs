@@ -13,6 +13,7 @@ use crate::memory::Arena;
 use crate::optim::UpdateRule;
 use crate::step::Eager;
 use crate::upload::Transfer;
+use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
 
@@ -52,6 +53,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// when the loss or the gradients' norm is not finite: the update is made, and the weights are worthless.
     #[track_caller]
     pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let update = self.update_by(batch);
+        self.told(update)
+    }
+
+    #[track_caller]
+    fn update_by(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue(batch)?;
         self.wait_for_update(queued, batch)
     }
@@ -69,6 +76,17 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         progress: &mut EpochProgress,
         observer: &mut impl Observer,
     ) -> Result<Ended> {
+        let ended = self.epoch_of(batches, progress, observer);
+        self.told(ended)
+    }
+
+    #[track_caller]
+    fn epoch_of<S: Samples>(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Vec<S>>>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
         let mut running = None;
         let ended = self.run(batches, &mut running, progress, observer);
         if matches!(ended, Err(Error::NotFinite { .. })) {
@@ -76,12 +94,16 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return ended;
         }
         // What was queued before an error is done all the same.
-        let reported = running.map_or(Ok(()), |last| self.report(last, progress, observer));
+        let reported = match running {
+            Some(last) => self.report(last, progress, observer),
+            None => Ok(()),
+        };
         let ended = ended.and_then(|ended| reported.map(|()| ended))?;
         self.check_weights().map(|()| ended)
     }
 
     /// Queues each batch before it reports the one before; the last is left running. Batches are kept until they are reported.
+    #[track_caller]
     fn run<S: Samples>(
         &mut self,
         batches: impl IntoIterator<Item = Result<Vec<S>>>,
@@ -95,10 +117,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             if let Some(before) = running.replace((queued, batch)) {
                 self.report(before, progress, observer)?;
             }
-            let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
+            let stop = self.stopped || self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed)) && self.is_alone();
             let made = progress.updates + 1;
             if stop || self.every.is_some_and(|every| made.is_multiple_of(every)) {
-                running.take().map_or(Ok(()), |last| self.report(last, progress, observer))?;
+                if let Some(last) = running.take() {
+                    self.report(last, progress, observer)?;
+                }
                 self.save(progress, &observer.notes())?;
             }
             if stop {
@@ -109,6 +133,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     }
 
     /// Waits for an update, counts it and lets the observer hear of it.
+    #[track_caller]
     fn report<S: Samples>(
         &mut self,
         (queued, batch): (Queued, Vec<S>),
@@ -127,10 +152,15 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// As for [`Trainer::update`].
     #[track_caller]
     pub fn accumulate(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        let metrics = self.accumulate_of(batch);
+        self.accumulated = metrics.is_ok();
+        self.told(metrics)
+    }
+
+    #[track_caller]
+    fn accumulate_of(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let queued = self.queue_eager(batch, false)?;
-        let metrics = self.wait_for_update(queued, batch)?;
-        self.accumulated = true;
-        Ok(metrics)
+        self.wait_for_update(queued, batch)
     }
 
     /// The update that [`Trainer::accumulate`] has left out. Waits.
@@ -142,11 +172,40 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if !self.accumulated {
             return Err(Error::misuse("apply", "an `accumulate` that has succeeded, and no update since", "none"));
         }
-        let Learner { parameters, gradients, optimizer, .. } = self.stage.learner_mut();
-        let squared = self.arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))?;
+        let applied = self.apply_accumulated();
+        let squared = self.told(applied)?;
         self.accumulated = false;
         let update = self.learner().optimizer.updates();
         self.check(update, Quantity::GradientNorm, squared.is_finite(), || Ok(None))
+    }
+
+    /// Makes the update, and returns the squared norm of all gradients.
+    #[track_caller]
+    fn apply_accumulated(&mut self) -> Result<f32> {
+        let Self { arena, stage, .. } = self;
+        let learner = stage.learner_mut();
+        if learner.shards.is_some() {
+            let mut metrics = Vec::new();
+            learner.update(arena, &mut |step, metric| {
+                metrics.push(step.read_scalar(metric)?);
+                Ok(())
+            })?;
+            return Ok(metrics[0]);
+        }
+        let Learner { parameters, gradients, optimizer, .. } = learner;
+        arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))
+    }
+
+    /// The same result. In a group an error is told to all ranks.
+    fn told<T>(&self, result: Result<T>) -> Result<T> {
+        match &self.learner().shards {
+            Some(shards) => shards.group().told(result),
+            None => result,
+        }
+    }
+
+    fn is_alone(&self) -> bool {
+        self.learner().shards.is_none()
     }
 
     /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients.
@@ -168,31 +227,54 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
         let update = self.learner().optimizer.updates();
-        self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples)))?;
+        self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 
-    /// Writes weights, optimiser, dropout's seed, progress and notes to the checkpoint's path; does nothing without one. Waits.
+    /// Writes weights, optimiser, dropout's seed, progress and notes to the checkpoint's path; does nothing without one. In a group all ranks
+    /// call it, each with a path, and rank 0 writes. Waits.
     ///
     /// # Errors
     /// As for [`Checkpoint::save`].
+    #[track_caller]
     pub fn save(&self, progress: &EpochProgress, notes: &[(&str, String)]) -> Result<()> {
         let Some(path) = &self.checkpoint else { return Ok(()) };
-        let Learner { parameters, optimizer, generator, .. } = self.learner();
+        let Learner { parameters, optimizer, generator, shards, .. } = self.learner();
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
-        Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers)
+        match shards {
+            None => Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers),
+            Some(shards) => self.told(shards.save(optimizer, |state| {
+                Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.numbers)
+            })),
+        }
     }
 
-    /// Puts weights, optimiser and dropout's seed back, and returns how far the epoch was.
+    /// Puts weights, optimiser and dropout's seed back, and returns how far the epoch was. In a group every rank reads the same file, which
+    /// any number of ranks may have written.
     ///
     /// # Errors
     /// As for [`Checkpoint::restore`]; [`Error::File`] when the learner has dropout and the file has no seed.
+    #[track_caller]
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
+        let restored = self.restore_from(checkpoint);
+        self.told(restored)
+    }
+
+    #[track_caller]
+    fn restore_from(&mut self, checkpoint: &Checkpoint) -> Result<EpochProgress> {
         let progress = EpochProgress::of(checkpoint)?;
-        let Learner { parameters, optimizer, generator, .. } = self.stage.learner_mut();
+        let Learner { parameters, optimizer, generator, shards, .. } = self.stage.learner_mut();
         let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
-        checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers))?;
+        if let Some(shards) = shards {
+            shards.group().expect_same("a checkpoint", checkpoint.digest()?, Location::caller())?;
+        }
+        // A checkpoint does not know of slices.
+        let slice = optimizer.slice();
+        optimizer.keep(0..parameters.layout().elements())?;
+        let restored = checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers));
+        optimizer.keep(slice)?;
+        restored?;
         if let (Some(generator), Some(seed)) = (generator, seed) {
             // The next update sets the step.
             generator.set(seed, 0)?;

@@ -12,9 +12,11 @@ mod epoch;
 mod model;
 mod run;
 mod setup;
+mod shards;
 mod stage;
 
 pub use batch::{EpochProgress, Samples, Update};
 pub use epoch::{Ended, Observer};
 pub use model::{Learner, Model};
 pub use setup::Trainer;
+pub use shards::Shards;

@@ -1,16 +1,20 @@
 //! What is trained, and the step that trains it: the same function runs launch by launch and captured.
 
 use super::batch::MicroBatch;
+use super::shards::{Metric, Shards, Wanted};
 use crate::autograd::{Tape, Var};
 use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
+use crate::group::Group;
+use crate::memory::Arena;
 use crate::ops::{self, Generator};
-use crate::optim::{AdamWConfig, Groups, Optimizer, UpdateRule};
-use crate::params::{Gradients, Layout, Parameter, Parameters};
+use crate::optim::{AdamWConfig, Optimizer, ParameterGroups, UpdateRule};
+use crate::params::{Gradients, Layout, LayoutEntry, Parameter, Parameters};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Tensor};
+use std::time::Duration;
 
 /// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
 ///
@@ -53,6 +57,8 @@ pub struct Learner<M, R = AdamWConfig> {
     pub precision: Precision,
     /// Where training has dropout's numbers from; evaluation draws none.
     pub generator: Option<Generator>,
+    /// Its part of a group's work, which [`Learner::in_group`] makes.
+    pub shards: Option<Shards>,
 }
 
 /// What a step measures: its share of the loss; when it updates the weights, the squared norm of all gradients; and when these are
@@ -71,7 +77,15 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     pub fn new(device: &Device, model: M, layout: &Layout, seed: u64, rule: R) -> Result<Self> {
         let parameters = Parameters::new(device, layout, seed)?;
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, Optimizer::new(&parameters, rule)?);
-        Ok(Self { model, parameters, gradients, optimizer, precision: Precision::default(), generator: None })
+        Ok(Self {
+            model,
+            parameters,
+            gradients,
+            optimizer,
+            precision: Precision::default(),
+            generator: None,
+            shards: None,
+        })
     }
 
     /// The same, for a model with dropout, whose numbers follow from `seed`, the number of the update and the part of the batch. A trainer's
@@ -84,14 +98,42 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         Ok(Self { generator: Some(generator), ..self })
     }
 
-    /// Sets the optimiser and the random numbers up for the next update, and returns its number.
-    pub(super) fn advance(&mut self) -> Result<u64> {
+    /// The same, trained by all ranks of a group: each has the same number of `shards`, neighbours in the batch, and the optimiser's state of a
+    /// slice of the weights. Call it last. The weights after an update depend on the number of shards and not on that of ranks, and all
+    /// ranks have the same.
+    ///
+    /// Every rank is given the whole batch, in at least as many parts as there are shards, and asks its own parts alone for their values: those of [`Group::own_parts`]. Shard s
+    /// has the parts from `s * parts / shards` on. The gradients of a shard are made alone, added up over its parts as without a group, and summed with the other shards' in one binary tree.
+    /// The optimiser's rule sees the flat region of this rank's slice alone, so it must be one that changes each weight by its own gradient and state. [`Learner::gradients`] are the sums
+    /// in this rank's slice, and something else beside it, unless [`Trainer::accumulate`](super::Trainer::accumulate) has made them. Behind
+    /// an error on any rank all ranks end: go on from a checkpoint, with as many ranks as you like.
+    ///
+    /// Memory: a region like the gradients, and one more for each doubling of the shards of a rank.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) for shards that are no power of two or that the ranks do not divide, and when ranks differ in
+    /// shards, weights or the optimiser's settings; [`Error::Rank`](crate::Error::Rank) when one does not come; [`Error::DeviceMemory`](crate::Error::DeviceMemory) when there is no room.
+    #[track_caller]
+    pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
+        self.shards = Some(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
+        Ok(self)
+    }
+
+    /// Sets the optimiser and the random numbers up for the next update, of which this device has the parts from `first` on, and returns its
+    /// number.
+    pub(super) fn advance(&mut self, first: usize) -> Result<u64> {
         let number = self.optimizer.advance()?;
         if let Some(generator) = &mut self.generator {
             // Each part of the batch counts one up; an update that came to nothing leaves no trace.
-            generator.set(generator.seed(), number.rotate_left(u32::BITS))?;
+            generator.set(generator.seed(), number.rotate_left(u32::BITS) + first as u64)?;
         }
         Ok(number)
+    }
+
+    /// The same for a model that `wrap` makes of this one, with the same parameters.
+    pub fn map_model<N: Model>(self, wrap: impl FnOnce(M) -> N) -> Learner<N, R> {
+        let Self { model, parameters, gradients, optimizer, precision, generator, shards } = self;
+        Learner { model: wrap(model), parameters, gradients, optimizer, precision, generator, shards }
     }
 
     /// The same, trained with this precision.
@@ -100,12 +142,12 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         Self { precision, ..self }
     }
 
-    /// The same, with rates and weight decay by group; see [`Optimizer::with_groups`].
+    /// The same, with rates and weight decay by group; see [`Optimizer::with_parameter_groups`].
     ///
     /// # Errors
-    /// As for [`Optimizer::with_groups`].
-    pub fn with_groups(self, groups: &Groups) -> Result<Self> {
-        Ok(Self { optimizer: self.optimizer.with_groups(groups)?, ..self })
+    /// As for [`Optimizer::with_parameter_groups`].
+    pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
+        Ok(Self { optimizer: self.optimizer.with_parameter_groups(groups)?, ..self })
     }
 
     /// The same, with a BF16 copy of the weights; see [`Parameters::with_bf16_copy`].
@@ -124,7 +166,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         batch: &Batch<'s>,
         part: MicroBatch,
     ) -> Result<StepMetrics<Saved<'s>, Tensor<'s>>> {
-        let Self { model, parameters, gradients, optimizer, precision, generator } = self;
+        let Self { model, parameters, gradients, optimizer, precision, generator, .. } = self;
         step.set_precision(*precision);
         let tape = Tape::new(step, parameters);
         let tape = match generator {
@@ -144,6 +186,48 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         };
         let squared = part.update.then(|| optimizer.apply(step, parameters, gradients)).transpose()?;
         Ok(StepMetrics { loss: *loss.value(), gradients: squared, watched })
+    }
+
+    /// In a group: adds the gradients of one of this rank's shards to its neighbours'; see [`Shards::fold`].
+    pub(super) fn fold(&mut self, arena: &mut Arena, shard: (usize, bool)) -> Result<()> {
+        self.shards.as_mut().map_or(Ok(()), |shards| shards.fold(arena, &mut self.gradients, shard))
+    }
+
+    /// In a group: sums the gradients of all shards.
+    pub(super) fn sum(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
+        let Some(shards) = &mut self.shards else { return Ok(()) };
+        let layout = self.parameters.layout();
+        let wanted = match wanted {
+            Wanted::All => Some(0..layout.elements()),
+            Wanted::Watched => {
+                let watched = self.model.watched().map(|watched| layout.entry(watched)).transpose()?;
+                watched.map(LayoutEntry::range)
+            }
+        };
+        shards.sum(arena, &mut self.gradients, wanted)
+    }
+
+    /// In a group: makes the update that is set up, and gives its metrics.
+    #[track_caller]
+    pub(super) fn update(&mut self, arena: &mut Arena, metric: &mut Metric<'_>) -> Result<()> {
+        let Some(shards) = &self.shards else { return Ok(()) };
+        let watched = self.model.watched();
+        shards.update(arena, (&mut self.parameters, &mut self.gradients), &mut self.optimizer, watched, metric)
+    }
+
+    /// How long an update may take that waits so long without a group.
+    pub(super) fn deadline(&self, alone: Duration) -> Duration {
+        self.shards.as_ref().map_or(alone, |shards| shards.group().deadline().min(alone))
+    }
+
+    /// The sum of the losses of all parts of a batch, of which these are the own ones; `norms` are what all ranks must have alike.
+    #[track_caller]
+    pub(super) fn loss_of_all(&self, losses: &[f32], norms: &[f32]) -> Result<f64> {
+        let sum = |losses: &[f32]| losses.iter().map(|&loss| f64::from(loss)).sum();
+        match &self.shards {
+            None => Ok(sum(losses)),
+            Some(shards) => Ok(sum(&shards.losses_of_all(losses, norms)?)),
+        }
     }
 
     /// [`Learner::learn`], to be captured.

@@ -3,11 +3,44 @@
 use super::batch::{MicroBatch, Samples, Update, first_input, place};
 use super::model::{Learner, Model, StepMetrics};
 use super::setup::Trainer;
+use super::shards::Wanted;
 use super::stage::{Queued, Results, Stage};
 use crate::driver::Landing;
 use crate::error::{Error, Quantity, Result};
 use crate::finite::Numbers;
 use crate::optim::UpdateRule;
+use crate::tensor::Source;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+/// What of a batch runs here.
+struct Plan {
+    number: u64,
+    samples: usize,
+    /// The own parts in the order of the batch, shard by shard.
+    shards: Vec<Range<usize>>,
+    /// Whether this is a learner of a group: no step updates the weights, and the gradients of each shard start from zero.
+    sharded: bool,
+    /// Whether the weights are updated.
+    updates: bool,
+}
+
+impl Plan {
+    /// The parts that run here: neighbours.
+    fn parts(&self) -> Range<usize> {
+        self.shards[0].start..self.shards[self.shards.len() - 1].end
+    }
+
+    /// What is special about part `at` of a shard.
+    fn part(&self, shard: &Range<usize>, at: usize) -> MicroBatch {
+        let last = at + 1 == shard.end && !self.sharded;
+        MicroBatch { samples: self.samples, first: at == shard.start, last, update: last && self.updates }
+    }
+
+    fn queued(&self, metrics: Results) -> Queued {
+        Queued { number: self.number, samples: self.samples, parts: self.parts(), updates: self.updates, metrics }
+    }
+}
 
 impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// Queues an update, or makes it where steps run launch by launch.
@@ -16,76 +49,87 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if matches!(self.stage, Stage::Eager(_)) {
             return self.queue_eager(batch, true);
         }
-        let (number, parts) = self.advance(batch, true)?;
-        let Stage::Captured(captured) = &mut self.stage else { unreachable!("looked at above") };
-        let words = batch.len() + 2;
-        let free = self.landings.pop().filter(|landing| landing.words() >= words);
+        let plan = self.advance(batch, true)?;
+        let Self { arena, stage: Stage::Captured(captured), landings, .. } = self else {
+            unreachable!("looked at above")
+        };
+        let words = plan.parts().len() + 2;
+        let free = landings.pop().filter(|landing| landing.words() >= words);
         let mut landing = match free {
             Some(landing) => landing,
-            None => Landing::new(self.arena.device(), words)?,
+            None => Landing::new(arena.device(), words)?,
         };
         landing.clear();
-        for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
-            let replay = captured.replay(&samples.inputs()?.variant(part.variant()));
-            let replay = replay.map_err(|error| behind(&batch[..at], error))?;
-            let StepMetrics { loss, gradients, watched } = replay.outputs();
-            let mut outputs = [Some(*loss), *gradients, *watched].into_iter().flatten();
-            outputs.try_for_each(|output| replay.land(output, &mut landing))?;
+        for (number, shard) in plan.shards.iter().enumerate() {
+            for at in shard.clone() {
+                let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
+                let replay = captured.replay(&inputs).map_err(|error| behind(&batch[..at], error))?;
+                let StepMetrics { loss, gradients, watched } = replay.outputs();
+                let mut outputs = [Some(*loss), *gradients, *watched].into_iter().flatten();
+                outputs.try_for_each(|output| replay.land(output, &mut landing))?;
+            }
+            captured.state_mut().fold(arena, (number, shard.is_empty()))?;
         }
+        let learner = captured.state_mut();
+        learner.sum(arena, Wanted::Watched)?;
+        learner.update(arena, &mut |_, metric| metric.memory().land(&mut landing))?;
         landing.seal()?;
-        Ok(Queued {
-            number,
-            samples: parts[0].samples,
-            parts: parts.len(),
-            updates: true,
-            metrics: Results::Landing(landing),
-        })
+        Ok(plan.queued(Results::Landing(landing)))
     }
 
     /// Makes an update, or all of it but the optimiser's part, launch by launch.
     #[track_caller]
     pub(super) fn queue_eager<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<Queued> {
-        let (number, parts) = self.advance(batch, update)?;
-        let learner = self.stage.learner_mut();
+        let plan = self.advance(batch, update)?;
+        let Self { arena, stage, .. } = self;
+        let learner = stage.learner_mut();
         let mut known = Vec::new();
-        for (at, (part, samples)) in parts.iter().zip(batch).enumerate() {
-            let values = self.arena.step(|step| {
-                let batch = step.upload_inputs(&samples.inputs()?)?;
-                let StepMetrics { loss, gradients, watched } = learner.learn(step, &batch, *part)?;
-                let [gradients, watched] =
-                    [gradients, watched].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
-                Ok([Some(step.read_scalar(&loss)?), gradients?, watched?])
-            });
-            known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
+        for (number, shard) in plan.shards.iter().enumerate() {
+            for at in shard.clone() {
+                let values = arena.step(|step| {
+                    let inputs = step.upload_inputs(&batch[at].inputs()?)?;
+                    let StepMetrics { loss, gradients, watched } =
+                        learner.learn(step, &inputs, plan.part(shard, at))?;
+                    let [gradients, watched] =
+                        [gradients, watched].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
+                    Ok([Some(step.read_scalar(&loss)?), gradients?, watched?])
+                });
+                known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
+            }
+            learner.fold(arena, (number, shard.is_empty()))?;
         }
-        Ok(Queued {
-            number,
-            samples: parts[0].samples,
-            parts: parts.len(),
-            updates: update,
-            metrics: Results::Known(known),
-        })
+        learner.sum(arena, if update { Wanted::Watched } else { Wanted::All })?;
+        if update {
+            learner.update(arena, &mut |step, metric| {
+                known.push(step.read_scalar(metric)?);
+                Ok(())
+            })?;
+        }
+        Ok(plan.queued(Results::Known(known)))
     }
 
     /// Waits for the metrics of an update by `batch`.
+    #[track_caller]
     pub(super) fn wait_for_update<S: Samples>(&mut self, queued: Queued, batch: &[S]) -> Result<Update> {
         let Queued { number, samples, parts, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
             Results::Landing(landing) => {
-                let metrics = landing.wait(self.arena.deadline())?;
+                let metrics = landing.wait(self.learner().deadline(self.arena.deadline()))?;
                 self.landings.push(landing);
                 metrics
             }
         };
-        let (losses, norms) = metrics.split_at(parts);
+        let (losses, norms) = metrics.split_at(parts.len());
         let (gradients, watched) = norms.split_at(usize::from(updates));
-        let loss: f64 = losses.iter().map(|&loss| f64::from(loss)).sum();
+        let loss = self.learner().loss_of_all(losses, norms)?;
         let finite = [
             (Quantity::Loss, loss.is_finite()),
             (Quantity::GradientNorm, gradients.iter().all(|squared| squared.is_finite())),
         ];
-        finite.into_iter().try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch)))?;
+        finite
+            .into_iter()
+            .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
         let watched_l2 = watched.first().map(|&squared| f64::from(squared).sqrt());
         Ok(Update { number, samples, loss, watched_l2 })
     }
@@ -124,8 +168,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         self.numbers.check((Some(optimizer.updates()), Quantity::Weight), parameters.layout().finite("", &weights))
     }
 
-    /// The parts of a batch, once the optimiser is set up for its update, and the number of that.
-    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<(u64, Vec<MicroBatch>)> {
+    /// What of a batch runs here, once all ranks have agreed on the update and the optimiser is set up for it.
+    #[track_caller]
+    fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<Plan> {
         let lens = batch.iter().map(Samples::len);
         let samples = lens.clone().try_fold(0usize, |sum, len| if len == 0 { None } else { sum.checked_add(len) });
         let Some(samples) = samples.filter(|samples| (1..=MicroBatch::MOST).contains(samples)) else {
@@ -133,12 +178,19 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
-        let number = self.stage.learner_mut().advance()?;
-        let part = |number| {
-            let last = number + 1 == batch.len();
-            MicroBatch { samples, first: number == 0, last, update: last && update }
+        let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
+        let learner = self.stage.learner_mut();
+        let shards = match &learner.shards {
+            None => std::iter::once(0..batch.len()).collect(),
+            Some(shards) => {
+                shards.check(&learner.parameters, &learner.optimizer)?;
+                let own = shards.own(&batch.iter().map(Samples::len).collect::<Vec<_>>())?;
+                self.stopped = shards.agree_on_update(samples, stop)?;
+                own
+            }
         };
-        Ok((number, (0..batch.len()).map(part).collect()))
+        let (number, sharded) = (learner.advance(shards[0].start)?, learner.shards.is_some());
+        Ok(Plan { number, samples, shards, sharded, updates: update })
     }
 }
 

@@ -66,6 +66,8 @@ pub struct Trainer<'a, M, R = AdamWConfig> {
     pub(super) checkpoint: Option<PathBuf>,
     pub(super) every: Option<u64>,
     pub(super) stop: Option<&'a AtomicBool>,
+    /// Whether a rank of the group has seen its flag.
+    pub(super) stopped: bool,
     pub(super) numbers: Numbers,
     /// Whether the gradients are those of a whole batch, for [`Trainer::apply`].
     pub(super) accumulated: bool,
@@ -89,7 +91,8 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// # Errors
     /// As for [`Arena::capture`].
     pub fn captured(arena: &'a mut Arena, learner: Learner<M, R>, largest: &impl Samples) -> Result<Self> {
-        let part = MicroBatch { samples: largest.len(), first: true, last: true, update: true };
+        let alone = learner.shards.is_none();
+        let part = MicroBatch { samples: largest.len(), first: true, last: alone, update: alone };
         let captured = arena.capture(learner, &largest.inputs()?.variant(part.variant()), Learner::record)?;
         Ok(Self::new(arena, Stage::Captured(captured)))
     }
@@ -102,6 +105,7 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
             checkpoint: None,
             every: None,
             stop: None,
+            stopped: false,
             numbers: Numbers::Finite,
             accumulated: false,
         }

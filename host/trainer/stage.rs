@@ -5,6 +5,7 @@
 use super::model::{Learner, StepMetrics};
 use crate::capture::{Captured, Output};
 use crate::driver::Landing;
+use std::ops::Range;
 
 /// How the learner's steps run.
 pub(super) enum Stage<M, R> {
@@ -34,8 +35,8 @@ impl<M, R> Stage<M, R> {
 pub(super) struct Queued {
     pub(super) number: u64,
     pub(super) samples: usize,
-    /// Steps that it was made in.
-    pub(super) parts: usize,
+    /// The parts of the batch that ran here, each a step.
+    pub(super) parts: Range<usize>,
     /// Whether it updates the weights.
     pub(super) updates: bool,
     pub(super) metrics: Results,

@@ -1,6 +1,6 @@
 //! `ops::attention` over any number of tokens, and its backward pass.
 
-use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
+use crate::flash_reference::{Inputs, LONGEST, PLAIN, Results, SETUPS, Setup, assert_rows, window};
 use crate::gradients::{Case, SEEDS, leaf, longest, normal};
 use crate::hostile::attack;
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
@@ -87,53 +87,17 @@ on_each_device! {
 
     /// One head, of which some rows are compared.
     fn against_float64_over_4096_tokens(device: &Device) {
-        let setup = Setup { tokens: 4096, sees: Sees::Past, ..PLAIN };
-        let (inputs, rows) = (Inputs::new(setup), [0, 1, 63, 64, 1000, 2047, 2048, 3333, 4095]);
-        let (width, scale) = (setup.width, f64::from(setup.scale()));
+        let inputs = Inputs::new(LONGEST);
         let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-        let [out, lse, dqkv] = arena.step(|step| {
-            let (qkv, dout) = (step.upload(&inputs.qkv, setup.shape())?, step.upload(&inputs.dout, [1, 4096, 64])?);
+        let got = arena.step(|step| {
+            let (qkv, dout) = (step.upload(&inputs.qkv, LONGEST.shape())?, step.upload(&inputs.dout, [1, 4096, 64])?);
             let form = AttentionForm::new(1).causal();
             let made = ops::attention(step, &qkv, None, &form)?;
             let AttentionKept::Flash { lse, .. } = made.kept else { panic!("{:?}", made.kept) };
             let dqkv = backward(step, &qkv, &form, &made, &dout)?;
             Ok([step.read(&made.out)?, step.read(&lse)?, step.read(&dqkv)?])
         }).unwrap();
-        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
-        let row = |part: usize, token: usize| &inputs.qkv[setup.place(part, 0, token, 0)..][..width];
-        let dout = |token: usize| &inputs.dout[token * width..][..width];
-        let score = |i: usize, j: usize| scale * dot(row(0, i), row(1, j));
-        // By the denominators and outputs of the device, of which some are compared.
-        let p = |i: usize, j: usize| (score(i, j) - f64::from(lse[i])).exp();
-        let ds = |i: usize, j: usize| p(i, j) * (dot(dout(i), row(2, j)) - dot(dout(i), &out[i * width..][..width])) * scale;
-        let add = |sums: &mut Vec<f64>, factor: f64, row: &[f32]| {
-            sums.iter_mut().zip(row).for_each(|(sum, &x)| *sum += factor * f64::from(x));
-        };
-        let mut seen = [(); 4].map(|()| (Vec::new(), Vec::new()));
-        for token in rows {
-            let total: f64 = (0..=token).map(|j| score(token, j).exp()).sum();
-            assert!((f64::from(lse[token]) - total.ln()).abs() <= tolerance(4096) * total.ln().abs().max(1.0), "{token}");
-            let mut want = [(); 4].map(|()| vec![0.0; width]);
-            for j in 0..=token {
-                add(&mut want[0], p(token, j), row(2, j));
-                add(&mut want[1], ds(token, j), row(1, j));
-            }
-            for i in token..4096 {
-                add(&mut want[2], ds(i, token), row(0, i));
-                add(&mut want[3], p(i, token), dout(i));
-            }
-            let place = |part: usize| setup.place(part, 0, token, 0);
-            let got = [&out[token * width..], &dqkv[place(0)..], &dqkv[place(1)..], &dqkv[place(2)..]];
-            for ((seen, got), want) in seen.iter_mut().zip(got).zip(want) {
-                seen.0.extend_from_slice(&got[..width]);
-                seen.1.extend(want);
-            }
-        }
-        for (what, (got, want)) in ["out", "dq", "dk", "dv"].into_iter().zip(seen) {
-            let (error, limit) = (relative_l2(&got, &want), tolerance(4096));
-            println!("{what}: {error:.2e} of {limit:.2e}");
-            assert!(error <= limit, "{what}: {error:.2e} > {limit:.2e}");
-        }
+        assert_rows(&inputs, &got, [tolerance(4096); 3]);
     }
 
     /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.

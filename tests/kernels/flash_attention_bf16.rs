@@ -4,7 +4,7 @@
 //! rounded output. All else is f32. A rounding is off by up to 2^-8 of a number, and by less than 2^-9 of the norm of many. So `out` is within
 //! 2 x 2^-9, and gradients within 4 x 2^-9, by the norm of a whole result; `lse` is f32.
 
-use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
+use crate::flash_reference::{Inputs, LONGEST, PLAIN, Results, SETUPS, Setup, assert_rows, window};
 use crate::hostile::attack;
 use crate::support::{bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, trial};
@@ -60,6 +60,31 @@ fn assert_near(setup: Setup, got: &Results<f32>, want: &Results<f64>) {
     }
 }
 
+/// The exponentials of the weights, over all that a sum of weights can tell from 0, and what they say of what is none.
+#[test]
+fn exponentials_keep_their_bounds() {
+    use kernels::math::{exp2_negative, exp2_scaled, exp2_sum};
+    let (mut of_negative, mut of_sum) = (0.0_f64, 0.0_f64);
+    for at in 0..=134 << 14_u32 {
+        let x = 8.0 - at as f32 / 16_384.0;
+        let want = f64::from(x).exp2();
+        let error = |got: f32| (f64::from(got) / want - 1.0).abs();
+        if x <= 0.0 {
+            of_negative = of_negative.max(error(exp2_negative(x)));
+        }
+        of_sum = of_sum.max(error(exp2_sum(x, exp2_scaled(1.0, 0.0))));
+    }
+    assert!(of_negative < 2_f64.powi(-18), "exp2_negative: {of_negative:e}");
+    assert!(of_sum < 2_f64.powi(-17), "exp2_sum: {of_sum:e}");
+    for n in -126..=8_i32 {
+        assert_eq!(exp2_sum(n as f32, exp2_scaled(1.0, 0.0)), 2_f32.powi(n));
+    }
+    for hidden in [f32::NEG_INFINITY, f32::NAN, -127.0, -1e30] {
+        assert_eq!(exp2_sum(hidden, exp2_scaled(1.0, 0.0)), 0.0, "{hidden}");
+    }
+    assert_eq!(exp2_sum(f32::NEG_INFINITY, exp2_scaled(1.0, f32::INFINITY)), 0.0, "a row that has seen no key");
+}
+
 on_each_device! {
     fn against_float64(device: &Device) {
         for setup in SETUPS.into_iter().filter(|setup| setup.width.is_multiple_of(8)) {
@@ -82,6 +107,12 @@ on_each_device! {
             let inputs = inputs(setup);
             assert_near(setup, &results(&inputs, device), &inputs.in_float64());
         }
+    }
+
+    /// One head, of which some rows are compared.
+    fn against_float64_over_4096_tokens(device: &Device) {
+        let inputs = inputs(LONGEST);
+        assert_rows(&inputs, &results(&inputs, device), bounds(4096));
     }
 
     /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.

@@ -14,37 +14,19 @@ Exit code 0: all agree. 1: something does not, or a planted error passed. 2: a t
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import environment
+
 PACKAGES = ["jax==0.10.2", "numpy==2.4.6", "safetensors==0.8.0"]
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).resolve().parents[2] / "target")
-
-
-def run_in_environment():
-    """Makes the environment with the packages where it is missing, and runs this script in it."""
-    folder = (TARGET / "oracle-venv").resolve()
-    if Path(sys.prefix).resolve() == folder:
-        return
-    python = folder / "bin" / "python"
-    try:
-        if not (folder / "ready").exists():
-            print(f"installing {', '.join(PACKAGES)} into {folder}", file=sys.stderr)
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-            (folder / "ready").touch()
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"cannot make {folder}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-    os.execv(python, [str(python), *sys.argv])
 
 
 def main():
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print(__doc__)
         return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
-    run_in_environment()
+    environment.run_in("oracle-venv", PACKAGES)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 

@@ -22,7 +22,11 @@ pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Com
     let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
     assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
     let mut command = Command::new(program);
-    for variable in ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "RUST_LOG"] {
+    let settings =
+        ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "STEPSCOPE_GROUP_SECRET", "RUST_LOG"];
+    let launchers =
+        ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"];
+    for variable in settings.into_iter().chain(launchers) {
         command.env_remove(variable);
     }
     command.args(["--device", &device.description().kind.to_string()]).args(arguments);

@@ -44,12 +44,16 @@ macro_rules! on_each_device {
 pub(crate) use on_each_device;
 pub(crate) use stepscope::same_bits::{Random, SPECIAL, sample};
 
-/// The device, of just this kind.
+/// The device, of just this kind. On a busy machine a kernel of the emulator may take minutes.
 ///
 /// # Panics
 /// When there is none.
 pub(crate) fn open(kind: stepscope::DeviceKind) -> stepscope::Device {
-    let device = stepscope::Device::open(kind).unwrap_or_else(|reason| panic!("{reason}"));
+    let mut builder = stepscope::Device::builder(kind);
+    if kind == stepscope::DeviceKind::Emulated {
+        builder = builder.deadline(std::time::Duration::from_secs(600));
+    }
+    let device = builder.open().unwrap_or_else(|reason| panic!("{reason}"));
     assert_eq!(device.description().kind, kind);
     device
 }

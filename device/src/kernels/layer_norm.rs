@@ -11,7 +11,7 @@ use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, load, store};
-use crate::warp::{Row, Share};
+use crate::warp::{HELD_COLUMNS, Row, Share};
 use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -142,6 +142,56 @@ struct Backward<'k, S> {
 }
 
 impl<S: Stored> Backward<'_, S> {
+    /// The rows of this thread's group, from `row` on. Its lanes read each row once and hold it: they write dh, and sum their columns for
+    /// gain and bias.
+    ///
+    /// # Safety
+    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call it together.
+    #[inline(always)]
+    unsafe fn held<const HELD: usize>(self, mut row: Row, [of_gain, of_bias]: [SharedTile<f32>; 2]) {
+        let Self { cols, .. } = self;
+        let group = (row.number - self.rows.first) * width(cols);
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as the caller promises.
+        unsafe {
+            for_each_vector!(HELD, row, cols, |_at, column, _part| {
+                of_gain.set4((group + column) as u32, F4::splat(0.0));
+                of_bias.set4((group + column) as u32, F4::splat(0.0));
+            });
+            while row.number < self.rows.end {
+                let (center, scale) = (load(self.mean, row.number), load(self.inverse_std, row.number));
+                let mut normal = Share::<HELD, _>::new(row, self.h, row.start, cols, 0.0);
+                let mut g = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
+                let (mut sum, mut dot) = (F4::splat(0.0), F4::splat(0.0));
+                for_each_vector!(HELD, row, cols, |at, column, part| {
+                    let n = (normal.get(at, column, part) - F4::splat(center)) * F4::splat(scale);
+                    let dy = g.get(at, column, part);
+                    // Sums in registers would leave room for fewer threads.
+                    let place = (group + column) as u32;
+                    of_gain.set4(place, of_gain.get4(place).fma(n, dy));
+                    of_bias.set4(place, of_bias.get4(place) + dy);
+                    let g_here = dy * F4::load_part(self.gain, column, part, 0.0);
+                    sum = sum + g_here;
+                    dot = dot.fma(g_here, n);
+                    normal.hold(at, n);
+                    g.hold(at, g_here);
+                });
+                let (mean_g, mean_g_n) = (row.sum(sum) / cols as f32, row.sum(dot) / cols as f32);
+                let mut old = [F4::splat(0.0); HELD];
+                if self.add & ADD_DH != 0 {
+                    for_each_vector!(HELD, row, cols, |at, column, part| {
+                        old[at] = F4::load_part_raw(self.dh, row.start + column, part, 0.0);
+                    });
+                }
+                for_each_vector!(HELD, row, cols, |at, column, part| {
+                    let centered = g.get(at, column, part) - F4::splat(mean_g);
+                    let unscaled = centered.fma(F4::splat(-mean_g_n), normal.get(at, column, part));
+                    old[at].fma(unscaled, F4::splat(scale)).store_part(self.dh, row.start + column, part);
+                });
+                row = row.later(groups_of(cols), cols);
+            }
+        }
+    }
+
     /// The means of the block's rows: each row's lanes take its sums.
     ///
     /// # Safety
@@ -238,6 +288,20 @@ family! {
             let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
             let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
             let block = Backward { h, gain, mean, inverse_std, dy, cols, add, dh, rows, means };
+            if cols.is_multiple_of(F4::LEN) && cols <= HELD_COLUMNS {
+                if let Some(row) = Row::after(rows.first, h.len(), cols) {
+                    if cols > HELD_COLUMNS / 2 {
+                        block.held::<8>(row.of_whole_warp(), sums);
+                    } else {
+                        block.held::<4>(row, sums);
+                    }
+                }
+                thread::sync_threads();
+                rows.finish(sums[0], 0, cols, add & ADD_DGAIN != 0, dgain);
+                rows.finish(sums[1], 0, cols, add & ADD_DBIAS != 0, dbias);
+                return;
+            }
+            // Rows of any other length are read twice: by their lanes for the means, then by columns.
             block.means();
             thread::sync_threads();
             let (width, groups) = (width(cols), groups_of(cols));

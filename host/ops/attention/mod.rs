@@ -6,9 +6,11 @@
 //! | `attend.rs` | which kernels attend to tensors of a type |
 //! | `made.rs` | what attention gives, and keeps for backward |
 //! | `flash.rs` | any form: no matrix of tokens x tokens |
+//! | `cached.rs` | one token over those before it |
 //! | `short.rs` | up to 16 tokens with normalised queries and keys: one launch |
 
 mod attend;
+mod cached;
 mod flash;
 mod form;
 mod made;
@@ -22,6 +24,7 @@ use crate::params::Stack;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 pub use attend::Attend;
+pub use cached::attention_cached;
 pub(super) use form::Sizes;
 pub use form::{AttentionForm, Sees};
 pub use made::{Attention, AttentionKept};

@@ -186,6 +186,13 @@ impl Sight<'_> {
         self.documents.is_empty() && i + queries <= self.length && j + keys <= self.length && in_window
     }
 
+    /// Whether none of `queries` rows from `i` sees any of `keys` rows from `j`, documents aside.
+    #[inline(always)]
+    pub(crate) fn none_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
+        let outside = self.window != 0 && (j >= i + queries || i >= (j + keys - 1).saturating_add(self.window));
+        outside || i >= self.length || j >= self.length
+    }
+
     /// The tiles of `tile` keys, from and until, that some of `rows` queries from `first` sees.
     #[inline(always)]
     pub(crate) fn keys_of(self, first: u32, rows: u32, tile: u32) -> [u32; 2] {

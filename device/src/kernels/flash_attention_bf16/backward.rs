@@ -96,9 +96,13 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
                 memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
                 commit_copies();
             }
+            let place = [first, tile * of_tile];
+            tile += 1;
+            if memory.none_seen(sight, place, false) {
+                continue;
+            }
             let mut scores = memory.dots(0, memory.slot(slot, 0));
             let mut gradients = memory.dots(1, memory.slot(slot, 1));
-            let place = [first, tile * of_tile];
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
                 memory.hide(&mut gradients, sight, place, false, 0.0);
@@ -124,7 +128,6 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
                 }
             });
             memory.mix(&mut sums, &gradients, memory.slot(slot, 0), 0);
-            tile += 1;
         }
         // Found again: to wait for the end of the loop would take registers from the sums.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
@@ -202,16 +205,20 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
             if next_head < behind {
                 copy(1 - slot, next_head, next_tile);
             }
-            let mut scores = memory.dots(0, memory.slot(slot, 0));
-            let mut gradients = memory.dots(1, memory.slot(slot, 1));
-            let place = [first, tile * of_tile];
+            let (place, here) = ([first, tile * of_tile], slot);
+            (head, tile, slot) = (next_head, next_tile, 1 - slot);
+            if memory.none_seen(sight, place, true) {
+                continue;
+            }
+            let mut scores = memory.dots(0, memory.slot(here, 0));
+            let mut gradients = memory.dots(1, memory.slot(here, 1));
             if !memory.all_seen(sight, place, true) {
                 memory.hide(&mut scores, sight, place, true, f32::NEG_INFINITY);
                 memory.hide(&mut gradients, sight, place, true, 0.0);
             }
             unroll_on_gpu!(n < TILES => {
-                let lses = memory.numbers(slot, 0).get2(memory.other_row(n));
-                let deltas = memory.numbers(slot, 1).get2(memory.other_row(n));
+                let lses = memory.numbers(here, 0).get2(memory.other_row(n));
+                let deltas = memory.numbers(here, 1).get2(memory.other_row(n));
                 unroll_on_gpu!(m < 2 => {
                     if m < SQUARES {
                         unroll_on_gpu!(at < 4 => {
@@ -222,9 +229,8 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
                     }
                 });
             });
-            memory.mix(&mut dv, &scores, memory.slot(slot, 1), made);
-            memory.mix(&mut dk, &gradients, memory.slot(slot, 0), made);
-            (head, tile, slot) = (next_head, next_tile, 1 - slot);
+            memory.mix(&mut dv, &scores, memory.slot(here, 1), made);
+            memory.mix(&mut dk, &gradients, memory.slot(here, 0), made);
         }
         let bounds = [first + memory.first_row(), sight.length, problem.tokens, problem.width];
         write(&dk, problem.scale, k, made, bounds, dqkv);

@@ -6,7 +6,7 @@ use super::shape::CHUNK;
 use super::tile::Memory;
 use crate::block::opaque;
 use crate::flash_attention::place::{Place, Problem};
-use crate::math::{self, exp2_negative, larger_or_nan};
+use crate::math::{self, exp2_negative, exp2_scaled, exp2_sum, larger_or_nan};
 use crate::squares::{Sums, quad, quad_place};
 use crate::tile::{commit_copies, wait_copies};
 use crate::unroll_on_gpu;
@@ -18,6 +18,14 @@ use half::bf16;
 
 /// Lanes that share a row of scores.
 const ACROSS: u32 = 4;
+/// A weight is up to 2^8: so far a score may exceed what the sums hold as the largest before they are scaled again.
+const MOST_GROWTH: f32 = 8.0;
+
+/// Whether a row's largest score may stay as it is beside one of `most`. Not so before the first key, and not of a NaN.
+#[inline(always)]
+fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
+    GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
+}
 
 /// Computes the output of this block's queries.
 ///
@@ -62,13 +70,17 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                 memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
                 commit_copies();
             }
-            let mut scores = memory.dots(0, memory.slot(slot, 0));
             let place = [first, tile * of_tile];
+            tile += 1;
+            if memory.none_seen(sight, place, false) {
+                continue;
+            }
+            let mut scores = memory.dots(0, memory.slot(slot, 0));
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
             }
             // Row by row at each stage, so that a row's waits are filled with the others' work.
-            let mut most = largest;
+            let mut most = [[f32::NEG_INFINITY; 2]; SQUARES];
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
                     if m < SQUARES {
@@ -79,44 +91,62 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                     }
                 });
             });
-            let mut bases = [[0.0; 2]; SQUARES];
+            let mut within = true;
+            unroll_on_gpu!(m < 2 => {
+                if m < SQUARES {
+                    unroll_on_gpu!(half < 2 => {
+                        within &= within_growth(most[m][half], factor, largest[m][half]);
+                    });
+                }
+            });
             stay_together();
-            unroll_on_gpu!(m < 2 => {
-                if m < SQUARES {
-                    unroll_on_gpu!(half < 2 => {
-                        most[m][half] = combine_lanes(u32::MAX, ACROSS, most[m][half], larger_or_nan);
-                    });
-                }
-            });
-            unroll_on_gpu!(m < 2 => {
-                if m < SQUARES {
-                    unroll_on_gpu!(half < 2 => {
-                        // A query that has seen no key yet has no maximum.
-                        let base = if most[m][half] == f32::NEG_INFINITY { 0.0 } else { most[m][half] * -factor };
-                        let shrink = exp2_negative(GpuFloat::mul_add(largest[m][half], factor, base));
-                        totals[m][half] *= shrink;
-                        bases[m][half] = base;
-                        unroll_on_gpu!(n < CHUNKS, at most 32 => {
-                            sums[m][n][2 * half] *= shrink;
-                            sums[m][n][2 * half + 1] *= shrink;
+            if !warp::warp_vote_all(u32::MAX, within) {
+                stay_together();
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        unroll_on_gpu!(half < 2 => {
+                            let of_lane = larger_or_nan(largest[m][half], most[m][half]);
+                            most[m][half] = combine_lanes(u32::MAX, ACROSS, of_lane, larger_or_nan);
                         });
-                    });
+                    }
+                });
+                unroll_on_gpu!(m < 2 => {
+                    if m < SQUARES {
+                        unroll_on_gpu!(half < 2 => {
+                            // Row by row: another's scores must not change a bit of this one.
+                            if !within_growth(most[m][half], factor, largest[m][half]) {
+                                let none = most[m][half] == f32::NEG_INFINITY;
+                                let base = if none { 0.0 } else { most[m][half] * -factor };
+                                let shrink = exp2_negative(GpuFloat::mul_add(largest[m][half], factor, base));
+                                totals[m][half] *= shrink;
+                                unroll_on_gpu!(n < CHUNKS, at most 32 => {
+                                    sums[m][n][2 * half] *= shrink;
+                                    sums[m][n][2 * half + 1] *= shrink;
+                                });
+                                largest[m][half] = most[m][half];
+                            }
+                        });
+                    }
+                });
+            }
+            let mut terms = [[[0.0; 2]; 2]; SQUARES];
+            unroll_on_gpu!(m < 2 => {
+                if m < SQUARES {
+                    unroll_on_gpu!(half < 2 => { terms[m][half] = exp2_scaled(factor, largest[m][half] * -factor); });
                 }
             });
-            largest = most;
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
                     if m < SQUARES {
                         unroll_on_gpu!(at < 4 => {
-                            let score = &mut scores[m][n][at];
-                            *score = exp2_negative(GpuFloat::mul_add(*score, factor, bases[m][at / 2]));
-                            totals[m][at / 2] += *score;
+                            // 0 where a row has seen no key yet: -infinity less -infinity is a NaN.
+                            scores[m][n][at] = exp2_sum(scores[m][n][at], terms[m][at / 2]);
+                            totals[m][at / 2] += scores[m][n][at];
                         });
                     }
                 });
             });
             memory.mix(&mut sums, &scores, memory.slot(slot, 1), 0);
-            tile += 1;
         }
 
         // Found again: to wait for the end of the loop would take registers from the sums.

@@ -9,9 +9,9 @@
 //! Invariant: a slot is copied while the other one is used. All that lies beyond the rows or columns of a head is 0 in shared memory.
 
 use super::shape::{BLOCK, CHUNK, Shape};
-use crate::block::opaque;
+use crate::block::{opaque, opaque_place};
 use crate::flash_attention::place::{Rows, Sight};
-use crate::squares::{Squares, Sums, left_of_sums, multiply};
+use crate::squares::{CHUNK_WORDS, Squares, Sums, left_of_sums, multiply};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::warp::{LANES, stay_together};
@@ -103,14 +103,31 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     ) {
         // Computed again for each tile: addresses that wait for the next would take registers from the sums.
         let thread = opaque(thread::thread_idx_x());
-        let (mut row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
+        let (row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
+        // Rows that the block copies at once.
+        let pass = BLOCK / CHUNKS as u32;
+        let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * CHUNK) as usize;
+        let apart = pass as usize * rows.stride;
+        if first + count <= limit && width == CHUNKS as u32 * CHUNK {
+            let place = Squares::<CHUNKS>::place(row, chunk);
+            unroll_on_gpu!(n < 16, at most 16 => {
+                let down = n as u32 * pass;
+                if down < count {
+                    // A pass of four rows alternates between the halves of what is swizzled.
+                    let at = (place ^ (down % 8 * CHUNK_WORDS)) + down * Squares::<CHUNKS>::ROW;
+                    // SAFETY: all rows and columns are there.
+                    unsafe { to.copy8(at, rows.values, from) };
+                    from = opaque_place(from + apart);
+                }
+            });
+            return;
+        }
+        let mut row = row;
         while row < count {
-            let token = first + row;
-            let from = rows.start + token as usize * rows.stride + (chunk * CHUNK) as usize;
-            let there = token < limit && chunk * CHUNK < width;
+            let there = first + row < limit && chunk * CHUNK < width;
             // SAFETY: inside the rows where there is something, as the caller promises.
             unsafe { to.copy8_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
-            row += BLOCK / CHUNKS as u32;
+            (row, from) = (row + pass, from + apart);
         }
     }
 
@@ -217,8 +234,22 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
 
     /// Whether each of this warp's own rows and each row of a tile see each other; as for [`Memory::hide`].
     #[inline(always)]
-    pub(super) fn all_seen(&self, sight: Sight<'_>, [first, other]: [u32; 2], own_keys: bool) -> bool {
+    pub(super) fn all_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
+        let [queries, keys] = self.ranges(place, own_keys);
+        sight.all_seen(queries, keys)
+    }
+
+    /// Whether none of this warp's own rows and no row of a tile see each other; as for [`Memory::hide`].
+    #[inline(always)]
+    pub(super) fn none_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
+        let [queries, keys] = self.ranges(place, own_keys);
+        sight.none_seen(queries, keys)
+    }
+
+    /// The first and the number of this warp's queries and of its keys.
+    #[inline(always)]
+    fn ranges(&self, [first, other]: [u32; 2], own_keys: bool) -> [[u32; 2]; 2] {
         let (own, others) = ([first + self.first_row(), Self::OF_WARP], [other, Self::TILE]);
-        if own_keys { sight.all_seen(others, own) } else { sight.all_seen(own, others) }
+        if own_keys { [others, own] } else { [own, others] }
     }
 }

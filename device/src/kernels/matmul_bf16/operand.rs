@@ -15,6 +15,7 @@
 //! Invariant: every place of a stage is written, with zero beyond the rows and beyond k.
 
 use super::tile::{CHUNK, CHUNK_WORDS, DEPTH};
+use crate::block::opaque_place;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::load;
@@ -133,20 +134,6 @@ impl<'p> Part<'p> {
 #[inline(always)]
 fn chunks(along_k: bool, width: u32) -> u32 {
     if along_k { ALONG } else { width / CHUNK }
-}
-
-/// The same number, of which the compiler knows nothing: it would keep a register for each sum that it sees.
-#[inline(always)]
-fn opaque_place(place: usize) -> usize {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let mut place = place;
-        // SAFETY: no instruction.
-        unsafe { core::arch::asm!("// {0}", inout(reg64) place, options(pure, nomem, nostack, preserves_flags)) };
-        place
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    place
 }
 
 /// `number / divisor` and the remainder, for a power of two.

@@ -73,6 +73,16 @@ pub mod warp {
         // SAFETY: the caller's promise.
         unsafe { ours::warp::sync_warp(mask) }
     }
+
+    /// Whether every lane in `mask` gave true.
+    ///
+    /// # Safety
+    /// Every lane in `mask` makes this call, and the caller is among them.
+    #[inline(always)]
+    pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { ours::warp::warp_vote_all(mask, predicate) }
+    }
 }
 
 /// What ours calls first; rust-cuda's own calls nothing, and its kernels wait for none before them.

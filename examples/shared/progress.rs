@@ -8,8 +8,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use stepscope::Arena;
 
-use crate::cli::Log;
-use crate::log;
+use super::log::{self, Log};
 
 /// Time between two pictures of the table.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
@@ -19,6 +18,8 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// The progress of one epoch, on standard error.
 pub(crate) struct Progress {
     name: String,
+    /// What is counted: samples, or tokens.
+    unit: &'static str,
     total: usize,
     done: usize,
     log: Log,
@@ -34,35 +35,38 @@ pub(crate) struct Progress {
 /// How an epoch stands.
 struct Standing {
     step_ms: f64,
-    samples_per_second: f64,
+    unit: &'static str,
+    per_second: f64,
     loss: f64,
     memory_bytes: usize,
     overflows: u64,
 }
 
 impl Progress {
-    /// Starts the clock for an epoch of `total` samples; `name` says which, such as `fold 0, epoch 1`.
-    pub(crate) fn new(name: String, total: usize, log: Log) -> Self {
+    /// Starts the clock for an epoch of so much; `name` says which, such as `fold 0, epoch 1`, `unit` of what, such as `samples`.
+    pub(crate) fn new(name: String, (total, unit): (usize, &'static str), log: Log) -> Self {
         let bar = match log {
             Log::Text => ProgressBar::new(total as u64),
-            Log::Json => ProgressBar::hidden(),
+            Log::Json | Log::Quiet => ProgressBar::hidden(),
         };
-        Self::on(bar, name, total, log)
+        Self::on(bar, name, (total, unit), log)
     }
 
-    fn on(bar: ProgressBar, name: String, total: usize, log: Log) -> Self {
-        let style = ProgressStyle::with_template("{prefix}  {bar:30} {pos}/{len} samples  {eta} left\n{msg}")
-            .expect("the template is well-formed");
+    fn on(bar: ProgressBar, name: String, (total, unit): (usize, &'static str), log: Log) -> Self {
+        let style = ProgressStyle::with_template(&format!(
+            "{{prefix}}  {{bar:30}} {{pos}}/{{len}} {unit}  {{eta}} left\n{{msg}}"
+        ))
+        .expect("the template is well-formed");
         let bar = bar.with_style(style).with_prefix(name.clone());
         let now = Instant::now();
-        Self { name, total, done: 0, log, bar, start: now, shown: now, updates: 0 }
+        Self { name, unit, total, done: 0, log, bar, start: now, shown: now, updates: 0 }
     }
 
-    /// A batch of `samples` was trained on; `loss` is its mean.
-    pub(crate) fn advance(&mut self, samples: usize, loss: f64, arena: &Arena) {
-        self.done += samples;
+    /// A batch of so much was trained on; `loss` is its mean.
+    pub(crate) fn advance(&mut self, count: usize, loss: f64, arena: &Arena) {
+        self.done += count;
         self.updates += 1;
-        self.bar.inc(samples as u64);
+        self.bar.inc(count as u64);
         let every = if self.bar.is_hidden() { LINE_EVERY } else { DRAW_EVERY };
         if self.shown.elapsed() >= every {
             self.show(loss, arena);
@@ -74,59 +78,69 @@ impl Progress {
         let report = arena.report();
         let standing = Standing {
             step_ms: self.shown.elapsed().as_secs_f64() * 1e3 / f64::from(self.updates),
-            samples_per_second: self.done as f64 / self.start.elapsed().as_secs_f64(),
+            unit: self.unit,
+            per_second: self.done as f64 / self.start.elapsed().as_secs_f64(),
             loss,
             memory_bytes: report.high_water_bytes + report.captured_bytes,
             overflows: report.overflow.allocations,
         };
         (self.shown, self.updates) = (Instant::now(), 0);
-        let Self { name, done, total, .. } = self;
-        let Standing { step_ms, samples_per_second, loss, memory_bytes, overflows } = standing;
+        let Self { name, unit, done, total, .. } = self;
+        let Standing { step_ms, per_second, loss, memory_bytes, overflows, .. } = standing;
         match self.log {
             Log::Json => tracing::info!(
                 epoch = name,
-                samples = done,
+                unit,
+                done,
                 of = total,
                 step_ms,
-                samples_per_second,
+                per_second,
                 loss,
                 memory_bytes,
                 overflows,
                 "training"
             ),
             Log::Text if self.bar.is_hidden() => {
-                log::say(self.log, &format!("{name}  {done}/{total} samples  {}", standing.line()));
+                log::say(self.log, &format!("{name}  {done}/{total} {unit}  {}", standing.line()));
             }
             Log::Text => self.bar.set_message(standing.table().to_string()),
+            Log::Quiet => (),
         }
     }
 
-    /// Ends the epoch, whose mean loss is this: its seconds and its samples per second.
+    /// Says a sentence between what is shown.
+    pub(crate) fn say(&self, text: &str) {
+        self.bar.suspend(|| log::say(self.log, text));
+    }
+
+    /// Ends the epoch, whose mean loss is this: its seconds, and how much per second.
     pub(crate) fn finish(&self, loss: f64) -> (f64, f64) {
         let seconds = self.start.elapsed().as_secs_f64();
-        let samples_per_second = self.done as f64 / seconds;
+        let per_second = self.done as f64 / seconds;
         self.bar.finish_and_clear();
-        let Self { name, done, .. } = self;
+        let Self { name, unit, done, .. } = self;
         match self.log {
-            Log::Json => tracing::info!(epoch = name, samples = done, seconds, samples_per_second, loss, "trained"),
+            Log::Json => tracing::info!(epoch = name, unit, done, seconds, per_second, loss, "trained"),
             Log::Text => log::say(
                 self.log,
-                &format!("{name}  {done} samples in {seconds:.1} s  loss {loss:.4}  {samples_per_second:.0} samples/s"),
+                &format!("{name}  {done} {unit} in {seconds:.1} s  loss {loss:.4}  {per_second:.0} {unit}/s"),
             ),
+            Log::Quiet => (),
         }
-        (seconds, samples_per_second)
+        (seconds, per_second)
     }
 }
 
 impl Standing {
-    fn cells(&self) -> [(&'static str, String); 5] {
+    fn cells(&self) -> [(String, String); 5] {
         [
             ("step", format!("{:.1} ms", self.step_ms)),
-            ("samples/s", format!("{:.0}", self.samples_per_second)),
+            (&format!("{}/s", self.unit), format!("{:.0}", self.per_second)),
             ("loss", format!("{:.4}", self.loss)),
             ("memory", format!("{:.1} MiB", self.memory_bytes as f64 / f64::from(1 << 20))),
             ("overflows", self.overflows.to_string()),
         ]
+        .map(|(name, value)| (name.to_owned(), value))
     }
 
     fn line(&self) -> String {
@@ -160,7 +174,7 @@ mod tests {
         let terminal = InMemoryTerm::new(10, 90);
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
         let bar = ProgressBar::with_draw_target(Some(8), target);
-        let mut progress = Progress::on(bar, "fold 0, epoch 0".into(), 8, Log::Text);
+        let mut progress = Progress::on(bar, "fold 0, epoch 0".into(), (8, "samples"), Log::Text);
         let mut arena = arena();
         arena.step(|step| step.empty::<f32>([1 << 17]).map(drop)).unwrap();
         progress.advance(3, 1.5, &arena);
@@ -179,7 +193,7 @@ mod tests {
 
     #[test]
     fn progress_counts_samples() {
-        let (mut progress, arena) = (Progress::new("fold 0, epoch 0".into(), 4, Log::Json), arena());
+        let (mut progress, arena) = (Progress::new("fold 0, epoch 0".into(), (4, "samples"), Log::Json), arena());
         assert!(progress.bar.is_hidden());
         progress.advance(3, 1.0, &arena);
         progress.advance(1, 2.0, &arena);
@@ -189,8 +203,14 @@ mod tests {
 
     #[test]
     fn a_line_has_all_figures() {
-        let standing =
-            Standing { step_ms: 12.34, samples_per_second: 81.4, loss: 0.9, memory_bytes: 3 << 19, overflows: 7 };
+        let standing = Standing {
+            step_ms: 12.34,
+            unit: "samples",
+            per_second: 81.4,
+            loss: 0.9,
+            memory_bytes: 3 << 19,
+            overflows: 7,
+        };
         assert_eq!(standing.line(), "step 12.3 ms  samples/s 81  loss 0.9000  memory 1.5 MiB  overflows 7");
     }
 }

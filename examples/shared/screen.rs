@@ -1,29 +1,32 @@
-//! What a run says on standard output, and shows at its end: the table of folds.
+//! What a run says on standard output.
 //!
 //! Invariant: a standard output that is closed or full ends no run; whether somebody lost a line is told at its end.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 
-use comfy_table::{CellAlignment, Table, presets};
-
-use crate::report::EpochResult;
-
 /// Standard output.
 #[derive(Debug, Default)]
 pub(crate) struct Screen {
     /// Why a line could not be written; later ones are not tried.
     failed: Option<io::Error>,
+    /// Whether another rank says it.
+    quiet: bool,
 }
 
 impl Screen {
+    /// One that says nothing.
+    pub(crate) fn quiet() -> Self {
+        Self { quiet: true, ..Self::default() }
+    }
+
     /// Says a line.
     pub(crate) fn say(&mut self, line: impl Display) {
         self.say_to(&mut io::stdout(), line);
     }
 
     fn say_to(&mut self, output: &mut impl Write, line: impl Display) {
-        if self.failed.is_none() {
+        if self.failed.is_none() && !self.quiet {
             self.failed = writeln!(output, "{line}").and_then(|()| output.flush()).err();
         }
     }
@@ -35,38 +38,6 @@ impl Screen {
             _ => Ok(()),
         }
     }
-}
-
-/// One row for each epoch of each fold. The accuracy of always telling the training part's most frequent label stands
-/// beside the model's.
-pub(crate) fn epoch_table(epochs: &[EpochResult]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::ASCII_MARKDOWN).set_header([
-        "fold",
-        "epoch",
-        "train loss",
-        "valid loss",
-        "valid accuracy",
-        "baseline",
-        "seconds",
-        "samples/s",
-    ]);
-    for result in epochs {
-        table.add_row([
-            result.fold.to_string(),
-            result.epoch.to_string(),
-            format!("{:.4}", result.train_loss),
-            format!("{:.4}", result.valid_loss),
-            format!("{:.1} %", 100.0 * result.valid_accuracy),
-            format!("{:.1} %", 100.0 * result.baseline_accuracy),
-            format!("{:.1}", result.seconds),
-            format!("{:.0}", result.samples_per_second),
-        ]);
-    }
-    for column in table.column_iter_mut() {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
 }
 
 #[cfg(test)]
@@ -103,25 +74,5 @@ mod tests {
             screen.say_to(&mut output, "three");
             assert_eq!((output.0, screen.end().is_err()), (100, told), "{kind}");
         }
-    }
-
-    #[test]
-    fn the_table_has_a_row_for_each_epoch() {
-        let epoch = EpochResult {
-            fold: 1,
-            epoch: 0,
-            train_loss: 0.91,
-            valid_loss: 1.0,
-            valid_accuracy: 0.415,
-            baseline_accuracy: 0.25,
-            seconds: 12.34,
-            samples_per_second: 81.4,
-        };
-        let text = epoch_table(&[epoch, EpochResult { train_loss: f64::NAN, ..epoch }]).to_string();
-        let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.len(), 4, "{text}");
-        let cells = |line: &str| line.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
-        assert_eq!(cells(lines[2])[1..9], ["1", "0", "0.9100", "1.0000", "41.5 %", "25.0 %", "12.3", "81"]);
-        assert_eq!(cells(lines[3])[3], "NaN");
     }
 }

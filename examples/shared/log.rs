@@ -5,23 +5,34 @@
 use std::error::Error;
 use std::io::{IsTerminal, Write, stderr};
 
+use clap::ValueEnum;
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
 
-use crate::cli::Log;
+/// What is written to standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Log {
+    /// A table that is drawn again and again on a terminal, else a line now and then.
+    Text,
+    /// Objects, one a line, for programs.
+    Json,
+    /// Nothing: another rank says it.
+    #[value(skip)]
+    Quiet,
+}
 
 /// Listens to this program and the library. `RUST_LOG` says how closely: warnings, with JSON also progress, unless it is set; from
 /// `debug` on each step as it ends, with its time. With the feature `nvtx` a profiler that is there hears all of it besides.
 pub(crate) fn start(log: Log) {
     let default = match log {
-        Log::Text => LevelFilter::WARN,
+        Log::Text | Log::Quiet => LevelFilter::WARN,
         Log::Json => LevelFilter::INFO,
     };
     let filter = EnvFilter::builder().with_default_directive(default.into()).from_env_lossy();
     let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_span_events(FmtSpan::CLOSE);
     let lines = match log {
-        Log::Text => lines.with_ansi(stderr().is_terminal()).boxed(),
+        Log::Text | Log::Quiet => lines.with_ansi(stderr().is_terminal()).boxed(),
         Log::Json => lines.json().flatten_event(true).boxed(),
     };
     let listeners = tracing_subscriber::registry().with(lines.with_filter(filter));
@@ -41,6 +52,7 @@ pub(crate) fn say(log: Log, text: &str) {
     match log {
         Log::Text => drop(writeln!(stderr(), "{text}")),
         Log::Json => tracing::info!("{text}"),
+        Log::Quiet => (),
     }
 }
 
@@ -49,5 +61,6 @@ pub(crate) fn failed(log: Log, error: &dyn Error) {
     match log {
         Log::Text => drop(writeln!(stderr(), "error: {error}")),
         Log::Json => tracing::error!("{error}"),
+        Log::Quiet => (),
     }
 }

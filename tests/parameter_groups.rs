@@ -22,10 +22,12 @@ const SHAPES: [(&str, [usize; 2], usize); 6] = [
     ("last.weight", [130, 2], 0),
 ];
 /// The rate's factor and the weight decay of a group.
-const TAIL: Group = Group { rate: 0.5, weight_decay: Some(0.2) };
+const TAIL: ParameterGroup = ParameterGroup { rate: 0.5, weight_decay: Some(0.2) };
 
-fn groups() -> Groups {
-    Groups::new().with(TAIL, |entry| entry.name().starts_with("tail.")).no_decay(Groups::is_gain_bias_or_embedding)
+fn groups() -> ParameterGroups {
+    ParameterGroups::new()
+        .with(TAIL, |entry| entry.name().starts_with("tail."))
+        .no_decay(ParameterGroups::is_gain_bias_or_embedding)
 }
 
 fn arena(device: &Device) -> Arena {
@@ -39,14 +41,14 @@ fn gradient(update: u64, parameter: usize, elements: usize) -> Vec<f32> {
 }
 
 /// The weights before and after [`UPDATES`] updates, by parameter.
-fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<Groups>) -> [Vec<Vec<f32>>; 2] {
+fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> [Vec<Vec<f32>>; 2] {
     let mut layout = Layout::builder();
     let handles = SHAPES.map(|(name, shape, _)| layout.add(name, shape, Initializer::fan_in(2)));
     let mut weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
     let mut gradients = Gradients::zeros(&weights).unwrap();
     let mut optimizer = Optimizer::new(&weights, rule).unwrap();
     if let Some(groups) = groups {
-        optimizer = optimizer.with_groups(&groups).unwrap();
+        optimizer = optimizer.with_parameter_groups(&groups).unwrap();
     }
     let all = |weights: &Parameters| handles.map(|handle| weights.read(handle).unwrap()).to_vec();
     let before = all(&weights);
@@ -154,11 +156,11 @@ on_each_device! {
         }
     }
 
-    /// Groups that say what the optimiser says change no bit.
+    /// ParameterGroups that say what the optimiser says change no bit.
     fn groups_alike_are_one(device: &Device) {
-        let alike = || Some(Groups::new().with(Group::default(), Groups::is_gain_bias_or_embedding));
+        let alike = || Some(ParameterGroups::new().with(ParameterGroup::default(), ParameterGroups::is_gain_bias_or_embedding));
         assert_eq!(train(device, adamw(), alike()), train(device, adamw(), None));
-        assert_eq!(train(device, adamw(), Some(Groups::new())), train(device, adamw(), None));
+        assert_eq!(train(device, adamw(), Some(ParameterGroups::new())), train(device, adamw(), None));
         assert_eq!(train(device, sgd(true), alike()), train(device, sgd(true), None));
         assert_ne!(train(device, adamw(), Some(groups())), train(device, adamw(), None));
     }
@@ -178,7 +180,7 @@ impl UpdateRule for Descent {
     }
 
     /// The rate, turned around.
-    fn settings(&self, number: u64, _: &Group) -> Vec<f32> {
+    fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
         vec![-0.5 / number as f32]
     }
 
@@ -206,14 +208,14 @@ impl Model for Classifier {
     }
 }
 
-fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<Groups>) -> Learner<Classifier, R> {
+fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> Learner<Classifier, R> {
     let mut layout = Layout::builder();
     let mut names = layout.names();
     let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
     let model = Classifier { mlp, head: Linear::new(names.at("tail"), 64, CLASSES) };
     let learner = Learner::new(device, model, &layout.build().unwrap(), 7, rule).unwrap();
     match groups {
-        Some(groups) => learner.with_groups(&groups).unwrap(),
+        Some(groups) => learner.with_parameter_groups(&groups).unwrap(),
         None => learner,
     }
 }
@@ -245,7 +247,7 @@ fn state<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>,
 }
 
 /// The same bits eager and captured, whole batches and parts of them, straight and resumed from a file.
-fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl Fn() -> Option<Groups>) {
+fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl Fn() -> Option<ParameterGroups>) {
     let folder = tempfile::tempdir().unwrap();
     for part in [8, 5] {
         let mut arena = arena(device);
@@ -298,16 +300,16 @@ on_each_device! {
 
     /// Whatever their number, groups are one launch, behind the norm's.
     fn groups_cost_no_launch(device: &Device) {
-        let nodes = |groups: Option<Groups>| {
+        let nodes = |groups: Option<ParameterGroups>| {
             let mut arena = arena(device);
             let mut trainer =
                 Trainer::captured(&mut arena, learner(device, sgd(true), groups), &batches(8)[0][0]).unwrap();
             trainer.update(&batches(8)[0]).unwrap();
             trainer.capture_report().unwrap().nodes
         };
-        let many = (0..6).fold(Groups::new(), |groups, number| {
+        let many = (0..6).fold(ParameterGroups::new(), |groups, number| {
             let rate = 1.0 / (number + 2) as f32;
-            groups.with(Group { rate, weight_decay: None }, move |entry| entry.name() == PARAMETERS[number])
+            groups.with(ParameterGroup { rate, weight_decay: None }, move |entry| entry.name() == PARAMETERS[number])
         });
         assert!(nodes(None) > 4);
         assert_eq!(nodes(Some(many)), nodes(None));

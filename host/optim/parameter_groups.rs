@@ -17,14 +17,14 @@ const _: () = assert!((ALIGN_BYTES / size_of::<f32>()).is_multiple_of(RUN));
 
 /// What parameters of a group have of their own.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Group {
+pub struct ParameterGroup {
     /// Times the learning rate.
     pub rate: f32,
     /// The weight decay; none: the optimiser's.
     pub weight_decay: Option<f32>,
 }
 
-impl Default for Group {
+impl Default for ParameterGroup {
     /// The optimiser's own rate and decay.
     fn default() -> Self {
         Self { rate: 1.0, weight_decay: None }
@@ -33,28 +33,28 @@ impl Default for Group {
 
 type Belongs = Box<dyn Fn(&LayoutEntry) -> bool + Send + Sync>;
 
-/// Groups of parameters, by rules on their names and shapes. A parameter is in the first group whose rule it meets, or else has the
+/// ParameterGroups of parameters, by rules on their names and shapes. A parameter is in the first group whose rule it meets, or else has the
 /// optimiser's own rate and decay.
 ///
 /// ```
-/// use stepscope::{Group, Groups};
+/// use stepscope::{ParameterGroup, ParameterGroups};
 ///
-/// let groups = Groups::new()
-///     .with(Group { rate: 0.1, weight_decay: None }, |entry| entry.name().starts_with("backbone."))
-///     .no_decay(Groups::is_gain_bias_or_embedding);
+/// let groups = ParameterGroups::new()
+///     .with(ParameterGroup { rate: 0.1, weight_decay: None }, |entry| entry.name().starts_with("backbone."))
+///     .no_decay(ParameterGroups::is_gain_bias_or_embedding);
 /// ```
 #[derive(Default)]
-pub struct Groups {
-    rules: Vec<(Group, Belongs)>,
+pub struct ParameterGroups {
+    rules: Vec<(ParameterGroup, Belongs)>,
 }
 
-impl fmt::Debug for Groups {
+impl fmt::Debug for ParameterGroups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.rules.iter().map(|(group, _)| group)).finish()
     }
 }
 
-impl Groups {
+impl ParameterGroups {
     /// One group: that of the optimiser's own rate and decay.
     pub fn new() -> Self {
         Self::default()
@@ -62,7 +62,11 @@ impl Groups {
 
     /// One more group, of the parameters that `belongs` holds for and no group before has taken.
     #[must_use]
-    pub fn with(mut self, group: Group, belongs: impl Fn(&LayoutEntry) -> bool + Send + Sync + 'static) -> Self {
+    pub fn with(
+        mut self,
+        group: ParameterGroup,
+        belongs: impl Fn(&LayoutEntry) -> bool + Send + Sync + 'static,
+    ) -> Self {
         self.rules.push((group, Box::new(belongs)));
         self
     }
@@ -70,7 +74,7 @@ impl Groups {
     /// One more group, whose weights do not decay.
     #[must_use]
     pub fn no_decay(self, belongs: impl Fn(&LayoutEntry) -> bool + Send + Sync + 'static) -> Self {
-        self.with(Group { weight_decay: Some(0.0), ..Group::default() }, belongs)
+        self.with(ParameterGroup { weight_decay: Some(0.0), ..ParameterGroup::default() }, belongs)
     }
 
     /// Whether a parameter is one that most do not let decay: it has one extent, as gains and biases have, or its name says it by a part
@@ -83,7 +87,7 @@ impl Groups {
     }
 
     /// The groups of a layout's parameters, and the number of each run's.
-    pub(super) fn of(&self, layout: &Layout) -> Result<(Vec<Group>, Vec<u32>)> {
+    pub(super) fn of(&self, layout: &Layout) -> Result<(Vec<ParameterGroup>, Vec<u32>)> {
         let op = "groups";
         for (group, _) in &self.rules {
             at_least_zero(op, "rate", group.rate)?;
@@ -103,7 +107,8 @@ impl Groups {
             );
             return Err(Error::misuse(op, "a parameter for each group", got));
         }
-        let groups = [Group::default()].into_iter().chain(self.rules.iter().map(|(group, _)| *group)).collect();
+        let groups =
+            [ParameterGroup::default()].into_iter().chain(self.rules.iter().map(|(group, _)| *group)).collect();
         Ok((groups, runs))
     }
 }
@@ -131,11 +136,11 @@ mod tests {
             let number = |entry: &LayoutEntry| entry.name()[1..].parse::<u32>().unwrap();
             let of = move |entry: &LayoutEntry| (chosen >> (2 * number(entry))) & 3;
             let members = |group| layout.entries().iter().filter(|entry| of(entry) == group).count();
-            let mut groups = Groups::new();
+            let mut groups = ParameterGroups::new();
             let mut numbers = [0; 4];
             for group in 1..4 {
                 if members(group) > 0 {
-                    groups = groups.with(Group { rate: group as f32, ..Group::default() }, move |entry| of(entry) == group);
+                    groups = groups.with(ParameterGroup { rate: group as f32, ..ParameterGroup::default() }, move |entry| of(entry) == group);
                     numbers[group as usize] = groups.rules.len() as u32;
                 }
             }
@@ -157,18 +162,26 @@ mod tests {
     #[test]
     fn the_first_rule_that_is_met_counts() {
         let layout = layout(&[3, 4, 5]);
-        let (quick, slow) = (Group { rate: 2.0, weight_decay: None }, Group { rate: 0.5, weight_decay: Some(0.1) });
-        let groups = Groups::new().with(quick, |entry| entry.name() == "p1").with(slow, |entry| entry.name() != "p2");
-        assert_eq!(groups.of(&layout).unwrap(), (vec![Group::default(), quick, slow], vec![2, 1, 0]));
-        let refused = |groups: Groups, words: &str| {
+        let (quick, slow) =
+            (ParameterGroup { rate: 2.0, weight_decay: None }, ParameterGroup { rate: 0.5, weight_decay: Some(0.1) });
+        let groups =
+            ParameterGroups::new().with(quick, |entry| entry.name() == "p1").with(slow, |entry| entry.name() != "p2");
+        assert_eq!(groups.of(&layout).unwrap(), (vec![ParameterGroup::default(), quick, slow], vec![2, 1, 0]));
+        let refused = |groups: ParameterGroups, words: &str| {
             let error = groups.of(&layout).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         };
-        refused(Groups::new().no_decay(|_| true).no_decay(|_| true), "none for group 1");
-        refused(Groups::new().no_decay(|entry| entry.name() == "p3"), "none for group 0");
-        refused(Groups::new().with(Group { rate: -1.0, ..slow }, |_| true), "`rate` finite and at least 0, got -1");
-        refused(Groups::new().with(Group { rate: f32::INFINITY, ..slow }, |_| true), "`rate`");
-        refused(Groups::new().with(Group { weight_decay: Some(f32::NAN), ..slow }, |_| true), "`weight_decay`");
+        refused(ParameterGroups::new().no_decay(|_| true).no_decay(|_| true), "none for group 1");
+        refused(ParameterGroups::new().no_decay(|entry| entry.name() == "p3"), "none for group 0");
+        refused(
+            ParameterGroups::new().with(ParameterGroup { rate: -1.0, ..slow }, |_| true),
+            "`rate` finite and at least 0, got -1",
+        );
+        refused(ParameterGroups::new().with(ParameterGroup { rate: f32::INFINITY, ..slow }, |_| true), "`rate`");
+        refused(
+            ParameterGroups::new().with(ParameterGroup { weight_decay: Some(f32::NAN), ..slow }, |_| true),
+            "`weight_decay`",
+        );
     }
 
     #[test]
@@ -181,8 +194,11 @@ mod tests {
         }
         layout.add("scale", [7], Initializer::ZERO);
         let layout = layout.build().unwrap();
-        let found =
-            layout.entries().iter().filter(|entry| Groups::is_gain_bias_or_embedding(entry)).map(LayoutEntry::name);
+        let found = layout
+            .entries()
+            .iter()
+            .filter(|entry| ParameterGroups::is_gain_bias_or_embedding(entry))
+            .map(LayoutEntry::name);
         assert_eq!(found.collect::<Vec<_>>(), [known.as_slice(), &["scale"]].concat());
     }
 }

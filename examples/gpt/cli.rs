@@ -1,0 +1,192 @@
+//! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
+
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
+use stepscope::DeviceKind;
+use stepscope::ops::Precision;
+
+use crate::shared::ranks::RankArgs;
+
+/// Trains a language model, GPT-2 or Llama, prints a sample of what it writes, and leaves report.json, loss.svg, checkpoints and the
+/// weights as Hugging Face's transformers read them.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "gpt", version, args_override_self = true)]
+pub(crate) struct Args {
+    /// Text files, or token files that end in .bin, as llm.c and nanoGPT write them [default: the sources of this project's locked
+    /// dependencies, from cargo's registry]
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub(crate) data: Vec<PathBuf>,
+
+    /// How text becomes tokens: bytes, gpt2 or a tokenizer.json [default: bytes; of .bin files and of gpt2's weights: gpt2]
+    #[arg(long, value_name = "bytes|gpt2|FILE")]
+    pub(crate) tokenizer: Option<String>,
+
+    /// Folder for the results; made when missing
+    #[arg(long, value_name = "DIR", default_value = "target/gpt")]
+    pub(crate) out: PathBuf,
+
+    /// Where to train
+    #[arg(long, value_name = "auto|emulated|cuda", default_value = "auto")]
+    pub(crate) device: DeviceKind,
+
+    /// How large the model is; tiny has about a million weights
+    #[arg(long, value_enum, default_value_t = Size::Tiny)]
+    pub(crate) size: Size,
+
+    /// What the model is made of
+    #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
+    pub(crate) arch: Arch,
+
+    /// How matrix multiplies round their factors; bf16 also stores activations as BF16
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    pub(crate) precision: Precision,
+
+    /// Tokens of a sample [default: 128 of a tiny model, else 1024]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    pub(crate) context: Option<usize>,
+
+    /// Samples of a step
+    #[arg(long, value_name = "SAMPLES", default_value_t = 8, value_parser = up_to(1 << 20))]
+    pub(crate) batch: usize,
+
+    /// Steps of an update, on all ranks together: their gradients are added up [default: as many as shards]
+    #[arg(long, value_name = "STEPS", value_parser = up_to(1 << 20))]
+    pub(crate) accumulate: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
+
+    /// Updates of the weights
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
+    pub(crate) updates: usize,
+
+    /// Learning rate of AdamW at its highest [default: 2e-3 of a tiny model, 6e-4 of 124m, 3e-4 of 350m]
+    #[arg(long, value_name = "RATE", value_parser = above_zero)]
+    pub(crate) learning_rate: Option<f32>,
+
+    /// Updates over which the learning rate rises [default: a tenth, at most 700]
+    #[arg(long, value_name = "UPDATES")]
+    pub(crate) warmup: Option<u64>,
+
+    /// Keep only the inputs of the model's blocks, and compute the rest again in the backward pass: less memory, the same bits
+    #[arg(long)]
+    pub(crate) recompute: bool,
+
+    /// A token sees only tokens of its own document
+    #[arg(long)]
+    pub(crate) documents: bool,
+
+    /// Run the steps launch by launch, not as one graph: the same bits
+    #[arg(long)]
+    pub(crate) eager: bool,
+
+    /// Look at held-out text after so many updates [default: a fifth of all]
+    #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
+    pub(crate) evaluate_every: Option<usize>,
+
+    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C]
+    #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) checkpoint_every: Option<u64>,
+
+    /// Go on from this checkpoint
+    #[arg(long, value_name = "FILE")]
+    pub(crate) resume: Option<PathBuf>,
+
+    /// Start from Hugging Face's weights: a folder with config.json and model.safetensors, or its index and shards
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]
+    pub(crate) weights: Option<PathBuf>,
+
+    /// What the sample begins with
+    #[arg(long, value_name = "TEXT", default_value = "fn ")]
+    pub(crate) sample: String,
+
+    /// Tokens of the sample
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub(crate) sample_tokens: usize,
+
+    /// How far the sample strays from what is most likely; 0: not at all
+    #[arg(long, value_name = "NUMBER", default_value_t = 0.8, value_parser = zero_or_above)]
+    pub(crate) temperature: f32,
+
+    /// The sample has only tokens among the so many most likely
+    #[arg(long, value_name = "N", value_parser = up_to(u32::MAX))]
+    pub(crate) top_k: Option<usize>,
+
+    /// The sample has only the most likely tokens that have this probability together
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(crate) top_p: Option<f32>,
+
+    /// Names the first weights, the order of the samples, and the sample
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+
+    /// Memory of the steps, in MiB [default: what they need]
+    #[arg(long, value_name = "MIB", value_parser = up_to(1 << 24))]
+    pub(crate) arena_mib: Option<usize>,
+
+    /// Write the first batch, its logits, its loss and all gradients to this file and end: for tests/oracle
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["ranks", "shards"])]
+    pub(crate) trace: Option<PathBuf>,
+}
+
+/// How large a model is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Size {
+    /// About a million weights.
+    Tiny,
+    /// GPT-2's smallest.
+    #[value(name = "124m")]
+    Small,
+    /// GPT-2's medium.
+    #[value(name = "350m")]
+    Medium,
+}
+
+/// What a model is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Arch {
+    /// LayerNorm, learned positions, GELU, and a head that is the table of tokens.
+    Gpt2,
+    /// RMSNorm, rotary positions, SwiGLU, grouped queries, and a head of its own.
+    Llama,
+}
+
+impl Args {
+    pub(crate) fn context(&self) -> usize {
+        self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 })
+    }
+
+    pub(crate) fn warmup(&self) -> u64 {
+        self.warmup.unwrap_or((self.updates as u64 / 10).min(700))
+    }
+
+    pub(crate) fn evaluate_every(&self) -> u64 {
+        self.evaluate_every.unwrap_or(self.updates.div_ceil(5)) as u64
+    }
+}
+
+/// Whole numbers from 1 to `most`.
+fn up_to(most: u32) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(most))
+}
+
+fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32, String> {
+    text.parse()
+        .ok()
+        .filter(|&number: &f32| number.is_finite() && good(number))
+        .ok_or_else(|| format!("give {expected}"))
+}
+
+fn above_zero(text: &str) -> Result<f32, String> {
+    number(text, |number| number > 0.0, "a finite number above zero")
+}
+
+fn zero_or_above(text: &str) -> Result<f32, String> {
+    number(text, |number| number >= 0.0, "a finite number, at least zero")
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and at most 1")
+}

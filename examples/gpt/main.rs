@@ -1,0 +1,189 @@
+//! Trains a language model from text and lets it write: GPT-2 or Llama, on this CPU or on a GPU.
+//!
+//! ```text
+//! cargo run --release --example gpt                                    # a million weights, bytes of Rust, two minutes
+//! cargo run --release --example gpt -- --arch llama --data book.txt
+//! cargo run --release --features cuda --example gpt -- --device cuda --size 124m --data train.bin --precision bf16 --batch 16
+//! ```
+//! The way: [`text`] by a [`tokenizer`] to tokens, [`samples`] of them, the [`model`], the [`plan`] of its training, which [`train`] does, and what it then writes
+//! ([`sample`]). [`weights`] come from and go to Hugging Face's files.
+//!
+//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that was given is wrong; nothing was written.
+//! 130: stopped by Ctrl-C or SIGTERM, with a checkpoint from which `--resume` goes on.
+
+#![forbid(unsafe_code)]
+
+mod bad_input;
+mod cli;
+mod model;
+mod plan;
+mod registry;
+mod report;
+mod sample;
+mod samples;
+#[path = "../shared/mod.rs"]
+mod shared;
+mod text;
+mod token_file;
+mod tokenizer;
+mod trace;
+mod train;
+mod weights;
+
+use std::fs;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use bad_input::{BadInput, Outcome, bad};
+use clap::Parser;
+use cli::Args;
+use model::Gpt;
+use plan::Plan;
+use report::{Bytes, DataSize, Report};
+use sample::Draw;
+use samples::Sequences;
+use shared::log::{self, Log};
+use shared::ranks::{self, Rank};
+use shared::screen::Screen;
+use shared::usage::{ArenaUse, CaptureUse, ModelSize};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use stepscope::{Device, Learner, Parameters, RunLock, bf16};
+use train::Trained;
+
+/// The exit code of a run that was stopped, as shells expect it behind Ctrl-C.
+const INTERRUPTED: u8 = 130;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    log::start(Log::Text);
+    let mut screen = Screen::default();
+    let ended = run(&args, &mut screen);
+    match ended.and_then(|finished| screen.end().map(|()| finished).map_err(Into::into)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(INTERRUPTED),
+        Err(error) => {
+            log::failed(Log::Text, &*error);
+            ExitCode::from(if error.is::<BadInput>() { 2 } else { 1 })
+        }
+    }
+}
+
+/// From text to a sample; false when it was stopped before its end.
+fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
+    // The first signal ends the run behind the update that is running, the second at once.
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(&stop))?;
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+
+    let ranks = args.ranks.ranks().map_err(|error| bad("--ranks", error))?;
+    let plan = Plan::load(args, ranks[0].shards())?;
+    let _lock = if ranks[0].leads() {
+        fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
+        Some(RunLock::hold(&args.out)?)
+    } else {
+        *screen = Screen::quiet();
+        None
+    };
+    let rank = |rank: &Rank, screen: &mut Screen| run_rank(&plan, rank, &stop, screen);
+    let quiet = |other: &Rank| rank(other, &mut Screen::quiet()).map(drop).map_err(|error| error.to_string());
+    ranks::on_each(ranks, |first| rank(first, screen), quiet)
+}
+
+/// The same of one rank; false when it was stopped.
+fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
+    let args = plan.args;
+    let device = rank.open(args.device)?;
+    let group = rank.join(&device)?;
+    let mut learner = plan.learner(&device)?;
+    let mut arena = plan.arena(&device, &mut learner)?;
+    let layout = learner.parameters.layout().clone();
+    let (model_size, bytes) = (
+        ModelSize { tensors: layout.entries().len(), weights: layout.weights() },
+        Bytes { weights: weights_bytes(&learner), steps: 0 },
+    );
+    let sizes = plan.sizes;
+    let data = DataSize {
+        tokens: plan.text.training().len(),
+        held_out: plan.text.held_out().len(),
+        sha256: plan.text.sha256.clone(),
+    };
+    screen.say(format_args!(
+        "{:?} of {} weights, context {}; {} tokens to train on, {} held out; on the {}",
+        sizes.arch,
+        model_size.weights,
+        sizes.context,
+        data.tokens,
+        data.held_out,
+        device.description().name
+    ));
+    if let Some(path) = &args.trace {
+        let windows = plan.windows()?;
+        let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
+        let first = Sequences::of(&plan.text, &windows, plan.form())?;
+        trace::write(path, &mut arena, &mut learner, &first)?;
+        weights::write(&args.out.join("transformers"), &learner.parameters, &sizes)?;
+        return Ok(true);
+    }
+
+    let checkpoint = args.out.join("model.safetensors");
+    let learner = rank.in_group(group.as_ref(), learner)?;
+    let trainer = plan.trainer(&mut arena, learner)?;
+    let mut trainer = trainer.checkpoint(&checkpoint, args.checkpoint_every).stop_when(stop);
+    let Some(Trained { position, seconds }) = plan.train(&mut trainer, &args.out, rank.leads())? else {
+        screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
+        return Ok(false);
+    };
+    if !rank.leads() {
+        return Ok(true);
+    }
+
+    let Learner { model, parameters, .. } = trainer.learner();
+    let sample = written(plan, &device, model, parameters)?;
+    weights::write(&args.out.join("transformers"), parameters, &sizes)?;
+    let weights_sha256 = parameters.sha256()?;
+    let capture = trainer.capture_report().map(|report| CaptureUse::after(None, report));
+    let arena = trainer.arena().report();
+    let report = Report {
+        device: device.description().kind.to_string(),
+        ptx: device.description().ptx.as_ref().map(ToString::to_string),
+        model: model_size,
+        data,
+        tokens_per_second: (args.batch * plan.accumulate * sizes.context) as f64 / median(&seconds),
+        weights_sha256,
+        sample,
+        bytes: Bytes { steps: arena.capacity_bytes + arena.captured_bytes, ..bytes },
+        arena: ArenaUse::from(arena),
+        capture,
+        position,
+        seconds,
+    };
+    report.write(&args.out, sizes.vocabulary)?;
+    screen.say(format_args!("{:.0} tokens/s; {}", report.tokens_per_second, report.arena.summary()));
+    screen.say(format_args!("weights {}; results in {}", report.weights_sha256, args.out.display()));
+    screen.say(format_args!("--- a sample\n{}{}", args.sample, report.sample));
+    Ok(true)
+}
+
+/// Bytes of what outlives steps: weights, gradients and two moments, and the BF16 copy.
+fn weights_bytes(learner: &Learner<Gpt>) -> usize {
+    let copy = learner.parameters.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
+    4 * learner.parameters.flat().len() * size_of::<f32>() + copy
+}
+
+/// What the model writes behind the beginning.
+fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) -> Outcome<String> {
+    let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
+    let draw = Draw { temperature, top_k, top_p };
+    let length = (sample_tokens, plan.tokenizer.end());
+    let tokens = sample::write(device, model, weights, &plan.beginning, length, draw, seed)?;
+    Ok(plan.tokenizer.decode(&tokens))
+}
+
+fn median(seconds: &[f64]) -> f64 {
+    let mut sorted = seconds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}

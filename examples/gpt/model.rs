@@ -1,0 +1,238 @@
+//! GPT-2 and Llama: a table of tokens, blocks of attention and a feed-forward part, a norm, and a head over the vocabulary.
+//!
+//! With `ids: [samples, context]`: `x = tokens[ids]`, of GPT-2 `+ positions`; for each block `h = x + attention(norm1(x))`,
+//! `x = h + mlp(norm2(h))`; `loss = cross_entropy(norm(x) head^T, labels)`. Blocks are the library's; so is the head, whose logits exist for a
+//! chunk of tokens at a time.
+//!
+//! Activations are f32 or BF16; weights, their gradients and the loss are f32.
+
+use stepscope::nn::{Block, Embedding, KeyValueCache, LayerNorm, Norm, RmsNorm};
+use stepscope::ops::{self, Attend, Factor, Gemm, HeadForm, Rotary};
+use stepscope::{
+    Batch, Initializer, Layout, LayoutBuilder, Parameter, ParameterGroups, Parameters, Result, Saved, Scratch, Source,
+    Step, Tape, Tensor, Var, bf16,
+};
+
+use crate::cli::{Arch, Size};
+
+/// How large a model is, and what it is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Sizes {
+    pub(crate) arch: Arch,
+    pub(crate) vocabulary: usize,
+    /// The most tokens of a sample.
+    pub(crate) context: usize,
+    pub(crate) layers: usize,
+    pub(crate) width: usize,
+    /// Heads of queries, and of keys and values.
+    pub(crate) heads: [usize; 2],
+    /// Columns within the feed-forward part.
+    pub(crate) hidden: usize,
+    /// The head is the table of tokens.
+    pub(crate) tied: bool,
+    pub(crate) epsilon: f32,
+    /// Of rotary positions.
+    pub(crate) base: f64,
+}
+
+impl Sizes {
+    pub(crate) fn new(size: Size, arch: Arch, vocabulary: usize, context: usize) -> Self {
+        let (layers, width, query_heads, key_heads): (usize, usize, usize, usize) = match size {
+            Size::Tiny => (4, 128, 4, 2),
+            Size::Small => (12, 768, 12, 4),
+            Size::Medium => (24, 1024, 16, 8),
+        };
+        // SwiGLU has three matrices where GELU has two.
+        let (heads, hidden, tied, epsilon) = match arch {
+            Arch::Gpt2 => ([query_heads; 2], 4 * width, true, 1e-5),
+            Arch::Llama => ([query_heads, key_heads], (8 * width / 3).next_multiple_of(64), false, 1e-6),
+        };
+        Self { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base: 10_000.0 }
+    }
+}
+
+/// How a model is run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Mode {
+    /// Activations are BF16.
+    pub(crate) bf16: bool,
+    /// A block keeps its input alone, and runs again in the backward pass.
+    pub(crate) recompute: bool,
+    /// Tokens see only their own document, by the batch's input 2.
+    pub(crate) documents: bool,
+}
+
+/// The layers: handles of parameters.
+#[derive(Clone, Debug)]
+pub(crate) struct Gpt {
+    pub(crate) sizes: Sizes,
+    mode: Mode,
+    tokens: Embedding,
+    positions: Option<Embedding>,
+    blocks: Vec<Block>,
+    norm: Norm,
+    /// `[vocabulary, width]`.
+    head: Parameter,
+}
+
+impl Gpt {
+    /// The model and the layout of its parameters, which start as GPT-2's do: matrices with a deviation of 0.02, those before a residual with less,
+    /// the deeper the model.
+    ///
+    /// # Errors
+    /// Never: names do not come twice.
+    pub(crate) fn new(sizes: Sizes, mode: Mode) -> Result<(Self, Layout)> {
+        let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = sizes;
+        let mut layout: LayoutBuilder = Layout::builder();
+        let mut names = layout.names();
+        let tokens = Embedding::new(names.at("tokens"), vocabulary, width, 0.02);
+        let positions = (arch == Arch::Gpt2).then(|| Embedding::new(names.at("positions"), context, width, 0.02));
+        let block = |layer| {
+            let names = names.at(format!("blocks.{layer}"));
+            let mut block = match arch {
+                Arch::Gpt2 => Block::gpt2(names, width, heads[0], hidden),
+                Arch::Llama => Block::llama(names, width, heads, hidden, Rotary::new(base)),
+            };
+            block.norms = block.norms.map(|norm| with_epsilon(norm, epsilon));
+            block
+        };
+        let blocks = (0..layers).map(block).collect();
+        let norm = match arch {
+            Arch::Gpt2 => Norm::Layer(LayerNorm::new(names.at("norm"), width)),
+            Arch::Llama => Norm::Rms(RmsNorm::new(names.at("norm"), width)),
+        };
+        let head = if tied { tokens.weight } else { Embedding::new(names.at("head"), vocabulary, width, 0.02).weight };
+        layout.initialize(|entry| {
+            let before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"];
+            let share = if before_residual.iter().any(|end| entry.name().ends_with(end)) { 2 * layers } else { 1 };
+            let deviation = 0.02 / (share as f32).sqrt();
+            (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
+        });
+        let norm = with_epsilon(norm, epsilon);
+        Ok((Self { sizes, mode, tokens, positions, blocks, norm, head }, layout.build()?))
+    }
+
+    /// Matrices and tables decay, gains and biases do not.
+    pub(crate) fn groups() -> ParameterGroups {
+        ParameterGroups::new().no_decay(|entry| entry.shape().extents().len() == 1)
+    }
+
+    /// What the head is given of these tokens; `ids`: `[samples, tokens]`, result: `[samples, tokens, width]`.
+    ///
+    /// # Errors
+    /// Those of the ops: the arena is full, say.
+    pub(crate) fn hidden<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        ids: Saved<'s, u32>,
+        documents: Option<Saved<'s, u32>>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
+        let mut x = self.tokens.forward(tape, ids)?;
+        if let Some(positions) = &self.positions {
+            x = positions.add_positions(tape, &x)?;
+        }
+        for block in &self.blocks {
+            let form = block.attention.form();
+            let form = documents.map_or(form, |documents| form.documents(documents));
+            let block = block.clone();
+            x = match self.mode.recompute {
+                true => tape.checkpoint((x, form), move |tape, (x, form)| block.forward_masked(tape, &x, &form))?,
+                false => block.forward_masked(tape, &x, &form)?,
+            };
+        }
+        self.norm.forward(tape, &x)
+    }
+
+    /// Room for what the blocks keep of the tokens of a sample while it is written.
+    ///
+    /// # Errors
+    /// The arena is full.
+    pub(crate) fn caches<'s>(&self, step: &Step<'s>) -> Result<Vec<KeyValueCache<'s>>> {
+        let Sizes { context, width, heads: [heads, key_heads], .. } = self.sizes;
+        self.blocks.iter().map(|_| KeyValueCache::new(step, context, key_heads * width / heads)).collect()
+    }
+
+    /// The logits of what follows a token, `[1, vocabulary]`, by what the caches keep of those before it; `token`: `[1, 1]`.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    pub(crate) fn next<'i, 's>(
+        &self,
+        scratch: &Scratch<'i, 's>,
+        weights: &Parameters,
+        [token, place]: [&Tensor<'s, u32>; 2],
+        caches: &mut [KeyValueCache<'s>],
+    ) -> Result<Tensor<'i>> {
+        let row = |table: Parameter, id: &Tensor<'s, u32>| -> Result<Tensor<'i>> {
+            ops::embedding(scratch, &weights.lend(scratch, table)?, &scratch.lend(id))
+        };
+        let mut x = row(self.tokens.weight, token)?;
+        if let Some(positions) = self.positions {
+            x = ops::add(scratch, &x, &row(positions.weight, place)?)?;
+        }
+        let tape = Tape::new(scratch, weights).evaluating();
+        let mut x = tape.input(x);
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.forward_cached(&tape, &x, cache.next(scratch)?)?;
+        }
+        self.logits(scratch, weights, self.norm.forward(&tape, &x)?.value())
+    }
+
+    /// The logits of some rows `[rows, width]` of what [`Gpt::hidden`] gives: `[rows, vocabulary]`.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    pub(crate) fn logits<'s>(
+        &self,
+        step: &Step<'s>,
+        weights: &Parameters,
+        rows: &impl Source<'s, f32>,
+    ) -> Result<Tensor<'s>> {
+        let Sizes { vocabulary, width, .. } = self.sizes;
+        let count = rows.shape().elements() / width;
+        let mut logits = step.empty([count, vocabulary])?;
+        let product = Gemm::new(count, vocabulary, width).transpose_b();
+        ops::gemm_into(step, &product, rows, &weights.lend(step, self.head)?, None::<&Tensor<'_>>, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// The loss of [`stepscope::Model::loss`] with activations that are stored as S.
+    fn loss_as<'s, S>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
+        let labels = batch.input::<u32>(1)?;
+        let tokens = labels.shape().extents()[1] as f32;
+        let hidden = tape.stored_as::<S>(hidden)?;
+        tape.linear_cross_entropy(&hidden, self.head, labels, weight / tokens, HeadForm::default().tied())
+    }
+}
+
+/// A batch's inputs: the ids, the labels, and where wanted the documents.
+impl stepscope::Model for Gpt {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
+        match self.mode.bf16 {
+            true => tape.to_f32(&self.hidden::<bf16>(tape, batch.input(0)?, documents)?),
+            false => self.hidden(tape, batch.input(0)?, documents),
+        }
+    }
+
+    /// Of each sample the mean over its tokens.
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+        match self.mode.bf16 {
+            true => self.loss_as::<bf16>(tape, hidden, batch, weight),
+            false => self.loss_as::<f32>(tape, hidden, batch, weight),
+        }
+    }
+}
+
+fn with_epsilon(norm: Norm, epsilon: f32) -> Norm {
+    match norm {
+        Norm::Layer(norm) => Norm::Layer(LayerNorm { epsilon, ..norm }),
+        Norm::Rms(norm) => Norm::Rms(RmsNorm { epsilon, ..norm }),
+    }
+}

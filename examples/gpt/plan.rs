@@ -1,0 +1,193 @@
+//! All that decides what a run does: the arguments, and what they name, read and checked before anything is made.
+
+use std::sync::Arc;
+
+use stepscope::ops::Precision;
+use stepscope::{
+    AdamWConfig, Arena, Capacity, Checkpoint, Device, Layout, Learner, Model, Result, Samples, Schedule, Tape, Trainer,
+    Windows,
+};
+
+use crate::bad_input::{Outcome, bad};
+use crate::cli::{Arch, Args};
+use crate::model::{Gpt, Mode, Sizes};
+use crate::samples::{Form, Sequences};
+use crate::text::{self, Text};
+use crate::tokenizer::Tokenizer;
+use crate::weights::Weights;
+
+/// A vocabulary is rounded up to a multiple of these, as matrices of such sizes are faster; no text has the tokens beyond.
+const VOCABULARY_UNIT: usize = 128;
+/// The learning rate at the end, as a share of the highest.
+const FLOOR: f64 = 0.1;
+/// Room in the arena for what differs from the step that was measured, besides a sixteenth of it.
+const ROOM: usize = 4 << 20;
+
+/// What a run works on, and how.
+pub(crate) struct Plan<'r> {
+    pub(crate) args: &'r Args,
+    /// Steps of an update, on all ranks together.
+    pub(crate) accumulate: usize,
+    shards: usize,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) text: Arc<Text>,
+    pub(crate) sizes: Sizes,
+    /// What the weights start from, if not from the seed.
+    weights: Option<Weights>,
+    pub(crate) resumed: Option<Checkpoint>,
+    /// The tokens that the sample begins with.
+    pub(crate) beginning: Vec<u32>,
+}
+
+impl<'r> Plan<'r> {
+    /// Reads all that the arguments name, for batches in so many shards.
+    pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
+        let accumulate = args.accumulate.unwrap_or(shards);
+        if accumulate < shards {
+            let reason = format!("{accumulate} steps are fewer than {shards} shards: give at least as many, or none");
+            return Err(bad("--accumulate", reason));
+        }
+        let weights = args.weights.as_ref().map(|folder| Weights::read(folder, args.context)).transpose()?;
+        let tokenizer = Tokenizer::open(tokenizer_name(args, weights.as_ref()))?;
+        if args.documents && tokenizer.end().is_none() {
+            return Err(bad(
+                "--documents",
+                "the tokenizer has no token that ends a document: leave it out, or give another",
+            ));
+        }
+        let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;
+        if beginning.is_empty() {
+            return Err(bad("--sample", "is empty: give what the sample begins with"));
+        }
+        let sizes = match &weights {
+            Some(weights) => matching(weights.sizes, &tokenizer)?,
+            None => {
+                let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
+                Sizes::new(args.size, args.arch, vocabulary, args.context())
+            }
+        };
+        let text = Arc::new(Text::load(&args.data, &tokenizer, sizes.context)?);
+        let resumed = args.resume.as_ref().map(|path| Checkpoint::load(path).map_err(|error| bad("--resume", error)));
+        let resumed = resumed.transpose()?;
+        Ok(Self { args, accumulate, shards, tokenizer, text, sizes, weights, resumed, beginning })
+    }
+
+    /// What samples are like.
+    pub(crate) fn form(&self) -> Form {
+        Form { context: self.sizes.context, end: self.args.documents.then(|| self.tokenizer.end()).flatten() }
+    }
+
+    /// Which tokens each sample has.
+    ///
+    /// # Errors
+    /// Never: the text is long enough.
+    pub(crate) fn windows(&self) -> Result<Windows> {
+        Windows::new(self.text.training().len(), self.sizes.context, self.args.seed)
+    }
+
+    /// The model with its first weights, and the optimiser.
+    pub(crate) fn learner(&self, device: &Device) -> Outcome<Learner<Gpt>> {
+        let Args { seed, precision, recompute, documents, updates, .. } = *self.args;
+        let bf16 = precision == Precision::Bf16;
+        let (model, layout) = Gpt::new(self.sizes, Mode { bf16, recompute, documents })?;
+        let total = updates as u64;
+        let config = AdamWConfig {
+            learning_rate: self.learning_rate(),
+            beta2: 0.95,
+            weight_decay: 0.1,
+            clip: Some(1.0),
+            schedule: Schedule::WarmupCosine { warmup: self.args.warmup(), total, floor: FLOOR },
+            ..AdamWConfig::default()
+        };
+        let learner = Learner::new(device, model, &layout, seed, config)?.with_parameter_groups(&Gpt::groups())?;
+        let mut learner = learner.with_precision(precision);
+        if bf16 {
+            learner = learner.with_bf16_copy()?;
+        }
+        if let Some(weights) = &self.weights {
+            weights.load(&mut learner.parameters)?;
+        }
+        Ok(learner)
+    }
+
+    /// An arena with room for a training step and for a look at held-out text: both are measured, and nothing is computed.
+    pub(crate) fn arena(&self, device: &Device, learner: &mut Learner<Gpt>) -> Result<Arena> {
+        if let Some(mebibytes) = self.args.arena_mib {
+            return Arena::builder(device).capacity(Capacity::mib(mebibytes)).build();
+        }
+        let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+        let mut needs = |samples: usize, train: bool| {
+            let largest = Sequences::zeros(samples, self.form());
+            let measured = small.measure(|step| {
+                let batch = step.upload_inputs(&largest.inputs()?)?;
+                let tape = Tape::new(step, &learner.parameters);
+                let hidden = learner.model.forward(&tape, &batch)?;
+                let loss = learner.model.loss(&tape, &hidden, &batch, 1.0)?;
+                if train { tape.backward_afresh(&loss, &mut learner.gradients) } else { Ok(()) }
+            });
+            measured.map(|measured| measured.high_water_bytes())
+        };
+        let (step, look) = (needs(self.args.batch, true)?, needs(self.look(), false)?);
+        Arena::builder(device).capacity(Capacity::Bytes(step + step / 16 + look + ROOM)).build()
+    }
+
+    /// Samples of a step that looks at held-out text: fewer than are trained on, as it takes memory besides.
+    pub(crate) fn look(&self) -> usize {
+        self.args.batch.div_ceil(4)
+    }
+
+    /// The learning rate at its highest: the wider a model, the lower.
+    fn learning_rate(&self) -> f32 {
+        self.args.learning_rate.unwrap_or(match self.sizes.width {
+            ..=256 => 2e-3,
+            257..=768 => 6e-4,
+            _ => 3e-4,
+        })
+    }
+
+    /// What decides the weights.
+    pub(crate) fn settings(&self) -> String {
+        let Args { precision, batch, updates, documents, seed, .. } = self.args;
+        let (accumulate, shards) = (self.accumulate, self.shards);
+        let (rate, warmup) = (self.learning_rate(), self.args.warmup());
+        let (tokenizer, text) = (self.tokenizer.name(), &self.text.sha256);
+        format!(
+            "{:?} precision {precision} batch {batch} accumulate {accumulate} shards {shards} updates {updates} learning-rate {rate:e} warmup {warmup} \
+             documents {documents} seed {seed} tokenizer {tokenizer} text {text}",
+            self.sizes
+        )
+    }
+
+    /// A trainer whose steps are one graph, or launches with `--eager`.
+    pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: Learner<Gpt>) -> Result<Trainer<'a, Gpt>> {
+        match self.args.eager {
+            true => Ok(Trainer::eager(arena, learner)),
+            false => Trainer::captured(arena, learner, &Sequences::zeros(self.args.batch, self.form())),
+        }
+    }
+}
+
+/// The tokenizer that was asked for, or the one that fits what was given.
+fn tokenizer_name<'a>(args: &'a Args, weights: Option<&Weights>) -> &'a str {
+    let of_gpt2 = weights.is_some_and(|weights| weights.sizes.arch == Arch::Gpt2);
+    let default = if of_gpt2 || args.data.iter().any(|path| text::is_token_file(path)) { "gpt2" } else { "bytes" };
+    args.tokenizer.as_deref().unwrap_or(default)
+}
+
+/// The sizes of a model that has all tokens of the tokenizer.
+fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
+    if tokenizer.vocabulary() > sizes.vocabulary {
+        let (has, needs) = (sizes.vocabulary, tokenizer.vocabulary());
+        let reason = format!(
+            "the weights have a vocabulary of {has}, and {} of {needs}: give the one they were made with",
+            tokenizer.name()
+        );
+        return Err(bad("--tokenizer", reason));
+    }
+    Ok(sizes)
+}
+
+/// The layout of a model of these sizes.
+pub(crate) fn layout(sizes: Sizes) -> Result<Layout> {
+    Ok(Gpt::new(sizes, Mode::default())?.1)
+}

@@ -1,0 +1,140 @@
+//! What is trained on: documents as one row of tokens, in memory or in files, with its end held out for evaluation.
+//!
+//! Invariant: the same files and the same tokenizer give the same tokens at the same places, and a digest that tells so.
+
+use std::fs;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+use stepscope::{Error, Result};
+
+use crate::bad_input::{Outcome, bad};
+use crate::registry;
+use crate::token_file::TokenFile;
+use crate::tokenizer::Tokenizer;
+
+/// The share of the text that is held out.
+const HELD_OUT: usize = 20;
+
+/// A row of tokens.
+pub(crate) struct Text {
+    parts: Vec<Part>,
+    /// How many tokens there are up to the end of each part.
+    ends: Vec<usize>,
+    /// The digest of all tokens.
+    pub(crate) sha256: String,
+    /// Where the held-out tokens begin.
+    held_out: usize,
+}
+
+enum Part {
+    /// A text file's tokens.
+    Memory(Vec<u32>),
+    /// A token file's.
+    File(TokenFile),
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        match self {
+            Self::Memory(tokens) => tokens.len(),
+            Self::File(file) => file.len(),
+        }
+    }
+}
+
+impl Text {
+    /// The files, or the registry's sources where there are none; long enough for samples of so many tokens.
+    pub(crate) fn load(files: &[PathBuf], tokenizer: &Tokenizer, context: usize) -> Outcome<Self> {
+        let files = if files.is_empty() { registry::sources()? } else { files.to_vec() };
+        let read = |path: &PathBuf| {
+            let mut digest = Sha256::new();
+            let part = if is_token_file(path) {
+                Part::File(TokenFile::open(path, tokenizer.vocabulary(), &mut digest)?)
+            } else {
+                let place = path.display().to_string();
+                let text = fs::read(path).map_err(|reason| bad(&place, reason))?;
+                if text.is_empty() {
+                    return Err(bad(&place, "is empty: give a file with text"));
+                }
+                let mut tokens = tokenizer.encode(&place, &text)?;
+                tokens.extend(tokenizer.end());
+                digest.update(tokens.iter().flat_map(|token| token.to_le_bytes()).collect::<Vec<_>>());
+                Part::Memory(tokens)
+            };
+            Ok((part, digest.finalize()))
+        };
+        let parts = files.par_iter().map(read).collect::<Outcome<Vec<_>>>()?;
+        let digests: Vec<u8> = parts.iter().flat_map(|(_, digest)| digest.iter().copied()).collect();
+        let parts: Vec<Part> = parts.into_iter().map(|(part, _)| part).collect();
+        let count = |sum: &mut usize, part: &Part| {
+            *sum += part.len();
+            Some(*sum)
+        };
+        let ends: Vec<usize> = parts.iter().scan(0, count).collect();
+        let all = ends.last().copied().unwrap_or(0);
+        let window = context + 1;
+        if all < 2 * window {
+            let reason = format!(
+                "{all} tokens are too few: a --context of {context} needs {window} to train on and as many to hold out; give more text, or a \
+                 smaller --context"
+            );
+            return Err(bad("the text", reason));
+        }
+        let held_out = all - (all / HELD_OUT).max(window);
+        Ok(Self { parts, ends, sha256: hex(&Sha256::digest(digests)), held_out })
+    }
+
+    /// How many tokens there are.
+    pub(crate) fn len(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// The places of the tokens that are trained on.
+    pub(crate) fn training(&self) -> Range<usize> {
+        0..self.held_out
+    }
+
+    /// The places of those that are not.
+    pub(crate) fn held_out(&self) -> Range<usize> {
+        self.held_out..self.len()
+    }
+
+    /// Adds the tokens at these places to `into`.
+    ///
+    /// # Errors
+    /// When a file does not give them any more.
+    pub(crate) fn read(&self, places: Range<usize>, into: &mut Vec<u32>) -> Result<()> {
+        let first = self.ends.partition_point(|&end| end <= places.start);
+        for (part, &end) in self.parts.iter().zip(&self.ends).skip(first) {
+            let start = end - part.len();
+            let wanted = places.start.max(start) - start..places.end.min(end) - start;
+            match part {
+                Part::Memory(tokens) => into.extend_from_slice(&tokens[wanted]),
+                Part::File(file) => {
+                    let failed = |reason: std::io::Error| Error::File {
+                        path: file.path().into(),
+                        reason: format!("has changed since it was opened: {reason}"),
+                    };
+                    file.read(wanted, into).map_err(failed)?;
+                }
+            }
+            if end >= places.end {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a file holds tokens, not text.
+pub(crate) fn is_token_file(path: &std::path::Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "bin")
+}
+
+/// A digest as text.
+pub(crate) fn hex(digest: &[u8]) -> String {
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}

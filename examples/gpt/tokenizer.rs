@@ -1,0 +1,96 @@
+//! Text to tokens and back: bytes, GPT-2's byte pairs, or whatever a `tokenizer.json` says.
+
+use std::fs;
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+use tiktoken_rs::CoreBPE;
+
+use crate::bad_input::{Outcome, bad};
+
+/// How text becomes tokens.
+pub(crate) enum Tokenizer {
+    /// A byte is a token; zero ends a document.
+    Bytes,
+    /// GPT-2's.
+    Gpt2(Box<CoreBPE>),
+    /// A file's, with its digest.
+    File(Box<tokenizers::Tokenizer>, String),
+}
+
+/// The token that ends a document in GPT-2's vocabulary, its last one.
+const GPT2_END: u32 = 50_256;
+/// What files call it.
+const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
+
+impl Tokenizer {
+    /// By its name: `bytes`, `gpt2`, or a file.
+    pub(crate) fn open(name: &str) -> Outcome<Self> {
+        match name {
+            "bytes" => Ok(Self::Bytes),
+            "gpt2" => Ok(Self::Gpt2(Box::new(tiktoken_rs::r50k_base().map_err(|reason| bad("gpt2", reason))?))),
+            file => {
+                let bytes = fs::read(Path::new(file)).map_err(|reason| bad(file, reason))?;
+                let made = tokenizers::Tokenizer::from_bytes(&bytes);
+                let tokenizer = made.map_err(|reason| bad(file, format!("is no tokenizer.json: {reason}")))?;
+                Ok(Self::File(Box::new(tokenizer), crate::text::hex(&Sha256::digest(&bytes))))
+            }
+        }
+    }
+
+    /// What tells it from others.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Bytes => "bytes".into(),
+            Self::Gpt2(_) => "gpt2".into(),
+            Self::File(_, sha256) => format!("tokenizer {sha256}"),
+        }
+    }
+
+    /// How many tokens there are.
+    pub(crate) fn vocabulary(&self) -> usize {
+        match self {
+            Self::Bytes => 256,
+            Self::Gpt2(_) => GPT2_END as usize + 1,
+            Self::File(tokenizer, _) => {
+                tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1)
+            }
+        }
+    }
+
+    /// The token that ends a document, if there is one.
+    pub(crate) fn end(&self) -> Option<u32> {
+        match self {
+            Self::Bytes => Some(0),
+            Self::Gpt2(_) => Some(GPT2_END),
+            Self::File(tokenizer, _) => ENDS.iter().find_map(|end| tokenizer.token_to_id(end)),
+        }
+    }
+
+    /// The tokens of a document; `place` names it in an error.
+    pub(crate) fn encode(&self, place: &str, text: &[u8]) -> Outcome<Vec<u32>> {
+        let utf8 = || {
+            str::from_utf8(text).map_err(|reason| bad(place, format!("is no UTF-8 ({reason}): use --tokenizer bytes")))
+        };
+        match self {
+            Self::Bytes => Ok(text.iter().map(|&byte| byte.into()).collect()),
+            Self::Gpt2(pairs) => Ok(pairs.encode_ordinary(utf8()?)),
+            Self::File(tokenizer, _) => {
+                let encoding = tokenizer.encode_fast(utf8()?, false).map_err(|reason| bad(place, reason))?;
+                Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// The text of some tokens; what is no text is shown as `�`.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> String {
+        // A model whose vocabulary is rounded up may write tokens that no text has.
+        let known = tokens.iter().copied().filter(|&token| (token as usize) < self.vocabulary());
+        let bytes: Vec<u8> = match self {
+            Self::Bytes => known.map(|token| token as u8).collect(),
+            Self::Gpt2(pairs) => pairs._decode_native_and_split(known.collect()).flatten().collect(),
+            Self::File(tokenizer, _) => tokenizer.decode(&known.collect::<Vec<_>>(), false).unwrap_or_default().into(),
+        };
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}

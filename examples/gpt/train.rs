@@ -1,0 +1,157 @@
+//! From samples to weights: updates, looks at held-out text, checkpoints.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use stepscope::{Arena, Checkpoint, Ended, EpochProgress, Error, Observer, Result, Samples, Trainer, Update};
+
+use crate::bad_input::{Outcome, bad};
+use crate::cli::Args;
+use crate::model::Gpt;
+use crate::plan::Plan;
+use crate::report::{Evaluation, Position};
+use crate::samples::{self, Sequences};
+use crate::shared::log::Log;
+use crate::shared::progress::Progress;
+
+/// The checkpoint's note with [`Position`].
+const POSITION: &str = "gpt.position";
+/// The checkpoint's note with [`Plan::settings`].
+const SETTINGS: &str = "gpt.settings";
+/// How long a batch may take to be read: disks are slow, at first.
+const MOST_WAIT: Duration = Duration::from_secs(600);
+/// Samples of the held-out text that are looked at, at most.
+const HELD_OUT: usize = 64;
+
+/// What training was like.
+#[derive(Default)]
+pub(crate) struct Trained {
+    pub(crate) position: Position,
+    /// Of each update of this process.
+    pub(crate) seconds: Vec<f64>,
+}
+
+impl Plan<'_> {
+    /// Trains to the end; none when it was stopped, behind a checkpoint.
+    pub(crate) fn train(&self, trainer: &mut Trainer<'_, Gpt>, out: &Path, leads: bool) -> Outcome<Option<Trained>> {
+        let Args { batch, updates, .. } = *self.args;
+        let accumulate = self.accumulate;
+        let (updates, form) = (updates as u64, self.form());
+        let mut trained = Trained::default();
+        let mut progress = EpochProgress::default();
+        if let Some(checkpoint) = &self.resumed {
+            trained.position = self.position(checkpoint)?;
+            progress = trainer.restore(checkpoint).map_err(|error| self.refused(error))?;
+            let (made, told) = (progress.updates, trained.position.losses.len() as u64);
+            if made != told || made > updates || progress.samples != made * (batch * accumulate) as u64 {
+                let reason = format!("damaged: {made} updates of {} samples, and {told} losses", progress.samples);
+                return Err(bad(self.checkpoint(), reason));
+            }
+        }
+        let windows = self.windows()?;
+        let batches = samples::batches(&self.text, &windows, form, [batch, accumulate], progress.samples)?;
+        let mut batches = batches.deadline(MOST_WAIT);
+        let held_out = samples::held_out(&self.text, form, HELD_OUT, self.look())?;
+        let per_update = batch * accumulate * form.context;
+        let left = (updates - progress.updates) as usize * per_update;
+        let mut watch = Watch {
+            shown: Progress::new("training".into(), (left, "tokens"), if leads { Log::Text } else { Log::Quiet }),
+            leads,
+            settings: self.settings(),
+            tokens: per_update,
+            last: Instant::now(),
+            trained: &mut trained,
+        };
+        loop {
+            let (done, every) = (progress.updates, self.args.evaluate_every());
+            let looked = watch.trained.position.evaluations.last().is_some_and(|look| look.update == done);
+            if done > 0 && (done == updates || done.is_multiple_of(every)) && !looked {
+                watch.look(trainer, &held_out, done, out)?;
+            }
+            if done == updates {
+                break;
+            }
+            watch.last = Instant::now();
+            let some = batches.by_ref().take((updates.min((done / every + 1) * every) - done) as usize);
+            if trainer.epoch(some, &mut progress, &mut watch)? == Ended::Stopped {
+                return Ok(None);
+            }
+        }
+        let notes = watch.notes();
+        trainer.save(&progress, &notes)?;
+        watch.shown.finish(progress.mean_loss());
+        Ok(Some(trained))
+    }
+
+    /// What a checkpoint has behind it, if it is one of this run.
+    fn position(&self, checkpoint: &Checkpoint) -> Outcome<Position> {
+        let (theirs, ours) = (checkpoint.note(SETTINGS).map_err(|error| self.refused(error))?, self.settings());
+        if theirs != ours {
+            let reason = format!("was made with other settings: give those\n  expected: {theirs}\n  got:      {ours}");
+            return Err(bad(self.checkpoint(), reason));
+        }
+        let note = checkpoint.note(POSITION).map_err(|error| self.refused(error))?;
+        serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
+    }
+
+    fn checkpoint(&self) -> String {
+        self.args.resume.as_ref().map(|path| path.display().to_string()).unwrap_or_default()
+    }
+
+    /// What is wrong with a checkpoint is for the user to mend; what is wrong with the device is not.
+    fn refused(&self, error: Error) -> Box<dyn std::error::Error + Send + Sync> {
+        match error {
+            Error::File { reason, .. } => bad(self.checkpoint(), reason),
+            error => error.into(),
+        }
+    }
+}
+
+/// Shows the updates, and keeps what the report wants.
+struct Watch<'w> {
+    shown: Progress,
+    /// Whether this rank writes files.
+    leads: bool,
+    settings: String,
+    /// Tokens of an update.
+    tokens: usize,
+    /// When the last update ended.
+    last: Instant,
+    trained: &'w mut Trained,
+}
+
+impl Watch<'_> {
+    /// The mean loss of the held-out samples; the weights are kept if they are the best so far.
+    fn look(&mut self, trainer: &mut Trainer<'_, Gpt>, held_out: &[Sequences], update: u64, out: &Path) -> Result<()> {
+        let (mut sum, mut samples) = (0.0, 0);
+        for part in held_out {
+            sum += trainer.evaluate(part, |_, _| Ok(()))?.0;
+            samples += part.len();
+        }
+        let loss = sum / samples as f64;
+        let perplexity = loss.exp();
+        let evaluations = &mut self.trained.position.evaluations;
+        let best = evaluations.iter().all(|before| loss < before.loss);
+        evaluations.push(Evaluation { update, loss, perplexity });
+        self.shown.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
+        match best && self.leads {
+            true => Checkpoint::save(out.join("best.safetensors"), &trainer.learner().parameters, None, &self.notes()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Observer for Watch<'_> {
+    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
+        self.trained.position.losses.push(update.loss);
+        self.trained.seconds.push(self.last.elapsed().as_secs_f64());
+        self.last = Instant::now();
+        self.shown.advance(self.tokens, update.loss, arena);
+        Ok(())
+    }
+
+    fn notes(&self) -> Vec<(&str, String)> {
+        let position = serde_json::to_string(&self.trained.position).expect("plain numbers and lists have a JSON form");
+        vec![(POSITION, position), (SETTINGS, self.settings.clone())]
+    }
+}

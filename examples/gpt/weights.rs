@@ -1,0 +1,356 @@
+//! Weights of Hugging Face's transformers, in and out: GPT-2's and Llama's.
+//!
+//! | ours | GPT-2's | Llama's |
+//! |---|---|---|
+//! | `attention.qkv_proj` | `c_attn`, as it is | `q_proj`, `k_proj`, `v_proj`, each transposed, side by side |
+//! | other matrices | as they are (`Conv1D`) | transposed (`Linear`) |
+//! | tables, gains, biases | as they are | as they are |
+//!
+//! Invariant: a file gives every weight, each of the shape that `config.json` says, or nothing is changed.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+use stepscope::{Error, Layout, LayoutEntry, Parameters, Result, Transfer, replace_file};
+
+use crate::bad_input::{Outcome, bad};
+use crate::cli::Arch;
+use crate::model::Sizes;
+use crate::plan::layout;
+
+const FILE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// What older files hold besides weights: masks and frequencies, which are computed.
+const COMPUTED: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
+
+fn is_computed(name: &str) -> bool {
+    COMPUTED.iter().any(|end| name.ends_with(end))
+}
+
+/// A model's weights by our names, laid out as ours.
+pub(crate) struct Weights {
+    pub(crate) sizes: Sizes,
+    values: HashMap<String, Vec<f32>>,
+}
+
+/// A tensor of theirs, which is all or some columns of ours.
+struct Theirs {
+    name: String,
+    /// As ours.
+    rows: usize,
+    cols: usize,
+    /// `[cols, rows]` in the file.
+    transposed: bool,
+    /// In the file.
+    shape: Vec<usize>,
+}
+
+/// Where a parameter of ours is in their files.
+fn theirs(entry: &LayoutEntry, sizes: &Sizes) -> Vec<Theirs> {
+    let extents = entry.shape();
+    let (rows, cols) = match *extents.extents() {
+        [rows, cols] => (rows, cols),
+        _ => (1, extents.elements()),
+    };
+    let one = |name: String, cols: usize, transposed: bool| {
+        let shape = match (extents.extents().len(), transposed) {
+            (1, _) => vec![cols],
+            (_, true) => vec![cols, rows],
+            (_, false) => vec![rows, cols],
+        };
+        Theirs { name, rows, cols, transposed, shape }
+    };
+    let ours = entry.name().replace(".gain", ".weight");
+    let (place, name) = match ours.strip_prefix("blocks.").and_then(|rest| rest.split_once('.')) {
+        Some((layer, name)) => (layer, name),
+        None => ("", &*ours),
+    };
+    let (module, kind) = name.rsplit_once('.').unwrap_or((name, ""));
+    match sizes.arch {
+        Arch::Gpt2 => {
+            let (before, module) = match module {
+                "tokens" => ("", "wte"),
+                "positions" => ("", "wpe"),
+                "norm" => ("", "ln_f"),
+                "norm1" => ("h.", "ln_1"),
+                "norm2" => ("h.", "ln_2"),
+                "attention.qkv_proj" => ("h.", "attn.c_attn"),
+                "attention.o_proj" => ("h.", "attn.c_proj"),
+                "mlp.up" => ("h.", "mlp.c_fc"),
+                "mlp.down" => ("h.", "mlp.c_proj"),
+                "head" => return vec![one("lm_head.weight".into(), cols, false)],
+                other => unreachable!("no parameter `{other}` of GPT-2"),
+            };
+            let place = if before.is_empty() { String::new() } else { format!("{before}{place}.") };
+            vec![one(format!("transformer.{place}{module}.{kind}"), cols, false)]
+        }
+        Arch::Llama => {
+            let layer = format!("model.layers.{place}.");
+            match module {
+                "tokens" => vec![one("model.embed_tokens.weight".into(), cols, false)],
+                "norm" => vec![one("model.norm.weight".into(), cols, false)],
+                "head" => vec![one("lm_head.weight".into(), cols, false)],
+                "norm1" => vec![one(format!("{layer}input_layernorm.weight"), cols, false)],
+                "norm2" => vec![one(format!("{layer}post_attention_layernorm.weight"), cols, false)],
+                "attention.qkv_proj" => {
+                    let [queries, keys] = sizes.heads.map(|heads| heads * sizes.width / sizes.heads[0]);
+                    let part = |(part, cols)| one(format!("{layer}self_attn.{part}_proj.weight"), cols, true);
+                    [("q", queries), ("k", keys), ("v", keys)].map(part).into()
+                }
+                "attention.o_proj" => vec![one(format!("{layer}self_attn.o_proj.weight"), cols, true)],
+                mlp => vec![one(format!("{layer}{mlp}.weight"), cols, true)],
+            }
+        }
+    }
+}
+
+/// The place in ours of each element of theirs, in the order of theirs: columns from `first` on of rows of `all` columns.
+fn places(theirs: &Theirs, first: usize, all: usize) -> impl Iterator<Item = usize> + use<> {
+    let Theirs { rows, cols, transposed, .. } = *theirs;
+    (0..rows * cols).map(move |at| {
+        let (row, col) = if transposed { (at % rows, at / rows) } else { (at / cols, at % cols) };
+        row * all + first + col
+    })
+}
+
+/// Each tensor of theirs with its shape, of a flat region of ours.
+pub(crate) fn as_theirs(layout: &Layout, sizes: &Sizes, flat: &[f32]) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let mut tensors = BTreeMap::new();
+    for entry in layout.entries() {
+        let (ours, mut first) = (&flat[entry.range()], 0);
+        let parts = theirs(entry, sizes);
+        let all = parts.iter().map(|part| part.cols).sum();
+        for part in parts {
+            let values = places(&part, first, all).map(|place| ours[place]).collect();
+            first += part.cols;
+            tensors.insert(part.name, (part.shape, values));
+        }
+    }
+    tensors
+}
+
+impl Weights {
+    /// Reads a folder with `config.json` and the weights, in one file or in several with an index.
+    pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Self> {
+        let config = folder.join("config.json");
+        let told = fs::read(&config).map_err(|reason| bad(config.display(), reason))?;
+        let told = serde_json::from_slice(&told).map_err(|reason| bad(config.display(), reason))?;
+        let mut sizes = sizes(&told).map_err(|reason| bad(config.display(), reason))?;
+        let files = files(folder)?;
+        let mut found = HashMap::new();
+        for file in &files {
+            read_file(file, &mut found)?;
+        }
+        let place = folder.display();
+        let (layout, mut values) = (layout(sizes)?, HashMap::new());
+        for entry in layout.entries() {
+            let parts = theirs(entry, &sizes);
+            let all: usize = parts.iter().map(|part| part.cols).sum();
+            let (mut ours, mut first) = (vec![0.0; entry.shape().elements()], 0);
+            for part in parts {
+                // The hub's gpt2 is saved without its head, and names have no `transformer.`.
+                let bare = part.name.trim_start_matches("transformer.").to_owned();
+                let tensor = found.remove(&part.name).or_else(|| found.remove(&bare));
+                let Some((shape, values)) = tensor else {
+                    return Err(bad(
+                        place,
+                        format!("has no `{}` {:?}, which config.json calls for", part.name, part.shape),
+                    ));
+                };
+                if shape != part.shape {
+                    let reason = format!("`{}`: expected {:?} by config.json, got {shape:?}", part.name, part.shape);
+                    return Err(bad(place, reason));
+                }
+                for (place, value) in places(&part, first, all).zip(values) {
+                    ours[place] = value;
+                }
+                first += part.cols;
+            }
+            values.insert(entry.name().to_owned(), ours);
+        }
+        let copied = |name: &str| sizes.tied && name == "lm_head.weight";
+        found.retain(|name, _| !copied(name) && !is_computed(name));
+        if let Some(more) = found.keys().min() {
+            return Err(bad(place, format!("has `{more}`, which is no weight of this model")));
+        }
+        // Fewer positions are the first ones of the table.
+        if let Some(context) = context {
+            if context > sizes.context {
+                return Err(bad(place, format!("has a context of {}, got --context {context}", sizes.context)));
+            }
+            sizes.context = context;
+            if let Some(positions) = values.get_mut("positions.weight") {
+                positions.truncate(context * sizes.width);
+            }
+        }
+        Ok(Self { sizes, values })
+    }
+
+    /// Overwrites all weights with these.
+    ///
+    /// # Errors
+    /// Those of the upload; a weight that is not finite.
+    pub(crate) fn load(&self, parameters: &mut Parameters) -> Result<()> {
+        let bytes = |entry: &LayoutEntry| self.values.get(entry.name()).map(|values| bytemuck::cast_slice(values));
+        parameters.load(bytes, Transfer::new())
+    }
+}
+
+/// Writes `config.json` and the weights into a folder, which is made when missing, as transformers read them.
+///
+/// # Errors
+/// When a file cannot be written.
+pub(crate) fn write(folder: &Path, parameters: &Parameters, sizes: &Sizes) -> Result<()> {
+    let failed = |reason: &dyn ToString| Error::File { path: folder.into(), reason: reason.to_string() };
+    fs::create_dir_all(folder).map_err(|reason| failed(&reason))?;
+    let tensors = as_theirs(parameters.layout(), sizes, &parameters.flat().read()?);
+    replace_file(folder.join(FILE), &serialized(&tensors).map_err(|reason| failed(&reason))?)?;
+    let config = serde_json::to_vec_pretty(&config(sizes)).expect("plain numbers have a JSON form");
+    replace_file(folder.join("config.json"), &config)
+}
+
+/// A safetensors file of f32 tensors.
+///
+/// # Errors
+/// Never: shapes and values agree.
+pub(crate) fn serialized(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) -> Outcome<Vec<u8>> {
+    let view = |(shape, values): &(Vec<usize>, Vec<f32>)| {
+        // Bytes as they are in memory, which on all machines that run this is little-endian.
+        TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(values)).map(|view| view.data().to_vec())
+    };
+    let bytes: Vec<_> = tensors.values().map(view).collect::<std::result::Result<_, _>>()?;
+    let views = tensors
+        .iter()
+        .zip(&bytes)
+        .map(|((name, (shape, _)), bytes)| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
+    let views = views.collect::<std::result::Result<Vec<_>, safetensors::SafeTensorError>>()?;
+    Ok(safetensors::serialize(views, Some(HashMap::from([("format".to_owned(), "pt".to_owned())])))?)
+}
+
+/// The files that the weights of a folder are in.
+fn files(folder: &Path) -> Outcome<Vec<PathBuf>> {
+    let index = folder.join(INDEX);
+    if !index.is_file() {
+        return Ok(vec![folder.join(FILE)]);
+    }
+    let text = fs::read(&index).map_err(|reason| bad(index.display(), reason))?;
+    let text: Value = serde_json::from_slice(&text).map_err(|reason| bad(index.display(), reason))?;
+    let names = text["weight_map"].as_object().into_iter().flat_map(|map| map.values());
+    let names: Option<BTreeSet<&str>> = names.map(Value::as_str).collect();
+    match names.filter(|names| !names.is_empty() && names.iter().all(|name| !name.contains(['/', '\\']))) {
+        Some(names) => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
+        None => Err(bad(index.display(), "expected a `weight_map` of names of tensors to names of files beside it")),
+    }
+}
+
+/// Adds a file's tensors as f32.
+fn read_file(path: &Path, found: &mut HashMap<String, (Vec<usize>, Vec<f32>)>) -> Outcome<()> {
+    let place = path.display();
+    let bytes = fs::read(path).map_err(|reason| bad(place.to_string(), reason))?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|reason| bad(place.to_string(), reason))?;
+    for (name, tensor) in file.iter() {
+        let data = tensor.data();
+        let values = match tensor.dtype() {
+            Dtype::F32 => data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect(),
+            Dtype::BF16 => data.as_chunks().0.iter().map(|&bytes| half::bf16::from_le_bytes(bytes).to_f32()).collect(),
+            Dtype::F16 => data.as_chunks().0.iter().map(|&bytes| half::f16::from_le_bytes(bytes).to_f32()).collect(),
+            _ if is_computed(name) => continue,
+            other => return Err(bad(place, format!("`{name}`: expected F32, BF16 or F16, got {other:?}"))),
+        };
+        if found.insert(name.to_owned(), (tensor.shape().to_vec(), values)).is_some() {
+            return Err(bad(place, format!("has `{name}` a second time")));
+        }
+    }
+    Ok(())
+}
+
+/// The sizes that a `config.json` tells, or what in it this program does not know.
+fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
+    let number = |key: &str| -> std::result::Result<usize, String> {
+        let found = config[key].as_u64().filter(|&number| number > 0 && number < 1 << 31);
+        found
+            .map(|number| number as usize)
+            .ok_or_else(|| format!("expected a number above 0 as `{key}`, got {}", config[key]))
+    };
+    let real = |key: &str, default: f64| config[key].as_f64().unwrap_or(default);
+    let only = |key: &str, known: &[Value]| {
+        let got = &config[key];
+        let one = got.is_null() || known.contains(got);
+        if one { Ok(()) } else { Err(format!("`{key}`: expected {}, got {got}", Value::from(known.to_vec()))) }
+    };
+    let tied = |default| config["tie_word_embeddings"].as_bool().unwrap_or(default);
+    match config["model_type"].as_str() {
+        Some("gpt2") => {
+            only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
+            only("scale_attn_weights", &[json!(true)])?;
+            only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
+            let (width, heads) = (number("n_embd")?, number("n_head")?);
+            Ok(Sizes {
+                arch: Arch::Gpt2,
+                vocabulary: number("vocab_size")?,
+                context: number("n_positions")?,
+                layers: number("n_layer")?,
+                width,
+                heads: [heads; 2],
+                hidden: if config["n_inner"].is_null() { 4 * width } else { number("n_inner")? },
+                tied: tied(true),
+                epsilon: real("layer_norm_epsilon", 1e-5) as f32,
+                base: 10_000.0,
+            })
+        }
+        Some("llama") => {
+            only("hidden_act", &[json!("silu")])?;
+            only("attention_bias", &[json!(false)])?;
+            only("mlp_bias", &[json!(false)])?;
+            only("rope_scaling", &[])?;
+            // Newer files have it all in one place.
+            let rope = &config["rope_parameters"];
+            if !rope["rope_type"].is_null() && rope["rope_type"] != "default" {
+                return Err(format!("`rope_parameters`: expected the type \"default\", got {}", rope["rope_type"]));
+            }
+            let (width, heads) = (number("hidden_size")?, number("num_attention_heads")?);
+            only("head_dim", &[json!(width / heads)])?;
+            let key_heads =
+                if config["num_key_value_heads"].is_null() { heads } else { number("num_key_value_heads")? };
+            Ok(Sizes {
+                arch: Arch::Llama,
+                vocabulary: number("vocab_size")?,
+                context: number("max_position_embeddings")?,
+                layers: number("num_hidden_layers")?,
+                width,
+                heads: [heads, key_heads],
+                hidden: number("intermediate_size")?,
+                tied: tied(false),
+                epsilon: real("rms_norm_eps", 1e-6) as f32,
+                base: rope["rope_theta"].as_f64().unwrap_or(real("rope_theta", 10_000.0)),
+            })
+        }
+        _ => Err(format!("`model_type`: expected \"gpt2\" or \"llama\", got {}", config["model_type"])),
+    }
+}
+
+/// The `config.json` of these sizes.
+fn config(sizes: &Sizes) -> Value {
+    let Sizes { arch, vocabulary, context, layers, width, heads: [heads, key_heads], hidden, tied, epsilon, base } =
+        *sizes;
+    // As f64 it would have more digits than anybody wrote.
+    let epsilon: f64 = epsilon.to_string().parse().unwrap_or(epsilon.into());
+    match arch {
+        Arch::Gpt2 => json!({
+            "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+            "vocab_size": vocabulary, "n_positions": context, "n_ctx": context, "n_embd": width, "n_layer": layers,
+            "n_head": heads, "n_inner": hidden, "layer_norm_epsilon": epsilon, "tie_word_embeddings": tied,
+        }),
+        Arch::Llama => json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": width,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": key_heads,
+            "intermediate_size": hidden, "rms_norm_eps": epsilon, "rope_theta": base, "tie_word_embeddings": tied,
+            "attention_bias": false, "mlp_bias": false,
+        }),
+    }
+}

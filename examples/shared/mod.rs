@@ -1,0 +1,11 @@
+//! What examples that train share: their log, their screen, progress, the ranks of a group, the picture of the loss,
+//! and what memory and graphs were used.
+
+#![allow(dead_code, reason = "each example uses its part")]
+
+pub(crate) mod log;
+pub(crate) mod loss_svg;
+pub(crate) mod progress;
+pub(crate) mod ranks;
+pub(crate) mod screen;
+pub(crate) mod usage;

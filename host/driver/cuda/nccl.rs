@@ -1,0 +1,316 @@
+//! NCCL, opened when a group asks for it: what carries bytes between GPUs.
+//!
+//! No header and no library at build time: the functions that are used have had the same form since version 2.18. Communicators do not
+//! block: what has not come to an end is looked at again until the deadline. Invariant: a communicator is used by the lane's thread
+//! alone, but for the abort, which NCCL allows from another thread at any time; and it is freed once.
+
+use super::super::calls::{Link, Piece};
+use crate::error::{Error, Result};
+use cust::sys;
+use libloading::Library;
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// Where NCCL is, if the loader does not find it.
+const VARIABLE: &str = "STEPSCOPE_NCCL";
+/// The oldest version that has all that is used, and the one whose [`Config`] this is.
+const OLDEST: c_int = 21_800;
+/// Bytes of a communicator's name.
+const NAME: usize = 128;
+/// How long a communicator may take to end before its thread is given up.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// `ncclResult_t`.
+type Status = c_int;
+const SUCCESS: Status = 0;
+const IN_PROGRESS: Status = 7;
+/// `ncclUint8`.
+const BYTES: c_int = 1;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; NAME]);
+
+/// `ncclConfig_t` of version 2.18. A newer library takes as much of it as `size` says.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+/// `ncclComm_t`.
+type Communicator = *mut c_void;
+
+/// The functions that are used.
+#[derive(Clone, Copy)]
+struct Functions {
+    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    init: unsafe extern "C" fn(*mut Communicator, c_int, UniqueId, c_int, *mut Config) -> Status,
+    async_error: unsafe extern "C" fn(Communicator, *mut Status) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Communicator, sys::CUstream) -> Status,
+    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Communicator, sys::CUstream) -> Status,
+    abort: unsafe extern "C" fn(Communicator) -> Status,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    last_error: unsafe extern "C" fn(Communicator) -> *const c_char,
+}
+
+/// A communicator that has not been freed.
+#[derive(Clone, Copy)]
+struct Open {
+    communicator: Communicator,
+    deadline: Duration,
+}
+
+// SAFETY: a plain name; the lane alone uses it, and the abort is NCCL's to allow from any thread.
+unsafe impl Send for Open {}
+
+/// NCCL, as far as it is open, and this device's communicators.
+#[derive(Default)]
+pub(super) struct Nccl {
+    library: Mutex<Option<Loaded>>,
+    links: Mutex<(u64, BTreeMap<u64, Open>)>,
+}
+
+/// The open library. It stays open: threads of its own may run its code.
+#[derive(Clone, Copy)]
+struct Loaded(Functions);
+
+impl Nccl {
+    fn links(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, Open>)> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The functions, once the library is open.
+    fn functions(&self) -> Result<Functions> {
+        let mut library = self.library.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Loaded(functions)) = *library {
+            return Ok(functions);
+        }
+        let functions = load()?;
+        *library = Some(Loaded(functions));
+        Ok(functions)
+    }
+
+    /// A name for a new communicator.
+    pub(super) fn name(&self) -> Result<Vec<u8>> {
+        let functions = self.functions()?;
+        let mut id = UniqueId([0; NAME]);
+        // SAFETY: `id` is valid for a write.
+        functions.check("ncclGetUniqueId", None, unsafe { (functions.get_unique_id)(&mut id) })?;
+        Ok(id.0.to_vec())
+    }
+
+    /// Joins a communicator.
+    pub(super) fn join(&self, name: &[u8], rank: usize, ranks: usize, deadline: Duration) -> Result<Link> {
+        let functions = self.functions()?;
+        let id = UniqueId(name.try_into().map_err(|_| {
+            Error::misuse(
+                "join_link",
+                format!("a name of {NAME} bytes, as NCCL's are"),
+                format!("{} bytes", name.len()),
+            )
+        })?);
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: OLDEST as u32,
+            blocking: 0,
+            cga_cluster_size: c_int::MIN,
+            min_ctas: c_int::MIN,
+            max_ctas: c_int::MIN,
+            net_name: std::ptr::null(),
+            split_share: c_int::MIN,
+        };
+        let mut communicator = std::ptr::null_mut();
+        let start = Instant::now();
+        // SAFETY: `communicator` and `config` are valid for the call, which copies the one and writes the other.
+        let begun = unsafe { (functions.init)(&mut communicator, ranks as c_int, id, rank as c_int, &mut config) };
+        let open = Open { communicator, deadline };
+        let joined = functions.begun("ncclCommInitRankConfig", open, begun, start);
+        if let Err(error) = joined {
+            functions.abort(open);
+            return Err(error);
+        }
+        let (last, links) = &mut *self.links();
+        *last += 1;
+        links.insert(*last, open);
+        Ok(Link(*last))
+    }
+
+    /// Queues copies on the stream.
+    ///
+    /// # Safety
+    /// As for [`Driver::exchange`](super::Driver::exchange).
+    pub(super) unsafe fn exchange(
+        &self,
+        link: Link,
+        sends: &[Piece],
+        receives: &[Piece],
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let functions = self.functions()?;
+        let Some(open) = self.links().1.get(&link.0).copied() else {
+            return Err(Error::Driver { call: "exchange", reason: "the link has ended".into(), fatal: true });
+        };
+        let (communicator, start) = (open.communicator, Instant::now());
+        let check = |call, status| functions.begun_in_group(call, open, status);
+        // SAFETY: a pair of calls around those of one thread.
+        check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+        let mut queued = Ok(());
+        for &Piece { rank, address, bytes } in sends {
+            // SAFETY: memory of this device, alive (`Driver::exchange`); the stream is the device's.
+            let status = unsafe {
+                (functions.send)(address as *const c_void, bytes, BYTES, rank as c_int, communicator, stream)
+            };
+            queued = queued.and(check("ncclSend", status));
+        }
+        for &Piece { rank, address, bytes } in receives {
+            // SAFETY: as for what is sent; nothing else is there.
+            let status = unsafe {
+                (functions.receive)(address as *mut c_void, bytes, BYTES, rank as c_int, communicator, stream)
+            };
+            queued = queued.and(check("ncclRecv", status));
+        }
+        // SAFETY: the group was started above.
+        let ended = unsafe { (functions.group_end)() };
+        queued.and_then(|()| functions.begun("ncclGroupEnd", open, ended, start))
+    }
+
+    /// Frees a communicator, whatever it is doing, on a thread that is given up if it does not end.
+    pub(super) fn abort(&self, link: Link) {
+        let open = self.links().1.remove(&link.0);
+        if let (Some(open), Ok(functions)) = (open, self.functions()) {
+            functions.abort(open);
+        }
+    }
+}
+
+impl Functions {
+    /// An error in NCCL's words unless the call has succeeded. What was queued may be half of it, so the device is lost.
+    fn check(&self, call: &'static str, communicator: Option<Communicator>, status: Status) -> Result<()> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: NCCL's strings are terminated; those of a status are static.
+        let words = unsafe { text((self.error_string)(status)) };
+        // SAFETY: the communicator is alive or none, and the string is copied before another call.
+        let last = unsafe { text((self.last_error)(communicator.unwrap_or(std::ptr::null_mut()))) };
+        let reason = format!("{words} ({status}): {}; NCCL_DEBUG=WARN makes NCCL say more", last.trim());
+        Err(Error::Driver { call, reason, fatal: true })
+    }
+
+    /// The same of a call within a group, which may be in progress until that ends.
+    fn begun_in_group(&self, call: &'static str, open: Open, status: Status) -> Result<()> {
+        if status == IN_PROGRESS { Ok(()) } else { self.check(call, Some(open.communicator), status) }
+    }
+
+    /// Waits until what a call has begun has come to an end, not longer than the communicator's deadline.
+    fn begun(&self, call: &'static str, open: Open, mut status: Status, start: Instant) -> Result<()> {
+        while status == IN_PROGRESS {
+            let waited = start.elapsed();
+            if waited >= open.deadline {
+                return Err(Error::Timeout { call, waited, report: None });
+            }
+            std::thread::yield_now();
+            // SAFETY: the communicator is alive, and `status` is valid for a write.
+            let asked = unsafe { (self.async_error)(open.communicator, &mut status) };
+            self.check("ncclCommGetAsyncError", Some(open.communicator), asked)?;
+        }
+        self.check(call, Some(open.communicator), status)
+    }
+
+    fn abort(self, open: Open) {
+        if open.communicator.is_null() {
+            return;
+        }
+        let (done, ended) = mpsc::channel();
+        let abort = move || {
+            let open = open;
+            // SAFETY: the communicator was taken out of the table, so this is the only call that frees it.
+            let _ = done.send(unsafe { (self.abort)(open.communicator) });
+        };
+        let started = std::thread::Builder::new().name("stepscope-nccl-abort".into()).spawn(abort);
+        if started.is_err() || ended.recv_timeout(PATIENCE).is_err() {
+            tracing::warn!("a communicator of NCCL did not end; it stays until the process does");
+        }
+    }
+}
+
+/// # Safety
+/// A terminated string, or null.
+unsafe fn text(words: *const c_char) -> String {
+    // SAFETY: as this function asks.
+    if words.is_null() { String::new() } else { unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned() }
+}
+
+/// Opens the library.
+fn load() -> Result<Functions> {
+    let path = std::env::var_os(VARIABLE).unwrap_or_else(|| "libnccl.so.2".into());
+    let absent = |reason: String| Error::Driver {
+        call: "dlopen",
+        reason: format!("{reason}; several GPUs need NCCL 2.18 or later: install it, or name its file in {VARIABLE}"),
+        fatal: false,
+    };
+    // SAFETY: NCCL's own start-up code runs, which asks for nothing of the program that loads it.
+    let library = unsafe { Library::new(&path) }.map_err(|reason| absent(reason.to_string()))?;
+    macro_rules! function {
+        ($name:literal) => {
+            // SAFETY: the field's type is the function's, which has been the same since version 2.18.
+            *unsafe { library.get($name) }.map_err(|reason| absent(reason.to_string()))?
+        };
+    }
+    let functions = Functions {
+        get_version: function!(b"ncclGetVersion"),
+        get_unique_id: function!(b"ncclGetUniqueId"),
+        init: function!(b"ncclCommInitRankConfig"),
+        async_error: function!(b"ncclCommGetAsyncError"),
+        group_start: function!(b"ncclGroupStart"),
+        group_end: function!(b"ncclGroupEnd"),
+        send: function!(b"ncclSend"),
+        receive: function!(b"ncclRecv"),
+        abort: function!(b"ncclCommAbort"),
+        error_string: function!(b"ncclGetErrorString"),
+        last_error: function!(b"ncclGetLastError"),
+    };
+    let mut version = 0;
+    // SAFETY: `version` is valid for a write.
+    functions.check("ncclGetVersion", None, unsafe { (functions.get_version)(&mut version) })?;
+    if version < OLDEST {
+        return Err(absent(format!("{} is version {version}", path.to_string_lossy())));
+    }
+    tracing::info!(version, "NCCL opened");
+    // Its functions are used until the process ends.
+    std::mem::forget(library);
+    Ok(functions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `nccl.h` of 2.18 lays it out on a 64-bit machine.
+    #[test]
+    fn the_configuration_is_ncclconfig_t() {
+        let places = [
+            std::mem::offset_of!(Config, magic),
+            std::mem::offset_of!(Config, version),
+            std::mem::offset_of!(Config, blocking),
+            std::mem::offset_of!(Config, net_name),
+            std::mem::offset_of!(Config, split_share),
+        ];
+        assert_eq!((places, size_of::<Config>()), ([8, 12, 16, 32, 40], 48));
+    }
+}

@@ -1,0 +1,302 @@
+//! What launchers say by environment variables.
+
+#![forbid(unsafe_code)]
+
+use super::config::GroupConfig;
+use crate::error::{Error, Result};
+use std::str::FromStr;
+
+/// The variable of the secret.
+const SECRET: &str = "STEPSCOPE_GROUP_SECRET";
+
+/// The variables of a launcher: rank, ranks, rank of its host.
+struct Launcher {
+    name: &'static str,
+    rank: &'static str,
+    ranks: &'static str,
+    local_rank: &'static str,
+}
+
+/// In the order in which they are asked: one that was started by another goes first.
+const LAUNCHERS: [Launcher; 3] = [
+    Launcher { name: "torchrun", rank: "RANK", ranks: "WORLD_SIZE", local_rank: "LOCAL_RANK" },
+    Launcher {
+        name: "Open MPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        ranks: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
+    Launcher { name: SLURM, rank: "SLURM_PROCID", ranks: "SLURM_NTASKS", local_rank: "SLURM_LOCALID" },
+];
+const SLURM: &str = "Slurm";
+
+/// The first port of those that are derived from Slurm's numbers, and how many there are: below those that systems give out.
+const SLURM_PORTS: (u64, u64) = (15_000, 10_000);
+/// What keeps the ports of a job's steps apart.
+const STEP_STRIDE: u64 = 101;
+
+impl GroupConfig {
+    /// What `torchrun`, Open MPI or Slurm say by environment variables, looked for in this order; `None` where there is none of them.
+    ///
+    /// | variable | `torchrun` | Open MPI | Slurm |
+    /// |---|---|---|---|
+    /// | rank | `RANK` | `OMPI_COMM_WORLD_RANK` | `SLURM_PROCID` |
+    /// | ranks | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_NTASKS` |
+    /// | rank of its host | `LOCAL_RANK` | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` |
+    /// | address | `MASTER_ADDR` | `MASTER_ADDR` | `MASTER_ADDR`, or the first host of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, or `SLURM_LAUNCH_NODE_IPADDR` |
+    /// | port | `MASTER_PORT` | `MASTER_PORT` | `MASTER_PORT`, or one that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID` |
+    ///
+    /// `torchrun` listens at `MASTER_PORT` itself where it says `TORCHELASTIC_USE_AGENT_STORE=True`; then the next port is taken. One rank
+    /// needs no address. The secret is `STEPSCOPE_GROUP_SECRET`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] that names the variable which is missing or makes no sense.
+    pub fn from_environment() -> Result<Option<Self>> {
+        read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+}
+
+/// See [`GroupConfig::from_environment`].
+fn read(get: impl Fn(&str) -> Option<String>) -> Result<Option<GroupConfig>> {
+    let Some(launcher) =
+        LAUNCHERS.iter().find(|launcher| get(launcher.rank).is_some() || get(launcher.ranks).is_some())
+    else {
+        return Ok(None);
+    };
+    let variables = Variables { launcher: launcher.name, get };
+    let rank: usize = variables.number(launcher.rank)?;
+    let ranks: usize = variables.number(launcher.ranks)?;
+    let local_rank = variables.number(launcher.local_rank)?;
+    if ranks == 0 {
+        return Err(misuse(launcher.name, launcher.ranks, "1 rank or more", "0"));
+    }
+    if rank >= ranks {
+        let expected = format!("a number below {ranks}, which is {}", launcher.ranks);
+        return Err(misuse(launcher.name, launcher.rank, &expected, &rank.to_string()));
+    }
+    let address = if ranks == 1 { String::new() } else { variables.address()? };
+    let config = GroupConfig::new(rank, ranks, address).on_host(local_rank);
+    Ok(Some(match (variables.get)(SECRET) {
+        Some(secret) => config.secret(secret),
+        None => config,
+    }))
+}
+
+struct Variables<G> {
+    launcher: &'static str,
+    get: G,
+}
+
+impl<G: Fn(&str) -> Option<String>> Variables<G> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.get)(name).filter(|text| !text.is_empty())
+    }
+
+    fn number<T: FromStr>(&self, name: &str) -> Result<T> {
+        let got = self.text(name);
+        let number = got.as_deref().and_then(|text| text.trim().parse().ok());
+        number.ok_or_else(|| misuse(self.launcher, name, "a number", got.as_deref().unwrap_or("nothing")))
+    }
+
+    fn address(&self) -> Result<String> {
+        let host = match self.text("MASTER_ADDR") {
+            Some(host) => host,
+            None if self.launcher == SLURM => self.first_host()?,
+            None => return Err(misuse(self.launcher, "MASTER_ADDR", "the host of rank 0", "nothing")),
+        };
+        let port = match self.text("MASTER_PORT") {
+            None if self.launcher == SLURM => self.slurm_port()?,
+            _ => self.number("MASTER_PORT")?,
+        };
+        if port == 0 {
+            return Err(misuse(self.launcher, "MASTER_PORT", "a port from 1 to 65535", "0"));
+        }
+        // torchrun's agent listens at its own port.
+        let port = match self.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() {
+            Some("True") if port < u16::MAX => port + 1,
+            Some("True") => port - 1,
+            _ => port,
+        };
+        let is_ipv6 = host.contains(':') && !host.starts_with('[');
+        Ok(if is_ipv6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
+    }
+
+    fn first_host(&self) -> Result<String> {
+        for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"] {
+            if let Some(list) = self.text(name) {
+                return first_host(&list).ok_or_else(|| misuse(self.launcher, name, "a list of hosts", &list));
+            }
+        }
+        let names = "MASTER_ADDR, SLURM_JOB_NODELIST or SLURM_LAUNCH_NODE_IPADDR";
+        self.text("SLURM_LAUNCH_NODE_IPADDR").ok_or_else(|| misuse(self.launcher, names, "a host", "nothing"))
+    }
+
+    fn slurm_port(&self) -> Result<u16> {
+        let job: u64 = self.number("SLURM_JOB_ID")?;
+        let step: u64 = if self.text("SLURM_STEP_ID").is_some() { self.number("SLURM_STEP_ID")? } else { 0 };
+        let (first, ports) = SLURM_PORTS;
+        Ok((first + job.wrapping_add(step.wrapping_mul(STEP_STRIDE)) % ports) as u16)
+    }
+}
+
+/// The first host of a list as Slurm writes it: `gpu[01-03,07],other` begins with `gpu01`.
+fn first_host(list: &str) -> Option<String> {
+    let (mut host, mut rest) = (String::new(), list.trim());
+    loop {
+        let end = rest.find(['[', ',']).unwrap_or(rest.len());
+        host.push_str(&rest[..end]);
+        match rest[end..].strip_prefix('[') {
+            None => break,
+            Some(numbers) => {
+                let (numbers, behind) = numbers.split_once(']')?;
+                host.push_str(numbers.split(['-', ',']).next()?);
+                rest = behind;
+            }
+        }
+    }
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    (!host.is_empty() && host.chars().all(is_name)).then_some(host)
+}
+
+fn misuse(launcher: &str, variable: &str, expected: &str, got: &str) -> Error {
+    Error::misuse(
+        "GroupConfig::from_environment",
+        format!("{expected} in {variable} (the variables are those of {launcher})"),
+        crate::error::short(got).to_string(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(variables: &[(&str, &str)]) -> Result<Option<GroupConfig>> {
+        read(|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
+    }
+
+    fn found(variables: &[(&str, &str)]) -> (usize, usize, usize, String) {
+        let config = from(variables).expect("variables that make sense").expect("a launcher");
+        (config.rank, config.ranks, config.local_rank, config.address)
+    }
+
+    fn refused(variables: &[(&str, &str)]) -> String {
+        from(variables).expect_err("variables that make no sense").to_string()
+    }
+
+    const TORCHRUN: [(&str, &str); 5] =
+        [("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "a.b"), ("MASTER_PORT", "29500")];
+    const SLURM_STEP: [(&str, &str); 6] = [
+        ("SLURM_PROCID", "5"),
+        ("SLURM_NTASKS", "8"),
+        ("SLURM_LOCALID", "2"),
+        ("SLURM_JOB_NODELIST", "gpu[07-09,12],other"),
+        ("SLURM_JOB_ID", "1234567"),
+        ("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.9"),
+    ];
+
+    #[test]
+    fn no_launcher_is_none() {
+        assert!(from(&[]).expect("no error").is_none());
+        assert!(from(&[("LOCAL_RANK", "1"), (SECRET, "x"), ("MASTER_ADDR", "h")]).expect("no error").is_none());
+    }
+
+    #[test]
+    fn torchrun() {
+        assert_eq!(found(&TORCHRUN), (3, 4, 1, "a.b:29500".into()));
+        // Its agent listens at the port.
+        let with =
+            |port, agent| [&TORCHRUN[..4], &[("MASTER_PORT", port), ("TORCHELASTIC_USE_AGENT_STORE", agent)]].concat();
+        assert_eq!(found(&with("29500", "True")).3, "a.b:29501");
+        assert_eq!(found(&with("65535", "True")).3, "a.b:65534");
+        assert_eq!(found(&with("29500", "False")).3, "a.b:29500");
+        let ipv6 = [&TORCHRUN[..3], &[("MASTER_ADDR", "fe80::1"), ("MASTER_PORT", "80")]].concat();
+        assert_eq!(found(&ipv6).3, "[fe80::1]:80");
+    }
+
+    #[test]
+    fn open_mpi() {
+        let variables = [
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ("MASTER_ADDR", "head"),
+            ("MASTER_PORT", "7000"),
+        ];
+        assert_eq!(found(&variables), (0, 2, 0, "head:7000".into()));
+        let error = refused(&variables[..3]);
+        assert!(error.contains("MASTER_ADDR") && error.contains("Open MPI"), "{error}");
+        // Started by mpirun within a job of Slurm.
+        assert_eq!(found(&[&SLURM_STEP[..], &variables].concat()).3, "head:7000");
+    }
+
+    #[test]
+    fn slurm() {
+        assert_eq!(found(&SLURM_STEP), (5, 8, 2, format!("gpu07:{}", 15_000 + 1_234_567 % 10_000)));
+        let of_step = [&SLURM_STEP[..], &[("SLURM_STEP_ID", "2"), ("SLURM_STEP_NODELIST", "gpu09")]].concat();
+        assert_eq!(found(&of_step).3, format!("gpu09:{}", 15_000 + (1_234_567 + 202) % 10_000));
+        let named = [&SLURM_STEP[..], &[("MASTER_ADDR", "h"), ("MASTER_PORT", "9")]].concat();
+        assert_eq!(found(&named).3, "h:9");
+        let without_list = [&SLURM_STEP[..3], &SLURM_STEP[4..]].concat();
+        assert!(found(&without_list).3.starts_with("10.0.0.9:"));
+        let error = refused(&SLURM_STEP[..3]);
+        assert!(error.contains("SLURM_JOB_NODELIST") && error.contains("nothing"), "{error}");
+        // Every number gives a port.
+        let strange =
+            [&SLURM_STEP[..4], &[("SLURM_JOB_ID", "18446744073709551615"), ("SLURM_STEP_ID", "4294967290")]].concat();
+        let port: u16 = found(&strange).3.rsplit(':').next().expect("a port").parse().expect("a number");
+        assert!((15_000..25_000).contains(&port));
+    }
+
+    #[test]
+    fn hosts_of_slurm() {
+        for (list, host) in [
+            ("a", "a"),
+            ("a,b", "a"),
+            ("gpu[01-03,07],other", "gpu01"),
+            ("gpu-[1,3]", "gpu-1"),
+            ("rack[1-2]node[3-4].x", "rack1node3.x"),
+            ("x[10]-ib,y", "x10-ib"),
+        ] {
+            assert_eq!(first_host(list).as_deref(), Some(host), "{list}");
+        }
+        for list in ["", "a[1", "[", "a b", ",a", "a;rm"] {
+            assert_eq!(first_host(list), None, "{list}");
+        }
+    }
+
+    #[test]
+    fn one_rank_needs_no_address() {
+        assert_eq!(found(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")]), (0, 1, 0, String::new()));
+    }
+
+    #[test]
+    fn each_error_names_its_variable() {
+        for at in 0..TORCHRUN.len() {
+            let (name, _) = TORCHRUN[at];
+            let mut variables = TORCHRUN;
+            variables[at].0 = "OTHER";
+            let error = refused(&variables);
+            assert!(error.contains(&format!(" in {name} ")) && error.contains("got nothing"), "{name}: {error}");
+            if name != "MASTER_ADDR" {
+                variables[at] = (name, "-1x\n");
+                let error = refused(&variables);
+                assert!(error.contains(name) && error.contains("got -1x") && !error.contains('\n'), "{name}: {error}");
+            }
+        }
+        let with = |name, value| TORCHRUN.map(|(of, old)| (of, if of == name { value } else { old }));
+        assert!(refused(&with("RANK", "4")).contains("a number below 4, which is WORLD_SIZE"));
+        assert!(refused(&with("WORLD_SIZE", "0")).contains("WORLD_SIZE"));
+        assert!(refused(&with("MASTER_PORT", "0")).contains("MASTER_PORT"));
+        assert!(refused(&with("MASTER_PORT", "65536")).contains("MASTER_PORT"));
+    }
+
+    #[test]
+    fn the_secret_is_read() {
+        let set = [&TORCHRUN[..], &[(SECRET, "0123456789abcdef")]].concat();
+        assert!(from(&set).expect("no error").expect("a launcher").secret.is_set());
+        assert!(!from(&TORCHRUN).expect("no error").expect("a launcher").secret.is_set());
+        // Set, and empty, is no promise of this host alone: it is refused when the ranks meet.
+        let empty = [&TORCHRUN[..], &[(SECRET, "")]].concat();
+        assert!(from(&empty).expect("no error").expect("a launcher").check().is_err());
+    }
+}

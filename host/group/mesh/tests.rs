@@ -1,0 +1,500 @@
+use super::*;
+use crate::group::testing::{PLENTY, SLACK, all, call, configs, met, proxy, rank_fault};
+use crate::random::SplitMix64;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// The deadline of what does not come.
+const SHORT: Duration = Duration::from_millis(400);
+
+impl Mesh {
+    /// The same, with another deadline.
+    pub(in crate::group) fn within(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+}
+
+fn in_time(took: Duration, deadline: Duration) {
+    assert!(took < deadline + Duration::from_secs(1) + SLACK, "took {took:?} with a deadline of {deadline:?}");
+}
+
+#[test]
+fn words_arrive_by_rank() {
+    for ranks in [1, 2, 4, 8] {
+        let rounds = all(met(ranks, PLENTY), |mesh| {
+            assert_eq!((mesh.ranks(), mesh.deadline()), (ranks, PLENTY));
+            for round in 0..50 {
+                let word = |rank: usize| vec![rank as u8; 1 + round * rank];
+                let words = mesh.agree(call("all_gather", round as u64), &word(mesh.rank())).expect("all agree");
+                assert_eq!(words, (0..ranks).map(word).collect::<Vec<_>>(), "rank {} round {round}", mesh.rank());
+            }
+        });
+        assert_eq!(rounds.len(), ranks);
+    }
+}
+
+#[test]
+fn the_longest_word_arrives_and_a_longer_one_is_refused() {
+    all(met(2, PLENTY), |mesh| {
+        let words = mesh.agree(call("word", 1), &vec![7; MOST_WORD]).expect("it fits");
+        assert!(words.iter().all(|word| *word == vec![7; MOST_WORD]));
+        let refused = mesh.agree(call("word", 1), &vec![7; MOST_WORD + 1]);
+        assert!(matches!(refused, Err(Error::Misuse { op: "word", .. })), "{refused:?}");
+    });
+}
+
+#[test]
+fn large_sends_both_ways_at_once_do_not_wait_for_each_other() {
+    const BYTES: usize = 64 << 20;
+    all(met(2, PLENTY), |mesh| {
+        let other = 1 - mesh.rank();
+        let sent: Vec<u8> = (0..BYTES).map(|at| ((at * (7 + mesh.rank())) >> 3) as u8).collect();
+        mesh.send(other, &sent).expect("it is taken");
+        mesh.agree(call("exchange", 1), &[]).expect("a round overtakes data");
+        let mut got = vec![0; BYTES];
+        mesh.receive(other, &mut got).expect("it comes");
+        assert!(got.iter().enumerate().all(|(at, byte)| *byte == ((at * (7 + other)) >> 3) as u8));
+    });
+}
+
+#[test]
+fn messages_arrive_in_order_whatever_their_lengths() {
+    let lengths = [0, 1, 5, MOST_PIECE - 1, MOST_PIECE, MOST_PIECE + 1, 0, 3 * MOST_PIECE, 17];
+    for ranks in [2, 4] {
+        all(met(ranks, PLENTY), |mesh| {
+            let others: Vec<_> = (0..ranks).filter(|rank| *rank != mesh.rank()).collect();
+            for (number, length) in lengths.into_iter().enumerate() {
+                for to in &others {
+                    mesh.send(*to, &vec![(16 * mesh.rank() + number) as u8; length]).expect("it is taken");
+                }
+            }
+            for from in others {
+                for (number, length) in lengths.into_iter().enumerate() {
+                    let mut got = vec![0; length];
+                    mesh.receive(from, &mut got).expect("it comes");
+                    assert!(got.iter().all(|byte| *byte == (16 * from + number) as u8));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_does_not_send_to_itself() {
+    all(met(2, PLENTY), |mesh| {
+        for rank in [mesh.rank(), 2, usize::MAX] {
+            assert!(matches!(mesh.send(rank, &[1]), Err(Error::Misuse { op: "send", .. })));
+            assert!(matches!(mesh.receive(rank, &mut [1]), Err(Error::Misuse { op: "receive", .. })));
+        }
+    });
+}
+
+#[test]
+fn a_length_that_differs_is_named() {
+    let meshes = met(2, SHORT);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 1 {
+            mesh.send(0, &[1, 2, 3]).expect("it is taken");
+            return rank_fault(mesh.receive(0, &mut [0]));
+        }
+        rank_fault(mesh.receive(1, &mut [0; 4]))
+    });
+    for (fault, took) in faults {
+        in_time(took, SHORT);
+        assert_eq!((fault.rank, fault.found_by, fault.op.as_str(), fault.sequence), (1, 0, "exchange", 1));
+        assert_eq!(fault.kind, RankFaultKind::Differs { expected: "4 bytes".into(), got: "3".into() });
+        assert!(fault.location.contains("mesh/tests.rs:"), "{fault}");
+    }
+}
+
+/// What all ranks say when rank `odd` makes another call than the others.
+fn differing(ranks: usize, odd: usize, common: Call, other: Call) {
+    let meshes = met(ranks, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("before", 1), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        let fault = rank_fault(mesh.agree(if mesh.rank() == odd { other } else { common }, &[]));
+        assert_eq!(rank_fault(mesh.agree(common, &[])), fault, "every later call says the same");
+        fault
+    });
+    // Of two nobody knows who is right, and rank 0 counts.
+    let culprit = if ranks == 2 { 1 } else { odd };
+    for (fault, took) in faults {
+        in_time(took, VOTE);
+        let text = fault.to_string();
+        assert_eq!((fault.rank, fault.sequence), (culprit, 2), "{text}");
+        assert!(text.contains(&format!("rank {culprit} of {ranks} calls something else than the others")), "{text}");
+        for Call { op, element, count, location } in [common, other] {
+            assert!(text.contains(&format!("`{op}` of {count} {element} at {location}")), "{text}");
+        }
+    }
+}
+
+#[test]
+fn another_op_element_count_or_line_names_the_rank_and_both_lines() {
+    let common = call("all_reduce", 1024);
+    for ranks in [2, 4] {
+        for odd in [0, ranks - 1] {
+            differing(ranks, odd, common, Call { op: "all_gather", ..common });
+            differing(ranks, odd, common, Call { element: "bf16", ..common });
+            differing(ranks, odd, common, Call { count: 1025, ..common });
+            differing(ranks, odd, common, call("all_reduce", 1024));
+        }
+    }
+}
+
+#[test]
+fn a_call_left_out_is_found_at_the_next() {
+    let [first, second] = [call("all_reduce", 8), call("all_gather", 8)];
+    let faults = all(met(4, PLENTY), |mesh| {
+        if mesh.rank() != 2 {
+            let fault = mesh.agree(first, &[]);
+            return rank_fault(fault);
+        }
+        rank_fault(mesh.agree(second, &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, VOTE);
+        assert_eq!((fault.rank, fault.sequence), (2, 1), "{fault}");
+        let text = fault.to_string();
+        assert!(text.contains(&first.location.to_string()) && text.contains(&second.location.to_string()), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_with_what_it_did_last() {
+    for ranks in [2, 4] {
+        let late = ranks - 1;
+        let before = call("before", 3);
+        let meshes = met(ranks, SHORT);
+        all(&meshes, |mesh| mesh.agree(before, &[]).expect("all agree"));
+        let faults = all(meshes, |mesh| {
+            if mesh.rank() == late {
+                // It is told in the end, too.
+                let start = Instant::now();
+                while mesh.shared.lock().verdict.is_none() {
+                    assert!(start.elapsed() < PLENTY, "nobody told the late rank");
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+            let start = Instant::now();
+            (rank_fault(mesh.agree(call("step", 1), &[])), start.elapsed())
+        });
+        for (rank, ((fault, waited), _)) in faults.into_iter().enumerate() {
+            in_time(waited, SHORT);
+            assert!(rank == late || fault.found_by != rank || waited >= SHORT, "{waited:?}");
+            assert_eq!((fault.rank, &fault.kind), (late, &RankFaultKind::Late), "{fault}");
+            assert_eq!((fault.op.as_str(), fault.sequence), ("step", 2), "{fault}");
+            let last = fault.last.as_ref().expect("it was heard");
+            assert_eq!((last.op.as_str(), last.sequence, &last.location), ("before", 1, &before.location.to_string()));
+            assert!(fault.to_string().contains("Last heard of"), "{fault}");
+        }
+    }
+}
+
+#[test]
+fn data_that_does_not_come_and_data_that_is_not_taken_name_the_rank() {
+    let meshes = met(2, SHORT);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        let result = if mesh.rank() == 0 { mesh.receive(1, &mut [0; 4]) } else { Ok(()) };
+        // Nothing is dropped before rank 0 has its answer.
+        if mesh.rank() == 0 {
+            return Some(rank_fault(result));
+        }
+        while mesh.shared.lock().verdict.is_none() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        None
+    });
+    in_time(faults[0].1, SHORT);
+    let fault = faults[0].0.as_ref().expect("rank 0's");
+    assert_eq!((fault.rank, &fault.kind, fault.op.as_str()), (1, &RankFaultKind::Late, "exchange"), "{fault}");
+}
+
+#[test]
+fn who_waits_for_another_is_not_the_culprit() {
+    // Rank 0 waits for 1, which waits for 2, which waits for nobody; and rank 0 is the first to lose patience.
+    let meshes = met(3, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("exchange", 4), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| match mesh.rank() {
+        0 => {
+            let mesh = Arc::into_inner(mesh).expect("the only one").within(Duration::from_secs(1));
+            Some(rank_fault(mesh.receive(1, &mut [0; 4])))
+        }
+        1 => Some(rank_fault(mesh.receive(2, &mut [0; 4]))),
+        _ => {
+            while mesh.shared.lock().verdict.is_none() {
+                thread::sleep(Duration::from_millis(5));
+            }
+            None
+        }
+    });
+    for (fault, _) in &faults[..2] {
+        assert_eq!(fault.as_ref().map(|fault| (fault.rank, fault.found_by)), Some((2, 0)), "{fault:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_named_at_once() {
+    let mut meshes = met(3, PLENTY);
+    drop(meshes.remove(1));
+    for (fault, took) in all(meshes, |mesh| rank_fault(mesh.agree(call("step", 1), &[]))) {
+        in_time(took, Duration::ZERO);
+        assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Left), "{fault}");
+        assert!(fault.to_string().contains("rank 1 of 3 has left the group"), "{fault}");
+    }
+}
+
+#[test]
+fn what_a_rank_sent_before_it_left_still_comes() {
+    let mut meshes = met(2, PLENTY);
+    let (last, first) = (meshes.pop().expect("rank 1"), meshes.pop().expect("rank 0"));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            last.send(0, &vec![9; 3 * MOST_PIECE]).expect("it is taken");
+            drop(last);
+        });
+        let mut got = vec![0; 3 * MOST_PIECE];
+        first.receive(1, &mut got).expect("it comes");
+        assert!(got.iter().all(|byte| *byte == 9));
+        let fault = rank_fault(first.receive(1, &mut got));
+        assert_eq!((fault.rank, fault.kind), (1, RankFaultKind::Left));
+    });
+}
+
+#[test]
+fn an_orderly_end_is_no_fault() {
+    for _ in 0..10 {
+        all(met(4, PLENTY), |mesh| {
+            for _ in 0..3 {
+                mesh.agree(call("step", 1), &[]).expect("all agree");
+            }
+            let start = Instant::now();
+            drop(mesh);
+            assert!(start.elapsed() < GOODBYE + SLACK);
+        });
+    }
+}
+
+#[test]
+fn a_failure_is_told_to_all_at_once_with_its_reason_and_line() {
+    let step = call("step", 1);
+    let meshes = met(4, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 2 {
+            mesh.fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+        }
+        rank_fault(mesh.agree(call("next", 1), &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, Duration::ZERO);
+        assert_eq!((fault.rank, fault.sequence, &fault.location), (2, 1, &step.location.to_string()), "{fault}");
+        assert!(fault.to_string().contains("sample 3 has the label 9"), "{fault}");
+    }
+}
+
+#[test]
+fn a_panic_is_told_to_all_at_once() {
+    let meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(call("step", 1), &[]).expect("all agree"));
+    let faults = all(meshes, |mesh| {
+        if mesh.rank() == 1 {
+            let panicked = catch_unwind(AssertUnwindSafe(move || {
+                let _dropped = mesh;
+                panic!("planted");
+            }));
+            assert!(panicked.is_err());
+            return None;
+        }
+        Some(rank_fault(mesh.agree(call("next", 1), &[])))
+    });
+    in_time(faults[0].1, Duration::ZERO);
+    let fault = faults[0].0.as_ref().expect("rank 0's");
+    assert!(matches!(&fault.kind, RankFaultKind::Failed { reason } if reason.contains("panicked")), "{fault}");
+    assert_eq!((fault.rank, fault.op.as_str()), (1, "step"));
+}
+
+#[test]
+fn the_culprit_is_passed_on() {
+    // Rank 2 does not come; rank 1 ends by it, long before rank 0 would; and says so for itself, too.
+    let meshes: Vec<_> = met(3, PLENTY);
+    let faults = all(meshes, |mesh| {
+        let step = call("step", 1);
+        match mesh.rank() {
+            0 => Some(rank_fault(mesh.agree(step, &[]))),
+            1 => {
+                let mesh = Arc::into_inner(mesh).expect("the only one").within(SHORT);
+                let error = mesh.agree(step, &[]).expect_err("rank 2 is late");
+                mesh.fail(&error);
+                Some(rank_fault(Err::<(), _>(error)))
+            }
+            _ => {
+                while mesh.shared.lock().verdict.is_none() {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                None
+            }
+        }
+    });
+    for (fault, _) in &faults[..2] {
+        let fault = fault.as_ref().expect("a fault");
+        assert_eq!((fault.rank, fault.found_by, &fault.kind), (2, 1, &RankFaultKind::Late), "{fault}");
+    }
+}
+
+#[test]
+fn a_fault_is_heard_before_the_goodbye_of_who_heard_it() {
+    let mut meshes = met(3, PLENTY);
+    {
+        // Rank 2 tells rank 1 alone, as if the others had not heard it yet.
+        let mut table = meshes[2].shared.lock();
+        let fault = table.fault(2, RankFaultKind::Failed { reason: "planted".into() }, Duration::ZERO);
+        table.peers[1].as_mut().expect("a peer").tell(&Message::Fault(Box::new(fault)));
+    }
+    let start = Instant::now();
+    while meshes[1].shared.lock().verdict.is_none() {
+        assert!(start.elapsed() < PLENTY, "rank 1 is not told");
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(meshes.remove(1));
+    let fault = rank_fault(meshes[0].agree(call("step", 1), &[]));
+    assert!(fault.rank == 2 && matches!(fault.kind, RankFaultKind::Failed { .. }), "{fault}");
+}
+
+#[test]
+fn a_wait_elsewhere_names_who_is_behind_or_that_nobody_is() {
+    let waited = Duration::from_secs(7);
+    let step = call("all_reduce", 1);
+    let meshes = met(3, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    // All are in the same op.
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind, fault.waited), (0, &RankFaultKind::Stuck, waited), "{fault}");
+    assert!(fault.to_string().contains("all 3 ranks are in `all_reduce` (number 1)"), "{fault}");
+
+    // Another has not even begun it.
+    let meshes = met(3, PLENTY);
+    meshes[0].shared.lock().begin(step, &[]);
+    meshes[2].shared.lock().begin(step, &[]);
+    let start = Instant::now();
+    while meshes[0].shared.lock().stuck(waited).rank == 2 {
+        assert!(start.elapsed() < PLENTY, "rank 2's beats do not say what it does");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{fault}");
+
+    // Another has left.
+    let mut meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    drop(meshes.pop());
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Left), "{fault}");
+
+    // The others have gone on: it is this rank.
+    let meshes = met(2, PLENTY);
+    all(&meshes, |mesh| mesh.agree(step, &[]).expect("all agree"));
+    meshes[1].shared.lock().begin(step, &[]);
+    let start = Instant::now();
+    while meshes[0].shared.lock().stuck(waited).kind == RankFaultKind::Stuck {
+        assert!(start.elapsed() < PLENTY, "rank 1's beats do not say what it does");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let fault = rank_fault(Err::<(), _>(meshes[0].late(waited)));
+    assert_eq!((fault.rank, &fault.kind), (0, &RankFaultKind::Late), "{fault}");
+}
+
+#[test]
+fn a_connection_that_is_cut_is_noticed_at_once() {
+    let meshes = met(3, PLENTY);
+    // As the system does for a process that was killed.
+    let killed = &meshes[1];
+    let faults = all([0, 2], |rank: usize| {
+        if rank == 2 {
+            thread::sleep(Duration::from_millis(50));
+            killed.streams.iter().flatten().for_each(|stream| drop(stream.shutdown(Shutdown::Both)));
+        }
+        rank_fault(meshes[rank].agree(call("step", 1), &[]))
+    });
+    for (fault, took) in faults {
+        in_time(took, Duration::ZERO);
+        // Who cut a connection cannot be seen: the one that was told first says the other.
+        assert!(matches!(fault.kind, RankFaultKind::Gone { .. }), "{fault}");
+        assert!(fault.rank == 1 || fault.found_by == 1, "{fault}");
+    }
+}
+
+#[test]
+fn a_connection_that_is_cut_anywhere_ends_all_ranks_in_time() {
+    // Several at a time, as most of it is waiting.
+    all(0..20, |seed| {
+        let mut random = SplitMix64::new(seed);
+        let deadline = Duration::from_millis(800);
+        let mut configs = configs(3, deadline);
+        // About what the meeting says, and then some rounds and data.
+        let bytes = random.next_u64() as usize % if seed % 2 == 0 { 800 } else { 200_000 };
+        configs[1].address = proxy(configs[0].address.clone(), bytes);
+        let ends = all(configs, |config| -> Result<()> {
+            let mesh = Mesh::join(&config)?;
+            let start = Instant::now();
+            loop {
+                let work = || -> Result<()> {
+                    mesh.agree(call("step", 1), &[1; 100])?;
+                    let next = (mesh.rank() + 1) % 3;
+                    mesh.send(next, &[mesh.rank() as u8; 5_000])?;
+                    let mut got = [0; 5_000];
+                    let last = (mesh.rank() + 2) % 3;
+                    mesh.receive(last, &mut got)?;
+                    assert!(got.iter().all(|byte| *byte as usize == last));
+                    Ok(())
+                };
+                work()?;
+                assert!(start.elapsed() < PLENTY, "the proxy has not cut the connection");
+            }
+        });
+        for (rank, (end, took)) in ends.into_iter().enumerate() {
+            let error = end.expect_err("the connection is cut");
+            // The meeting, and one call; no deadline is added to another.
+            in_time(took, 2 * deadline);
+            assert!(matches!(error, Error::Rank(_) | Error::Meeting(_)), "seed {seed}, rank {rank}: {error}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_hears_nothing_keeps_nobody_beyond_the_deadline() {
+    // Rank 1 is a program that meets the others and then stops, as by SIGSTOP: it neither reads nor writes.
+    let deadline = Duration::from_millis(500);
+    let results = all(configs(2, PLENTY), |config| {
+        if config.rank() == 1 {
+            let streams = meeting::meet(&config).expect("the ranks meet");
+            thread::sleep(Duration::from_secs(4));
+            drop(streams);
+            return None;
+        }
+        let mesh =
+            Arc::into_inner(Mesh::join(&config).expect("the ranks meet")).expect("the only one").within(deadline);
+        let start = Instant::now();
+        let fault = rank_fault(mesh.send(1, &vec![1; 256 << 20]));
+        let took = start.elapsed();
+        let start = Instant::now();
+        drop(mesh);
+        Some((fault, took, start.elapsed()))
+    });
+    let (fault, took, dropped) = results[0].0.as_ref().expect("rank 0's");
+    assert!(*took >= deadline && *took < Duration::from_secs(4), "took {took:?}");
+    assert!(*dropped < GOODBYE + Duration::from_secs(2), "dropped in {dropped:?}");
+    assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{fault}");
+}
+
+#[test]
+fn threads_end_with_the_mesh() {
+    let shared: Vec<_> = met(4, PLENTY).into_iter().map(|mesh| mesh.shared.clone()).collect();
+    let start = Instant::now();
+    while !shared.iter().all(|shared| shared.lock().is_quiet()) {
+        assert!(start.elapsed() < PLENTY, "threads go on when their mesh is gone");
+        thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,188 @@
+//! Groups: N ranks, one device a rank, that train one model.
+//!
+//! A [`Group`] is a rank's way to the others: a [`Mesh`](mesh::Mesh) of connections, on which every collective is announced and compared
+//! before it is queued, and a link between the devices, which carries its bytes. Invariant: no collective is queued that not all ranks
+//! have agreed on, by number, op, elements and line, and no wait for another rank is without the group's deadline.
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod door;
+mod environment;
+pub(crate) mod fault;
+mod link;
+mod meeting;
+mod mesh;
+mod peer;
+mod secret;
+mod slices;
+mod table;
+#[cfg(test)]
+mod testing;
+mod wire;
+
+pub use config::GroupConfig;
+pub use fault::{LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
+pub(crate) use slices::Slices;
+
+use crate::copies::{self, OfRank};
+use crate::driver::{Device, DeviceLink, Wire};
+use crate::error::{Error, Result};
+use crate::tensor::Memory;
+use mesh::{Call, Mesh};
+use std::ops::Range;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A rank's place in a group of ranks that train one model, each on a device of its own. Clones share it.
+///
+/// [`Learner::in_group`](crate::Learner::in_group) takes it; nothing else of a program changes. Ranks are processes, on one host or on
+/// several, or threads of one process on the emulator.
+///
+/// ```
+/// use stepscope::*;
+///
+/// # fn main() -> Result<()> {
+/// let ranks = GroupConfig::on_this_host(2)?.into_iter().map(|config| {
+///     std::thread::spawn(move || -> Result<usize> {
+///         let device = Device::open(DeviceKind::Emulated)?;
+///         let group = Group::join(&device, &config)?;
+///         Ok(group.rank())
+///     })
+/// });
+/// let ranks: Vec<_> = ranks.collect();
+/// let met: Vec<usize> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<_>>()?;
+/// assert_eq!(met, [0, 1]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Group {
+    mesh: Arc<Mesh>,
+    /// None where there is one rank.
+    link: Option<Arc<DeviceLink>>,
+}
+
+impl Wire for Mesh {
+    fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
+        Self::send(self, to, bytes)
+    }
+
+    fn receive(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        Self::receive(self, from, bytes)
+    }
+}
+
+impl Group {
+    /// Meets the other ranks, and links this rank's device with theirs. Waits until all have come, not longer than the configuration's
+    /// deadline.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] that says which rank has not come, is not of this group, or has another secret, version or kind of device;
+    /// [`Error::Driver`] when NCCL cannot be used.
+    #[track_caller]
+    pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
+        let mesh = Mesh::join(config)?;
+        let mut group = Self { mesh, link: None };
+        if group.ranks() > 1 {
+            let linked = group.link_devices(device, Location::caller());
+            group.link = Some(Arc::new(group.told(linked)?));
+        }
+        Ok(group)
+    }
+
+    fn link_devices(&self, device: &Device, location: &'static Location<'static>) -> Result<DeviceLink> {
+        let kind = device.description().kind.to_string();
+        self.expect_same("a device of the same kind", &kind, location)?;
+        let name = if self.rank() == 0 { DeviceLink::name(device)? } else { Vec::new() };
+        let call = Call { op: "link", element: "u8", count: 0, location };
+        let names = self.mesh.agree(call, &name)?;
+        let name = names.into_iter().next().expect("rank 0's");
+        DeviceLink::join(device, name, (self.rank(), self.ranks()), Arc::clone(&self.mesh) as _, self.mesh.deadline())
+    }
+
+    /// This rank's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.mesh.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn ranks(&self) -> usize {
+        self.mesh.ranks()
+    }
+
+    /// The parts that each of this rank's `shards / ranks` shards has of a batch in so many parts. A batch of fewer parts than shards leaves
+    /// some without. No other part of the batch is asked for its values here, so a loader need not make them.
+    ///
+    /// # Panics
+    /// When there are fewer shards than ranks.
+    pub fn own_parts(&self, shards: usize, parts: usize) -> Vec<Range<usize>> {
+        let own = shards / self.ranks();
+        assert!(own > 0, "{shards} shards of {} ranks", self.ranks());
+        let start = |shard: usize| (shard as u128 * parts as u128 / shards as u128) as usize;
+        (self.rank() * own..(self.rank() + 1) * own).map(|shard| start(shard)..start(shard + 1)).collect()
+    }
+
+    /// Tells all ranks a word, and returns all words by rank. `op` and `count` must be the same on all.
+    pub(crate) fn agree(
+        &self,
+        op: &'static str,
+        count: usize,
+        word: &[u8],
+        location: &'static Location<'static>,
+    ) -> Result<Vec<Vec<u8>>> {
+        self.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
+    }
+
+    /// An error unless all ranks have the same of `what`, told as text.
+    pub(crate) fn expect_same(&self, what: &str, own: &str, location: &'static Location<'static>) -> Result<()> {
+        let words = self.agree("compare", 0, own.as_bytes(), location)?;
+        let other = |word: &&Vec<u8>| word.as_slice() != own.as_bytes();
+        match words.iter().position(|word| other(&word)) {
+            None => Ok(()),
+            Some(rank) => {
+                let got = format!("rank {rank} has `{}`", String::from_utf8_lossy(&words[rank]));
+                Err(Error::misuse("group", format!("{what} on all ranks, `{own}` here"), got))
+            }
+        }
+    }
+
+    /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
+    pub(crate) fn exchange(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
+        match &self.link {
+            Some(link) => copies::exchange(link, sends, receives),
+            None => Ok(()),
+        }
+    }
+
+    /// Queues copies of what each rank has of a region, the elements that `of` gives for it, to all others.
+    pub(crate) fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Range<usize>) -> Result<()> {
+        let part = |rank: usize| region.part(of(rank).start, of(rank).len());
+        let others = || (0..self.ranks()).filter(|&rank| rank != self.rank());
+        let sends: Vec<OfRank> = others().map(|rank| (rank, part(self.rank()))).collect();
+        let receives: Vec<OfRank> = others().map(|rank| (rank, part(rank))).collect();
+        self.exchange(&sends, &receives)
+    }
+
+    /// The same result. An error is told to all ranks, which end with it; one that a device's wait ended with says who is late.
+    pub(crate) fn told<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| {
+            let error = match error {
+                Error::Timeout { waited, .. } if self.ranks() > 1 => self.mesh.late(waited),
+                other => other,
+            };
+            // What waits on the device for a rank that does not come would wait for ever.
+            if let Some(link) = &self.link {
+                link.give_up();
+            }
+            self.mesh.fail(&error);
+            error
+        })
+    }
+
+    /// How long a rank waits for the others.
+    pub fn deadline(&self) -> Duration {
+        self.mesh.deadline()
+    }
+}

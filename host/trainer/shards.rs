@@ -1,0 +1,278 @@
+//! One update by all ranks of a group: the gradients of shards, their sum in one tree, each rank's slice of the update.
+//!
+//! ```text
+//! shards             0     1     2     3          made alone, by the rank that has them
+//! rank 0 waiting     0  ->  0+1
+//! rank 1 waiting                 2  ->  2+3
+//! slice 0            (0+1) + (2+3)                 on rank 0, which updates these weights
+//! slice 1            (0+1) + (2+3)                 on rank 1
+//! weights            slice 0 | slice 1             gathered by all
+//! ```
+//! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
+//! of a shard, a chunk of the norm or an element of the update.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::group::{Group, Slices};
+use crate::memory::{Arena, Buffer};
+use crate::ops;
+use crate::optim::{self, Optimizer, UpdateRule};
+use crate::params::{Gradients, Parameter, Parameters};
+use crate::report::Phase;
+use crate::step::Eager;
+use crate::tensor::{Source, Tensor};
+use std::ops::Range;
+use std::panic::Location;
+
+/// The most ranks of a group: what one launch sums.
+const MOST_RANKS: usize = 64;
+
+/// Ends a metric of an update: reads it, or has it copied to where it lands.
+pub(super) type Metric<'m> = dyn for<'s> FnMut(&Eager<'s>, &Tensor<'s>) -> Result<()> + 'm;
+
+/// Of which elements all ranks get the sums of the gradients, beside their own slice.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Wanted {
+    /// Those of the watched parameter.
+    Watched,
+    /// All.
+    All,
+}
+
+/// What a learner of a group has beside its weights: which shards of each batch are its own, and memory for their sums.
+#[derive(Debug)]
+pub struct Shards {
+    group: Group,
+    shards: usize,
+    slices: Slices,
+    /// The sums of 1, 2, 4, .. shards that wait for their neighbours.
+    waiting: Vec<Buffer<f32>>,
+    among: Option<Among>,
+}
+
+/// What several ranks need.
+#[derive(Debug)]
+struct Among {
+    /// This rank's slice of each rank's sum, `[ranks, pitch]`.
+    parts: Buffer<f32>,
+    /// The squared norm of each chunk of the gradients.
+    norms: Buffer<f32>,
+}
+
+impl Shards {
+    /// Shares out the batch in so many shards, and the optimiser's state in a slice for each rank.
+    #[track_caller]
+    pub(super) fn new<R: UpdateRule>(
+        group: Group,
+        shards: usize,
+        parameters: &Parameters,
+        optimizer: &mut Optimizer<R>,
+    ) -> Result<Self> {
+        let (rank, ranks) = (group.rank(), group.ranks());
+        if !shards.is_power_of_two() || !shards.is_multiple_of(ranks) || ranks > MOST_RANKS {
+            let expected = format!("shards: a power of two that the ranks divide, at most {MOST_RANKS} of these");
+            return Err(Error::misuse("in_group", expected, format!("{shards} shards of {ranks} ranks")));
+        }
+        let device = parameters.flat().device();
+        let elements = parameters.layout().elements();
+        let settings = optimizer.rule().settings(optimizer.updates() + 1, &optim::ParameterGroup::default());
+        let same = format!("{shards} shards, weights {}, {} {settings:?}", parameters.sha256()?, optimizer.name());
+        let compared = group.expect_same("shards, weights and optimiser", &same, Location::caller());
+        group.told(compared)?;
+        let slices = Slices::new(elements, ranks);
+        let own = shards / ranks;
+        let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
+        let among = if ranks == 1 {
+            None
+        } else {
+            optimizer.keep(slices.of(rank))?;
+            let parts = Buffer::zeros(device, ranks * slices.pitch())?;
+            Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())? })
+        };
+        Ok(Self { group, shards, slices, waiting, among })
+    }
+
+    pub(super) fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// An error unless these are the shards of a learner of such parameters and such an optimiser.
+    pub(super) fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
+        let slice = if self.among.is_some() { self.slices.of(self.group.rank()) } else { 0..self.slices.elements() };
+        if parameters.layout().elements() == self.slices.elements() && optimizer.slice() == slice {
+            return Ok(());
+        }
+        let expected = "a learner with the shards and the optimiser that `in_group` has made for it";
+        Err(Error::misuse("update", expected, "another learner's"))
+    }
+
+    /// The own shards' parts of a batch, whose parts have these lengths: none for some, where the batch has fewer samples than shards.
+    pub(super) fn own(&self, lens: &[usize]) -> Result<Vec<Range<usize>>> {
+        let (parts, shards) = (lens.len(), self.shards);
+        if parts < shards && lens.iter().any(|&samples| samples > 1) {
+            let expected = format!("a batch of at least {shards} parts, as there are shards, or parts of one sample");
+            return Err(Error::misuse("update", expected, format!("{parts} parts of {lens:?} samples")));
+        }
+        Ok(self.group.own_parts(shards, parts))
+    }
+
+    /// Agrees with all ranks on an update by so many samples. Whether one of them is to stop behind it.
+    #[track_caller]
+    pub(super) fn agree_on_update(&self, samples: usize, stop: bool) -> Result<bool> {
+        let words = self.group.agree("update", samples, &[u8::from(stop)], Location::caller())?;
+        Ok(words.iter().any(|word| word == &[1]))
+    }
+
+    /// The losses of all parts of a batch in its order, of which these are the own ones. `norms` must be the same on all ranks, bit for
+    /// bit.
+    #[track_caller]
+    pub(super) fn losses_of_all(&self, losses: &[f32], norms: &[f32]) -> Result<Vec<f32>> {
+        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+        let own = bytes(norms);
+        let words =
+            self.group.agree("metrics", norms.len(), &[&own[..], &bytes(losses)].concat(), Location::caller())?;
+        if let Some(rank) = words.iter().position(|word| !word.starts_with(&own)) {
+            let expected = format!("the same squared norms of the gradients on all ranks, {norms:?} here");
+            let got = format!("other bits on rank {rank}: distrust its device, or this one");
+            return Err(Error::misuse("group", expected, got));
+        }
+        let losses = words.iter().flat_map(|word| word[own.len()..].as_chunks().0);
+        Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    }
+
+    /// Adds the gradients of this rank's shard `number`, zero if it `is_empty`, to those of its neighbours before it, as far as the tree goes, and
+    /// keeps what must wait for a neighbour behind it.
+    pub(super) fn fold(
+        &mut self,
+        arena: &mut Arena,
+        gradients: &mut Gradients,
+        (number, is_empty): (usize, bool),
+    ) -> Result<()> {
+        let own = self.shards / self.group.ranks();
+        if own == 1 && !is_empty {
+            return Ok(());
+        }
+        arena.step(|step| {
+            let _phase = step.enter(Phase::Backward);
+            if is_empty {
+                gradients.zero(step)?;
+            }
+            let mut gradients = gradients.lend_flat_mut(step)?;
+            let shape = gradients.shape();
+            let ready = number.trailing_ones() as usize;
+            for waiting in &self.waiting[..ready.min(self.waiting.len())] {
+                ops::add_assign(step, &mut gradients, &step.lend(waiting, shape)?)?;
+            }
+            match self.waiting.get_mut(ready) {
+                Some(waiting) if number + 1 < own => {
+                    let mut waiting = step.lend_mut(waiting, shape)?;
+                    ops::copy_into(step, &gradients, &mut waiting)
+                }
+                _ => Ok(()),
+            }
+        })
+    }
+
+    /// Sums all ranks' gradients: each gets its slice of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
+    /// all ranks get.
+    pub(super) fn sum(
+        &mut self,
+        arena: &mut Arena,
+        gradients: &mut Gradients,
+        wanted: Option<Range<usize>>,
+    ) -> Result<()> {
+        let Self { group, slices, among, .. } = self;
+        let Some(Among { parts, norms }) = among else { return Ok(()) };
+        let (rank, ranks) = (group.rank(), group.ranks());
+        let own = slices.of(rank);
+        let flat = gradients.flat().memory();
+        let sends: Vec<_> = (0..ranks).map(|to| (to, flat.part(slices.of(to).start, slices.of(to).len()))).collect();
+        let place = |from: usize| parts.memory().part(from * slices.pitch(), own.len());
+        let receives: Vec<_> = (0..ranks).map(|from| (from, place(from))).collect();
+        group.exchange(&sends, &receives)?;
+        if !own.is_empty() {
+            arena.step(|step| {
+                let _phase = step.enter(Phase::Optimizer);
+                let mut sum = gradients.lend_flat_mut(step)?.part(own.clone());
+                let parts = step.lend(parts, [ranks, slices.pitch()])?;
+                ops::sum_parts_into(step, &parts, &mut sum)?;
+                let chunks = [norms.len()];
+                let mut norms = step.lend_mut(norms, chunks)?.part(slices.chunks_of(rank));
+                ops::squared_norms_into(step, &sum, &mut norms)
+            })?;
+        }
+        group.gather(norms.memory(), |rank| slices.chunks_of(rank))?;
+        wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
+    }
+
+    /// Makes the update that is set up, each rank that of its slice, and gathers the weights. The squared norm of all gradients goes to
+    /// `metric`, behind it that of the watched parameter's.
+    pub(super) fn update<R: UpdateRule>(
+        &self,
+        arena: &mut Arena,
+        (parameters, gradients): (&mut Parameters, &mut Gradients),
+        optimizer: &mut Optimizer<R>,
+        watched: Option<Parameter>,
+        metric: &mut Metric<'_>,
+    ) -> Result<()> {
+        arena.step(|step| {
+            let watched = watched.map(|watched| {
+                let _phase = step.enter(Phase::Backward);
+                ops::squared_norm(step, &gradients.lend_mut(step, watched)?)
+            });
+            let watched = watched.transpose()?;
+            let norm = match &self.among {
+                None => optimizer.apply(step, parameters, gradients)?,
+                Some(Among { norms, .. }) => {
+                    let _phase = step.enter(Phase::Optimizer);
+                    let norm = ops::sum(step, &step.lend(norms, [norms.len()])?)?;
+                    optimizer.apply_slice(step, parameters, gradients, &norm)?;
+                    norm
+                }
+            };
+            metric(step, &norm)?;
+            watched.map_or(Ok(()), |watched| metric(step, &watched))
+        })?;
+        if self.among.is_some() {
+            self.group.gather(parameters.flat().memory(), |rank| self.slices.of(rank))?;
+            arena.step(|step| parameters.queue_copy(step))?;
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint: rank 0, by `write`, with the optimiser's state of all slices. All ranks end as it does.
+    #[track_caller]
+    pub(super) fn save<R: UpdateRule>(
+        &self,
+        optimizer: &Optimizer<R>,
+        write: impl FnOnce(Vec<Vec<f32>>) -> Result<()>,
+    ) -> Result<()> {
+        let location = Location::caller();
+        self.group.agree("checkpoint", self.slices.elements(), &[], location)?;
+        let whole: Vec<Buffer<f32>> = match &self.among {
+            None => Vec::new(),
+            Some(_) => optimizer.state().iter().map(|state| self.whole(state)).collect::<Result<_>>()?,
+        };
+        if self.group.rank() == 0 {
+            let state = if self.among.is_some() { &whole } else { optimizer.state() };
+            let state = state.iter().map(Buffer::read).collect::<Result<_>>();
+            self.group.told(state.and_then(write))?;
+        }
+        // Nobody goes on before the file is there.
+        self.group.agree("checkpoint written", self.slices.elements(), &[], location).map(drop)
+    }
+
+    /// A part of the optimiser's state, of all slices.
+    fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
+        let Self { group, slices, .. } = self;
+        let ranks = 0..group.ranks();
+        let whole = Buffer::zeros(state.device(), slices.elements())?;
+        let place = |rank: usize| whole.memory().part(slices.of(rank).start, slices.of(rank).len());
+        let sends: Vec<_> =
+            ranks.clone().map(|to| (to, state.memory().part(0, slices.of(group.rank()).len()))).collect();
+        let receives: Vec<_> = ranks.map(|from| (from, place(from))).collect();
+        group.exchange(&sends, &receives)?;
+        Ok(whole)
+    }
+}

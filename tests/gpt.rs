@@ -1,0 +1,358 @@
+//! The language models of `examples/gpt`: the same bits whatever runs them, and what is refused of files.
+//!
+//! The program's modules are compiled a second time here. `tests/gpt_program.rs` runs the program.
+
+#![forbid(unsafe_code)]
+#![allow(dead_code, reason = "the program's main, which calls all of this, is not here")]
+
+mod support;
+
+#[path = "../examples/gpt/bad_input.rs"]
+mod bad_input;
+#[path = "../examples/gpt/cli.rs"]
+mod cli;
+#[path = "../examples/gpt/model.rs"]
+mod model;
+#[path = "../examples/gpt/plan.rs"]
+mod plan;
+#[path = "../examples/gpt/registry.rs"]
+mod registry;
+#[path = "../examples/gpt/report.rs"]
+mod report;
+#[path = "../examples/gpt/sample.rs"]
+mod sample;
+#[path = "../examples/gpt/samples.rs"]
+mod samples;
+#[path = "../examples/shared/mod.rs"]
+mod shared;
+#[path = "../examples/gpt/text.rs"]
+mod text;
+#[path = "../examples/gpt/token_file.rs"]
+mod token_file;
+#[path = "../examples/gpt/tokenizer.rs"]
+mod tokenizer;
+#[path = "../examples/gpt/train.rs"]
+mod train;
+#[path = "../examples/gpt/weights.rs"]
+mod weights;
+
+use clap::Parser;
+use cli::Args;
+use plan::Plan;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use stepscope::{Arena, Capacity, Device, Learner, SplitMix64, Tape, ops};
+use support::on_each_device;
+use tempfile::TempDir;
+use text::Text;
+use tokenizer::Tokenizer;
+use weights::Weights;
+
+/// A folder with a text of so many random words.
+fn folder(words: usize) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut random = SplitMix64::new(5);
+    let text: String =
+        (0..words).map(|_| ["let ", "mut ", "fn ", "x = ", "y;\n", "\0"][(random.next_u64() % 6) as usize]).collect();
+    let path = folder.path().join("text.txt");
+    fs::write(&path, text).unwrap();
+    (folder, path)
+}
+
+/// The arguments of a small run, and more.
+fn arguments(data: &Path, out: &Path, more: &str) -> Args {
+    let own = format!(
+        "gpt --data {} --out {} --context 16 --batch 2 --updates 5 --evaluate-every 3 --warmup 1",
+        data.display(),
+        out.display()
+    );
+    Args::parse_from(own.split(' ').chain(more.split_whitespace()))
+}
+
+/// What a run gives: the digest of its weights, and the bits of all losses.
+type Bits = (String, Vec<u64>);
+
+/// A run to its end, or to its stop.
+fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
+    let plan = Plan::load(args, 1).unwrap();
+    let mut learner = plan.learner(device).unwrap();
+    let mut arena = plan.arena(device, &mut learner).unwrap();
+    let stop = AtomicBool::new(stopped);
+    let trainer = plan.trainer(&mut arena, learner).unwrap();
+    let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
+    let position = plan.train(&mut trainer, &args.out, true).unwrap()?.position;
+    let losses = position.losses.iter().chain(position.evaluations.iter().map(|look| &look.loss));
+    let losses = losses.map(|loss| loss.to_bits()).collect();
+    Some((trainer.learner().parameters.sha256().unwrap(), losses))
+}
+
+on_each_device! {
+    /// Captured and eager, recomputed and not, stopped behind each update and not: the bits are the same.
+    fn how_it_runs_changes_no_bit(device: &Device) {
+        let (folder, data) = folder(400);
+        for arch in ["--arch gpt2", "--arch llama --documents --accumulate 2"] {
+            let run = |more: &str| {
+                trained(device, &arguments(&data, folder.path(), &format!("{arch} {more}")), false).unwrap()
+            };
+            let captured = run("");
+            assert_eq!(captured.1.len(), 5 + 2, "{arch}: 5 updates, and looks behind the third and the last");
+            assert_eq!(run("--eager"), captured, "{arch}: eager");
+            assert_eq!(run("--recompute"), captured, "{arch}: recomputed");
+            assert_eq!(run("--eager --recompute"), captured, "{arch}: eager and recomputed");
+            assert_ne!(run("--seed 8"), captured, "{arch}: another seed");
+
+            let checkpoint = folder.path().join("model.safetensors");
+            let resume = format!("{arch} --resume {}", checkpoint.display());
+            let mut stops = 0;
+            assert_eq!(trained(device, &arguments(&data, folder.path(), arch), true), None);
+            let resumed = loop {
+                stops += 1;
+                if let Some(bits) = trained(device, &arguments(&data, folder.path(), &resume), true) {
+                    break bits;
+                }
+            };
+            assert_eq!((stops, resumed), (5, captured), "{arch}: resumed behind each update");
+        }
+    }
+
+    /// BF16 and TF32 learn what f32 does, nearly.
+    fn less_exact_products_learn_too(device: &Device) {
+        let (folder, data) = folder(400);
+        let loss = |more: &str| {
+            let (_, losses) = trained(device, &arguments(&data, folder.path(), more), false).unwrap();
+            f64::from_bits(losses[4])
+        };
+        for arch in ["gpt2", "llama"] {
+            let exact = loss(&format!("--arch {arch}"));
+            for precision in ["tf32", "bf16"] {
+                let other = loss(&format!("--arch {arch} --precision {precision}"));
+                assert!(other != exact && (other - exact).abs() < 0.02, "{arch} {precision}: {other}, f32 {exact}");
+            }
+        }
+    }
+
+    /// The same seed writes the same text, another seed another.
+    fn a_seed_names_what_is_written(device: &Device) {
+        let (folder, data) = folder(400);
+        let args = arguments(&data, folder.path(), "");
+        let plan = Plan::load(&args, 1).unwrap();
+        let learner = plan.learner(device).unwrap();
+        let write = |seed, temperature| {
+            let draw = sample::Draw { temperature, top_k: Some(40), top_p: Some(0.9) };
+            sample::write(device, &learner.model, &learner.parameters, &[5, 6, 7], (10, None), draw, seed).unwrap()
+        };
+        let text = write(7, 1.0);
+        assert!(text == write(7, 1.0) && text != write(8, 1.0) && text.len() == 10, "{text:?}");
+        assert_eq!(write(7, 0.0), write(8, 0.0), "the likeliest tokens have no seed");
+    }
+
+    /// Token by token, with keys and values kept, the likeliest text is that of the whole text computed anew for each token.
+    fn a_cache_changes_no_text(device: &Device) {
+        let (folder, data) = folder(400);
+        let greedy = sample::Draw { temperature: 0.0, top_k: None, top_p: None };
+        for arch in ["gpt2", "llama"] {
+            let args = arguments(&data, folder.path(), &format!("--arch {arch} --updates 30"));
+            let plan = Plan::load(&args, 1).unwrap();
+            let mut learner = plan.learner(device).unwrap();
+            let mut arena = plan.arena(device, &mut learner).unwrap();
+            let mut trainer = plan.trainer(&mut arena, learner).unwrap();
+            plan.train(&mut trainer, &args.out, true).unwrap().unwrap();
+            let Learner { model, parameters, .. } = trainer.learner();
+            let mut other = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+            let mut tokens = b"let".map(u32::from).to_vec();
+            let mut random = SplitMix64::new(0);
+            while tokens.len() < 16 {
+                let logits = other.step(|step| {
+                    let tape = Tape::new(step, parameters).evaluating();
+                    let hidden = model.hidden::<f32>(&tape, step.upload(&tokens, [1, tokens.len()])?.save(), None)?;
+                    let last = ops::slice(step, hidden.value(), 1, tokens.len() - 1..tokens.len())?;
+                    step.read(&model.logits(step, parameters, &last)?)
+                });
+                tokens.push(sample::choose(&logits.unwrap(), greedy, &mut random));
+            }
+            let written = sample::write(device, model, parameters, &tokens[..3], (100, None), greedy, 7).unwrap();
+            assert_eq!(written, tokens[3..], "{arch}");
+            assert!(written.iter().any(|&token| token != written[0]), "{arch} writes more than one token: {written:?}");
+        }
+    }
+
+    /// What is written for transformers is read again, in one file and in shards; what does not fit is refused by name.
+    fn weights_go_out_and_come_back(device: &Device) {
+        let (folder, data) = folder(400);
+        for arch in ["gpt2", "llama"] {
+            let args = arguments(&data, folder.path(), &format!("--arch {arch}"));
+            let plan = Plan::load(&args, 1).unwrap();
+            let learner = plan.learner(device).unwrap();
+            let theirs = folder.path().join(arch);
+            weights::write(&theirs, &learner.parameters, &plan.sizes).unwrap();
+            let back = Weights::read(&theirs, None).unwrap();
+            assert_eq!(back.sizes, plan.sizes, "{arch}");
+            // Where the third row and the second column of keys lie.
+            let flat = learner.parameters.flat().read().unwrap();
+            let qkv = learner.parameters.layout().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
+            let qkv = qkv.unwrap();
+            let ours = flat[qkv.start() + 2 * qkv.shape().extents()[1] + 128 + 1];
+            let (name, place) = match arch {
+                "gpt2" => ("transformer.h.0.attn.c_attn.weight", 2 * 384 + 128 + 1),
+                _ => ("model.layers.0.self_attn.k_proj.weight", 128 + 2),
+            };
+            let tensors = weights::as_theirs(learner.parameters.layout(), &plan.sizes, &flat);
+            assert_eq!(tensors[name].1[place].to_bits(), ours.to_bits(), "{arch}");
+            let other = Args { seed: 8, ..args.clone() };
+            let mut other = Plan::load(&other, 1).unwrap().learner(device).unwrap();
+            assert_ne!(other.parameters.sha256(), learner.parameters.sha256());
+            back.load(&mut other.parameters).unwrap();
+            assert_eq!(other.parameters.sha256(), learner.parameters.sha256(), "{arch}");
+        }
+    }
+}
+
+/// Changes the tensors of a folder's file, and where asked cuts it into two shards.
+fn changed(theirs: &Path, shards: bool, change: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
+    use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+    let file = theirs.join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let read = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<_> =
+        read.iter().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec(), tensor.data().to_vec())).collect();
+    change(&mut tensors);
+    let write = |path: &Path, tensors: &[(String, Vec<usize>, Vec<u8>)]| {
+        let view = |(name, shape, bytes): &(String, Vec<usize>, Vec<u8>)| {
+            (name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap().data().to_vec(), shape.clone())
+        };
+        let kept: Vec<_> = tensors.iter().map(view).collect();
+        let views =
+            kept.iter().map(|(name, bytes, shape)| (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap()));
+        fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+    };
+    if !shards {
+        return write(&file, &tensors);
+    }
+    fs::remove_file(&file).unwrap();
+    let (first, second) = tensors.split_at(tensors.len() / 2);
+    let mut map = serde_json::Map::new();
+    for (name, part) in [("model-1.safetensors", first), ("model-2.safetensors", second)] {
+        write(&theirs.join(name), part);
+        map.extend(part.iter().map(|(tensor, ..)| (tensor.clone(), name.into())));
+    }
+    let index = serde_json::json!({ "weight_map": map });
+    fs::write(theirs.join("model.safetensors.index.json"), index.to_string()).unwrap();
+}
+
+#[test]
+fn weights_that_do_not_fit_are_refused_by_name() {
+    let (folder, data) = folder(400);
+    let device = support::open(stepscope::DeviceKind::Emulated);
+    let fresh = |arch: &str| {
+        let args = arguments(&data, folder.path(), &format!("--arch {arch}"));
+        let plan = Plan::load(&args, 1).unwrap();
+        let theirs = folder.path().join(arch);
+        let _ = fs::remove_dir_all(&theirs);
+        weights::write(&theirs, &plan.learner(&device).unwrap().parameters, &plan.sizes).unwrap();
+        theirs
+    };
+    let refused = |theirs: &Path, told: &str| {
+        let error = Weights::read(theirs, None).err().expect(told).to_string();
+        assert!(error.contains(told), "expected `{told}` in: {error}");
+    };
+    let theirs = fresh("llama");
+    let name = "model.layers.3.self_attn.k_proj.weight";
+    changed(&theirs, true, |_| ());
+    Weights::read(&theirs, None).unwrap();
+    let theirs = fresh("llama");
+    let _ = fs::remove_file(theirs.join("model.safetensors.index.json"));
+    changed(&theirs, false, |tensors| tensors.retain(|(tensor, ..)| tensor != name));
+    refused(&theirs, &format!("has no `{name}` [64, 128]"));
+    let theirs = fresh("llama");
+    changed(&theirs, false, |tensors| {
+        let tensor = tensors.iter_mut().find(|(tensor, ..)| tensor == name).unwrap();
+        tensor.1 = vec![128, 64];
+    });
+    refused(&theirs, &format!("`{name}`: expected [64, 128] by config.json, got [128, 64]"));
+    let theirs = fresh("gpt2");
+    changed(&theirs, false, |tensors| tensors.push(("transformer.h.4.ln_1.weight".into(), vec![1], vec![0; 4])));
+    refused(&theirs, "has `transformer.h.4.ln_1.weight`, which is no weight of this model");
+    let theirs = fresh("gpt2");
+    let config = fs::read_to_string(theirs.join("config.json")).unwrap();
+    fs::write(theirs.join("config.json"), config.replace("gelu_new", "relu")).unwrap();
+    refused(&theirs, "`activation_function`: expected");
+    fs::write(theirs.join("config.json"), config.replace("\"gpt2\"", "\"bert\"")).unwrap();
+    refused(&theirs, "`model_type`: expected \"gpt2\" or \"llama\", got \"bert\"");
+    let weights = theirs.join("model.safetensors");
+    let bytes = fs::read(&weights).unwrap();
+    fs::write(theirs.join("config.json"), config).unwrap();
+    fs::write(&weights, &bytes[..bytes.len() - 4]).unwrap();
+    refused(&theirs, "model.safetensors: ");
+}
+
+#[test]
+fn token_files_of_each_format_are_read_as_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens: Vec<u32> = (0..5000).map(|at| at * 7 % 50_257).collect();
+    let narrow: Vec<u8> = tokens.iter().flat_map(|&token| (token as u16).to_le_bytes()).collect();
+    let wide: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+    let header = |magic: u32, version: u32| {
+        let mut header: Vec<u8> = [magic, version, 5000].iter().flat_map(|number| number.to_le_bytes()).collect();
+        header.resize(1024, 0);
+        header
+    };
+    let gpt2 = Tokenizer::open("gpt2").unwrap();
+    let formats = [narrow.clone(), [header(20_240_520, 1), narrow].concat(), [header(20_240_801, 7), wide].concat()];
+    let mut digests = Vec::new();
+    for (number, bytes) in formats.iter().enumerate() {
+        let path = folder.path().join(format!("{number}.bin"));
+        fs::write(&path, bytes).unwrap();
+        let text = Text::load(&[path.clone(), path], &gpt2, 64).unwrap();
+        assert_eq!((text.len(), text.held_out()), (10_000, 9500..10_000));
+        // Across the border of two files.
+        let mut read = Vec::new();
+        text.read(4990..5010, &mut read).unwrap();
+        assert_eq!(read, [&tokens[4990..], &tokens[..10]].concat(), "format {number}");
+        digests.push(text.sha256);
+    }
+    assert!(digests.iter().all(|digest| *digest == digests[0]), "the same tokens have the same digest: {digests:?}");
+}
+
+#[test]
+fn a_token_file_that_is_cut_while_it_is_used_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokens.bin");
+    fs::write(&path, vec![0; 10_000]).unwrap();
+    let text = Text::load(std::slice::from_ref(&path), &Tokenizer::open("gpt2").unwrap(), 64).unwrap();
+    fs::write(&path, [0; 100]).unwrap();
+    let error = text.read(1000..1064, &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("tokens.bin: has changed since it was opened"), "{error}");
+}
+
+#[test]
+fn text_becomes_the_tokens_that_others_make_of_it() {
+    let gpt2 = Tokenizer::open("gpt2").unwrap();
+    // As OpenAI's tiktoken and transformers tell.
+    assert_eq!(gpt2.encode("", b"Hello, world!").unwrap(), [15_496, 11, 995, 0]);
+    assert_eq!((gpt2.vocabulary(), gpt2.end()), (50_257, Some(50_256)));
+    assert_eq!(gpt2.decode(&[15_496, 11, 995, 0, 50_300]), "Hello, world!");
+    let bytes = Tokenizer::open("bytes").unwrap();
+    assert_eq!(bytes.encode("", &[255, 65]).unwrap(), [255, 65]);
+    assert_eq!(bytes.decode(&[65, 66, 300]), "AB");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokenizer.json");
+    let words = serde_json::json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": { "type": "Whitespace" },
+        "post_processor": null, "decoder": null, "truncation": null, "padding": null,
+        "model": { "type": "WordLevel", "vocab": { "let": 0, "mut": 1, "[UNK]": 2, "</s>": 3 }, "unk_token": "[UNK]" },
+    });
+    fs::write(&file, words.to_string()).unwrap();
+    let words = Tokenizer::open(file.to_str().unwrap()).unwrap();
+    assert_eq!(words.encode("", b"let mut x").unwrap(), [0, 1, 2]);
+    assert_eq!((words.vocabulary(), words.end()), (4, Some(3)));
+    assert_eq!(words.decode(&[0, 1]), "let mut");
+}
+
+#[test]
+fn the_registry_has_the_same_text_for_the_same_lock() {
+    let files = registry::sources().unwrap();
+    let first = files[0].to_str().unwrap();
+    assert!(files.len() > 300 && first.contains("bytemuck-"), "{} files, the first {first}", files.len());
+    assert_eq!(files, registry::sources().unwrap());
+}

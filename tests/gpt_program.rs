@@ -1,0 +1,168 @@
+//! Runs the built `gpt` example: what it leaves behind, and what it refuses, with exit code 2 and nothing written.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use stepscope::Device;
+use support::example::{run, text};
+use support::on_each_device;
+use tempfile::TempDir;
+
+const SMALL: &str = "--context 16 --batch 2 --updates 4 --sample-tokens 5";
+
+/// A folder with a text.
+fn workplace() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text.txt");
+    fs::write(&path, "let x = 1;\nlet y = x + 1;\n".repeat(40)).unwrap();
+    (folder, path)
+}
+
+fn gpt(device: &Device, data: &Path, out: &Path, more: &str) -> Output {
+    let paths = [data, out].map(|path| path.to_str().expect("a path in UTF-8"));
+    let arguments = ["--data", paths[0], "--out", paths[1]].into_iter().chain(SMALL.split(' '));
+    run("gpt", device, &arguments.chain(more.split_whitespace()).collect::<Vec<_>>())
+}
+
+/// The names of the files in a folder.
+fn names(folder: &Path) -> BTreeSet<String> {
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+on_each_device! {
+    fn a_run_leaves_its_report_and_can_go_on(device: &Device) {
+        let (folder, data) = workplace();
+        let out = folder.path().join("out");
+        let output = gpt(device, &data, &out, "--checkpoint-every 2");
+        let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{screen}{errors}");
+        assert!(screen.contains("--- a sample\nfn "), "{screen}");
+        assert!(errors.contains("held-out loss") && errors.contains("tokens/s"), "{errors}");
+        let expected = ["best.safetensors", "loss.svg", "model.safetensors", "report.json", "transformers"];
+        assert_eq!(names(&out), expected.map(String::from).into());
+        let report: Value = serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
+        let losses = report["losses"].as_array().unwrap();
+        assert!(losses.len() == 4 && losses[0].as_f64().unwrap() > losses[3].as_f64().unwrap(), "{report}");
+        assert_eq!(report["device"], device.description().kind.to_string());
+        assert_eq!(report["weights_sha256"].as_str().unwrap().len(), 64);
+        assert!(report["tokens_per_second"].as_f64().unwrap() > 0.0 && report["sample"].is_string(), "{report}");
+        assert!(report["bytes"]["steps"].as_u64().unwrap() > 0, "{report}");
+        assert_eq!(report["evaluations"].as_array().unwrap().len(), 4, "a fifth of four updates is one");
+
+        // The run has ended: going on gives the same report, and the weights for transformers train on.
+        let checkpoint = out.join("model.safetensors");
+        let output = gpt(device, &data, &out, &format!("--resume {}", checkpoint.display()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let again: Value = serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
+        for same in ["weights_sha256", "losses", "sample"] {
+            assert_eq!(report[same], again[same], "{same}");
+        }
+        let theirs = out.join("transformers");
+        let (on, weights) = (folder.path().join("on"), format!("--weights {} --tokenizer bytes", theirs.display()));
+        let first = on.join("model.safetensors");
+        for more in ["", &format!("--resume {}", first.display())] {
+            let output = gpt(device, &data, &on, &format!("{weights} {more}"));
+            assert!(output.status.success(), "{more}: {}", text(&output.stderr));
+        }
+    }
+}
+
+/// Refused with exit code 2 and these words, and nothing is written.
+fn refused(data: &Path, more: &str, told: &str) {
+    let device = support::open(stepscope::DeviceKind::Emulated);
+    let out = data.parent().unwrap().join("none");
+    let output = gpt(&device, data, &out, more);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}: {message}");
+    assert!(message.contains(told), "expected `{told}` in: {message}");
+    assert!(!out.exists(), "{told}: something was written");
+}
+
+#[test]
+fn bad_input_is_told_and_nothing_is_written() {
+    let (folder, data) = workplace();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    };
+    refused(&file("empty.txt", b""), "", "empty.txt: is empty");
+    refused(&folder.path().join("missing.txt"), "", "missing.txt: ");
+    refused(&file("short.txt", b"let x;"), "", "7 tokens are too few: a --context of 16 needs 17");
+    refused(&data, "--context 4096", "1041 tokens are too few");
+    refused(&file("latin.txt", &[0xe4; 100]), "--tokenizer gpt2", "latin.txt: is no UTF-8");
+    refused(&file("odd.bin", &[0; 101]), "", "odd.bin: is cut: tokens of 2 bytes cannot be 101 bytes");
+    refused(&file("none.bin", b""), "", "none.bin: is empty");
+    let mut header: Vec<u8> = [20_240_520_u32, 1, 1000].iter().flat_map(|number| number.to_le_bytes()).collect();
+    header.resize(1024 + 1998, 0);
+    refused(&file("cut.bin", &header), "", "is cut: its header tells 1000 tokens, which are 3024 bytes; it has 3022");
+    header[4] = 9;
+    refused(&file("new.bin", &header), "", "new.bin: expected llm.c's version 1, got 9");
+    let beyond: Vec<u8> = [5_u16, 60_000].repeat(100).iter().flat_map(|token| token.to_le_bytes()).collect();
+    let beyond = file("beyond.bin", &beyond);
+    refused(&beyond, "", "token 60000 at place 1 is beyond the vocabulary of 50257");
+    refused(&beyond, "--tokenizer bytes", "token 60000 at place 1 is beyond the vocabulary of 256");
+    let words = r#"{ "version": "1.0", "added_tokens": [], "model": { "type": "WordLevel", "vocab": { "x": 0 }, "unk_token": "x" } }"#;
+    let words = file("words.json", words.as_bytes());
+    refused(
+        &data,
+        &format!("--documents --tokenizer {}", words.display()),
+        "the tokenizer has no token that ends a document",
+    );
+    let output = run("gpt", &support::open(stepscope::DeviceKind::Emulated), &["--sample", ""]);
+    assert!(output.status.code() == Some(2) && text(&output.stderr).contains("--sample: is empty"));
+    let other = file("tokenizer.json", b"{}");
+    refused(&data, &format!("--tokenizer {}", other.display()), "tokenizer.json: is no tokenizer.json");
+    refused(&data, "--tokenizer nothing.json", "nothing.json: ");
+    refused(&data, "--resume nothing.safetensors", "nothing.safetensors");
+    refused(&data, "--weights nothing", "config.json: ");
+    refused(&data, "--batch 0", "--batch");
+    refused(&data, "--top-p 0", "--top-p");
+}
+
+#[test]
+fn files_of_another_model_are_refused() {
+    let device = support::open(stepscope::DeviceKind::Emulated);
+    let (folder, data) = workplace();
+    let out = folder.path().join("out");
+    assert!(gpt(&device, &data, &out, "").status.success());
+    let theirs = out.join("transformers");
+    // A vocabulary of 256, and one of 50,257.
+    refused(
+        &data,
+        &format!("--weights {}", theirs.display()),
+        "the weights have a vocabulary of 256, and gpt2 of 50257",
+    );
+    refused(
+        &data,
+        &format!("--weights {} --context 17 --tokenizer bytes", theirs.display()),
+        "has a context of 16, got --context 17",
+    );
+    let config = theirs.join("config.json");
+    let wider = fs::read_to_string(&config).unwrap().replace("\"n_layer\": 4", "\"n_layer\": 5");
+    fs::write(&config, wider).unwrap();
+    refused(
+        &data,
+        &format!("--weights {} --tokenizer bytes", theirs.display()),
+        "has no `transformer.h.4.ln_1.weight` [128]",
+    );
+
+    // What decides the weights is another: the run does not begin, and what was there stays.
+    let checkpoint = out.join("model.safetensors");
+    let before = fs::read(&checkpoint).unwrap();
+    for more in ["--arch llama", "--seed 8", "--context 8", "--batch 3"] {
+        let output = gpt(&device, &data, &out, &format!("--resume {} {more}", checkpoint.display()).replace(SMALL, ""));
+        let message = text(&output.stderr);
+        assert!(
+            output.status.code() == Some(2) && message.contains("was made with other settings"),
+            "{more}: {message}"
+        );
+    }
+    assert!(fs::read(&checkpoint).unwrap() == before);
+}

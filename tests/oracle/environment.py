@@ -1,0 +1,26 @@
+"""The packages that a script needs, in an environment of its own below the target folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).resolve().parents[2] / "target")
+
+
+def run_in(name, packages):
+    """Makes the environment with the packages where it is missing, and runs the script in it."""
+    folder = (TARGET / name).resolve()
+    if Path(sys.prefix).resolve() == folder:
+        return
+    python = folder / "bin" / "python"
+    try:
+        if not (folder / "ready").exists():
+            print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr)
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages], check=True)
+            (folder / "ready").touch()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"cannot make {folder}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    os.execv(python, [str(python), *sys.argv])

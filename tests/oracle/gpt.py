@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Checks examples/gpt against Hugging Face's transformers: PyTorch on the CPU, in float64.
+
+    python3 tests/oracle/gpt.py PROGRAM [--device auto|emulated|cuda]
+
+PROGRAM is the built example. For GPT-2 and Llama: transformers writes random weights, in one file and in shards; the example loads
+them, and traces the logits, the loss and every gradient of a batch of f32. transformers computes the same in float64 from the same weights.
+Each tensor may be off by LIMIT of its largest element. Then transformers loads what the example wrote back: each logit must have the same
+bits. Before it is believed, the comparison must refuse planted errors: a weight, and a gradient, that are off by 1e-4.
+
+PyTorch and transformers are installed into target/torch-venv at the first run: some 6 GB.
+
+Exit code 0: all agree. 1: something does not, or a planted error passed. 2: the example failed.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import environment
+
+PACKAGES = ["torch==2.15.0", "transformers==5.23.0", "numpy==2.4.6", "safetensors==0.8.0"]
+# Of the largest element of a tensor.
+LIMIT = 2e-6
+PLANTED = 1e-4
+VOCABULARY, CONTEXT, BATCH, WIDTH = 300, 40, 3, 64
+
+
+def models():
+    """(name, model, what a shard may have): small, with heads of 16 columns; Llama's in groups of two."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    gpt2 = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=WIDTH, n_layer=3, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )
+    sizes = dict(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=160, rms_norm_eps=1e-5,
+    )
+    yield "gpt2", GPT2LMHeadModel(gpt2), "50MB"
+    yield "llama", LlamaForCausalLM(LlamaConfig(**sizes)), "50MB"
+    yield "llama, tied, in shards", LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)), "200KB"
+
+
+def trace(program, device, folder):
+    """What the example makes of a batch of the weights in a folder."""
+    import numpy
+    from safetensors.numpy import load_file
+
+    tokens = numpy.random.default_rng(3).integers(0, 256, 4000).astype("<u2")
+    (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    arguments = [
+        program, "--weights", folder / "theirs", "--tokenizer", "bytes", "--data", folder / "tokens.bin", "--batch", str(BATCH),
+        "--out", folder / "ours", "--trace", folder / "trace.safetensors", "--device", device,
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout, done.stderr, file=sys.stderr)
+        raise SystemExit(2)
+    return load_file(folder / "trace.safetensors")
+
+
+def computed(model, traced):
+    """The same by transformers, in float64."""
+    import torch
+
+    model = model.double()
+    model.zero_grad()
+    ids, labels = (torch.tensor(traced[name]).long() for name in ("ids", "labels"))
+    logits = model(ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    found = {f"gradient.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    found = {**found, "logits": logits.detach(), "loss": loss.detach().reshape(1)}
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def errors(got, want):
+    """Of each tensor the largest difference, over the largest element. Both have the same tensors."""
+    import numpy
+
+    extra = set(got) ^ set(want) ^ {"ids", "labels"}
+    if extra:
+        return {name: numpy.inf for name in extra}
+    return {
+        name: float(numpy.abs(got[name] - value).max() / numpy.abs(value).max()) if got[name].shape == value.shape else numpy.inf
+        for name, value in want.items()
+    }
+
+
+def check(program, device, name, model, shard):
+    """One model; whether all agrees."""
+    import copy
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and gains too, which start alike.
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        model.save_pretrained(folder / "theirs", max_shard_size=shard)
+        got = trace(program, device, folder)
+        want = computed(copy.deepcopy(model), got)
+        found = errors(got, want)
+        worst = max((tensor for tensor in found if tensor.startswith("gradient.")), key=found.get)
+        agree = max(found.values()) <= LIMIT
+
+        # Planted: one weight, and one gradient.
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            next(other.parameters()).mul_(1 + PLANTED)
+        changed = dict(want)
+        changed["loss"] = want["loss"] * (1 + PLANTED)
+        plants = [computed(other, got), changed]
+        for tensor in (worst, "gradient." + list(model.named_parameters())[-1][0]):
+            wrong = dict(want)
+            wrong[tensor] = want[tensor] * (1 + PLANTED)
+            plants.append(wrong)
+        refused = sum(max(errors(got, wrong).values()) > LIMIT for wrong in plants)
+
+        ids = torch.tensor(got["ids"]).long()
+        back, told = AutoModelForCausalLM.from_pretrained(folder / "ours" / "transformers", output_loading_info=True, dtype=torch.float32)
+        lost = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[key]]
+        with torch.no_grad():
+            equal = torch.equal(back.eval()(ids).logits, model(ids).logits)
+    print(
+        f"| {name} | {found['logits']:.1e} | {found['loss']:.1e} | {found[worst]:.1e} | {len(found) - 2} | {refused} of {len(plants)} | "
+        f"{'equal' if equal and not lost else f'differ {lost}'} |"
+    )
+    return agree and refused == len(plants) and equal and not lost
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
+    environment.run_in("torch-venv", PACKAGES)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    program, device = sys.argv[1], sys.argv[3] if sys.argv[2:3] == ["--device"] else "auto"
+    torch.manual_seed(7)
+    print(f"largest error of a tensor, over its largest element; at most {LIMIT:.0e}\n")
+    print("| weights | logits | loss | worst gradient | gradients | planted errors refused | logits of what was written back |")
+    print("|---|---|---|---|---|---|---|")
+    agreed = [check(program, device, *model) for model in models()]
+    return 0 if all(agreed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
