@@ -5,7 +5,8 @@
 //! figures alone. Invariant: no request above [`Situation::available_bytes`] is admitted, whatever the figures are.
 #![forbid(unsafe_code)]
 
-use serde::Serialize;
+use crate::cgroup::CgroupMemory;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 const KIB: u64 = 1 << 10;
@@ -13,7 +14,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 /// What the host says about its memory: the two lines of `/proc/meminfo` that admission needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemInfo {
     /// `MemFree`: bytes that nothing uses at all.
     pub free_bytes: u64,
@@ -65,6 +66,9 @@ pub struct Situation {
     pub driver_total_bytes: u64,
     /// The host's own figures, see [`Situation::read_host`].
     pub host: Option<MemInfo>,
+    /// The memory cgroup that limits what is asked for: on the emulator, whose memory is this process's. That of a GPU's driver is not
+    /// counted by a cgroup.
+    pub cgroup: Option<CgroupMemory>,
     /// What is left to everybody else, by default a sixteenth of the memory and at most 2 GiB (256 MiB on a discrete GPU).
     pub reserve_bytes: u64,
 }
@@ -95,7 +99,8 @@ impl Situation {
     /// reclaimable = MemAvailable - MemFree is added. MemAvailable bounds the sum, because the two sources are read one
     /// after the other and may disagree. Swap is never counted: getting memory by swapping is the stall to be avoided.
     ///
-    /// On a discrete GPU, and on an integrated one whose host figures are unknown, it is driver free - reserve.
+    /// On a discrete GPU, and on an integrated one whose host figures are unknown, it is driver free - reserve. Where a cgroup counts it is
+    /// no more than what that has left, less the reserve or a sixteenth of the limit, the smaller one.
     pub fn available_bytes(&self) -> u64 {
         let usable = match self.host {
             Some(host) if self.integrated => {
@@ -103,7 +108,17 @@ impl Situation {
             }
             _ => self.driver_free_bytes,
         };
-        usable.saturating_sub(self.reserve_bytes)
+        let usable = usable.saturating_sub(self.reserve_bytes);
+        self.cgroup.map_or(usable, |cgroup| usable.min(self.available_in(cgroup)))
+    }
+
+    fn available_in(&self, cgroup: CgroupMemory) -> u64 {
+        cgroup.available_bytes().saturating_sub(self.reserve_bytes.min(cgroup.limit_bytes / 16))
+    }
+
+    /// The cgroup, if it is what decides.
+    fn deciding_cgroup(&self) -> Option<CgroupMemory> {
+        self.cgroup.filter(|&cgroup| self.available_in(cgroup) == self.available_bytes())
     }
 
     /// Whether `requested_bytes` may be asked for.
@@ -141,6 +156,9 @@ impl Refusal {
     /// What to do about it, in the situation at hand.
     fn advice(&self) -> &'static str {
         let Situation { integrated, driver_total_bytes, host, reserve_bytes, .. } = self.situation;
+        if self.situation.deciding_cgroup().is_some() {
+            return "raise the limit of the container, service or job that this process is in, or use a smaller arena or a smaller micro-batch";
+        }
         if self.requested_bytes > driver_total_bytes.saturating_sub(reserve_bytes) {
             return "this device can never hold it: use a smaller arena or a smaller micro-batch, or lower the reserve";
         }
@@ -163,7 +181,7 @@ impl Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, reserve_bytes } = self.situation;
+        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes } = self.situation;
         write!(
             f,
             "{} of device memory refused, {} may be asked for: the driver says {} free of {}",
@@ -183,6 +201,10 @@ impl fmt::Display for Refusal {
             (true, None) => f.write_str(", the host's figures are unknown")?,
             (false, _) => {}
         }
+        if let Some(CgroupMemory { version, limit_bytes, used_bytes }) = cgroup {
+            let (limit, used) = (Size(limit_bytes), Size(used_bytes));
+            write!(f, ", the memory cgroup (version {version}) says limit {limit}, in use {used}")?;
+        }
         write!(f, ", the reserve is {}; {}", Size(reserve_bytes), self.advice())
     }
 }
@@ -190,7 +212,7 @@ impl fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 /// Bytes, for people and exactly.
-struct Size(u64);
+pub(crate) struct Size(pub(crate) u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -249,6 +271,7 @@ mod tests {
             driver_free_bytes: host.free_bytes,
             driver_total_bytes: GB10_TOTAL,
             host: Some(host),
+            cgroup: None,
             reserve_bytes: default_reserve_bytes(true, GB10_TOTAL),
         }
     }
@@ -410,10 +433,12 @@ mod tests {
             driver_free_bytes in figure(),
             driver_total_bytes in figure(),
             host in prop::option::of((figure(), figure())),
+            cgroup in prop::option::of((figure(), figure())),
             reserve_bytes in figure(),
         ) -> Situation {
             let host = host.map(|(free_bytes, available_bytes)| MemInfo { free_bytes, available_bytes });
-            Situation { integrated, driver_free_bytes, driver_total_bytes, host, reserve_bytes }
+            let cgroup = cgroup.map(|(limit_bytes, used_bytes)| CgroupMemory { version: 2, limit_bytes, used_bytes });
+            Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes }
         }
     }
 
@@ -429,7 +454,11 @@ mod tests {
                     (wide(situation.driver_free_bytes) + reclaimable).min(wide(host.available_bytes))
                 }
             };
-            let available = (usable - wide(situation.reserve_bytes)).max(0);
+            let mut available = (usable - wide(situation.reserve_bytes)).max(0);
+            if let Some(CgroupMemory { limit_bytes, used_bytes, .. }) = situation.cgroup {
+                let left = (wide(limit_bytes) - wide(used_bytes)).max(0);
+                available = available.min((left - wide(situation.reserve_bytes).min(wide(limit_bytes) / 16)).max(0));
+            }
             prop_assert_eq!(wide(situation.available_bytes()), available);
             prop_assert_eq!(situation.admit(requested).is_ok(), wide(requested) <= available);
             prop_assert_eq!(situation.admit(situation.available_bytes()), Ok(()));
@@ -455,8 +484,9 @@ mod tests {
         fn every_refusal_can_be_shown(situation in situation(), requested in figure()) {
             if let Err(refusal) = situation.admit(requested) {
                 let text = refusal.to_string();
-                let Situation { driver_free_bytes, driver_total_bytes, reserve_bytes, .. } = situation;
-                for bytes in [requested, driver_free_bytes, driver_total_bytes, reserve_bytes] {
+                let Situation { driver_free_bytes, driver_total_bytes, cgroup, reserve_bytes, .. } = situation;
+                let of_cgroup = cgroup.map_or([requested; 2], |cgroup| [cgroup.limit_bytes, cgroup.used_bytes]);
+                for bytes in [requested, driver_free_bytes, driver_total_bytes, reserve_bytes].into_iter().chain(of_cgroup) {
                     let shown = text.contains(&format!("({bytes} bytes)"));
                     prop_assert!(shown, "{}: {}", bytes, text);
                 }

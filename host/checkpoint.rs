@@ -7,7 +7,7 @@
 
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
-use crate::files::{replace_file, sweep};
+use crate::files::{replace_file_by, sweep};
 use crate::finite::Numbers;
 use crate::memory::Buffer;
 use crate::optim::{Optimizer, UpdateRule};
@@ -15,9 +15,11 @@ use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::Shape;
 use crate::tensors::Tensors;
 use crate::upload::Transfer;
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::io::{self, BufWriter, Seek, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "stepscope.format";
@@ -29,6 +31,8 @@ const FIRST_OPTIMIZER: &str = "adamw";
 const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note that tells a damaged file.
 const DIGEST: &str = "stepscope.sha256";
+/// Values that are read from a device at once while a file is written: 16 MiB.
+const PIECE: usize = 4 << 20;
 
 /// What a checkpoint's file held when it was loaded, known to be whole. It takes as much of the host's memory as the file has bytes: drop
 /// it when all is restored. What becomes of the file does not matter any more.
@@ -66,16 +70,16 @@ impl Checkpoint {
         notes: &[(&str, String)],
         numbers: Numbers,
     ) -> Result<()> {
-        let read = |optimizer: &Optimizer<dyn UpdateRule>| optimizer.whole_state()?.iter().map(Buffer::read).collect();
-        let state = optimizer.map(read).transpose()?;
-        Self::save_whole(path, parameters, (optimizer, state.unwrap_or_default()), notes, numbers)
+        let state = optimizer.map(Optimizer::whole_state).transpose()?.unwrap_or_default();
+        Self::save_whole(path, parameters, (optimizer, state), notes, numbers)
     }
 
-    /// [`Checkpoint::save_with`] of an optimiser's state that is on the host.
+    /// [`Checkpoint::save_with`] of an optimiser's state that is somewhere else: whole, on a device. What is written is read from the device in
+    /// pieces, so that the host needs no memory for it.
     pub(crate) fn save_whole(
         path: impl AsRef<Path>,
         parameters: &Parameters,
-        (optimizer, state): (Option<&Optimizer<dyn UpdateRule>>, Vec<Vec<f32>>),
+        (optimizer, state): (Option<&Optimizer<dyn UpdateRule>>, &[Buffer<f32>]),
         notes: &[(&str, String)],
         numbers: Numbers,
     ) -> Result<()> {
@@ -83,42 +87,17 @@ impl Checkpoint {
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
-        let update = optimizer.map(Optimizer::updates);
-        let mut regions = vec![(String::new(), parameters.flat().read()?)];
-        numbers.check((update, Quantity::Weight), layout.finite("", &regions[0].1))?;
+        let mut parts = parts(layout, ("", Quantity::Weight), parameters.flat());
         if let Some(optimizer) = optimizer {
             optimizer.check_layout(layout)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
             for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
-                numbers.check((update, Quantity::OptimizerState), layout.finite(&prefix, &state))?;
-                regions.push((prefix, state));
+                parts.extend(self::parts(layout, (&prefix, Quantity::OptimizerState), state));
             }
         }
-        let path = path.as_ref();
-        let mut named: Vec<(String, Shape, Vec<u8>)> = regions
-            .iter()
-            .flat_map(|(prefix, values)| layout.entries().iter().map(move |entry| (prefix, values, entry)))
-            .map(|(prefix, values, entry)| {
-                (format!("{prefix}{}", entry.name()), entry.shape(), bytes(&values[entry.range()]))
-            })
-            .collect();
-        named.sort_by(|(a, ..), (b, ..)| a.cmp(b));
-        let twice = named.windows(2).find(|pair| pair[0].0 == pair[1].0).map(|pair| pair[0].0.as_str());
-        if let Some(name) = twice {
-            let expected = "a different name for each parameter and what the optimiser keeps for it";
-            return Err(Error::misuse("checkpoint", expected, format!("two named `{}`", short(name))));
-        }
-        let contents = named.iter().map(|(name, shape, bytes)| (name.as_str(), shape.extents(), bytes.as_slice()));
-        notes.insert(DIGEST.into(), digest(&notes, contents));
-        let views = named
-            .iter()
-            .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.extents().to_vec(), bytes)?)))
-            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
-            .map_err(|reason| Error::file(path, reason))?;
-        let file = safetensors::serialize(views, Some(notes.into_iter().collect()))
-            .map_err(|reason| Error::file(path, reason))?;
-        replace_file(path, &file)
+        let file = NewFile { path: path.as_ref(), parts, numbers, update: optimizer.map(Optimizer::updates) };
+        file.write(notes)
     }
 
     /// Reads a checkpoint: each byte once, and its digest is that of the bytes that were read. Temporary files that killed processes have
@@ -138,7 +117,12 @@ impl Checkpoint {
             if found == expected { Ok(()) } else { Err(Error::file(&path, reason())) }
         };
         check(FORMAT, "1", "not a checkpoint of this version")?;
-        check(DIGEST, &digest(tensors.notes(), tensors.iter()), "damaged")?;
+        let mut digest = FileDigest::of_notes(tensors.notes());
+        for (name, shape, bytes) in tensors.iter() {
+            digest.begin(name, shape);
+            digest.add(bytes);
+        }
+        check(DIGEST, &digest.end(), "damaged")?;
         Ok(Self { path, tensors })
     }
 
@@ -238,21 +222,147 @@ impl Checkpoint {
     }
 }
 
+/// A tensor of a file that is to be written, where it is on the device.
+struct Part<'p> {
+    name: String,
+    quantity: Quantity,
+    shape: Shape,
+    buffer: &'p Buffer<f32>,
+    range: Range<usize>,
+}
+
+impl Part<'_> {
+    /// Its values in pieces.
+    fn pieces(&self) -> impl Iterator<Item = Result<Vec<f32>>> {
+        let starts = self.range.clone().step_by(PIECE);
+        starts.map(|start| self.buffer.read_range(start, PIECE.min(self.range.end - start)))
+    }
+}
+
+/// The tensors of a region of a device.
+fn parts<'p>(layout: &Layout, (prefix, quantity): (&str, Quantity), buffer: &'p Buffer<f32>) -> Vec<Part<'p>> {
+    let part = |entry: &LayoutEntry| Part {
+        name: format!("{prefix}{}", entry.name()),
+        quantity,
+        shape: entry.shape(),
+        buffer,
+        range: entry.range(),
+    };
+    layout.entries().iter().map(part).collect()
+}
+
+/// A file that is to be written, and which numbers it may hold.
+struct NewFile<'p> {
+    path: &'p Path,
+    /// Weights, then state, each in the layout's order.
+    parts: Vec<Part<'p>>,
+    numbers: Numbers,
+    update: Option<u64>,
+}
+
+impl NewFile<'_> {
+    /// Reads each tensor once: its bytes go to the file and into the digest, which stands before them and is written last.
+    fn write(&self, mut notes: BTreeMap<String, String>) -> Result<()> {
+        let mut parts: Vec<&Part<'_>> = self.parts.iter().collect();
+        parts.sort_by(|one, other| one.name.cmp(&other.name));
+        let twice = parts.windows(2).find(|pair| pair[0].name == pair[1].name).map(|pair| pair[0].name.as_str());
+        if let Some(name) = twice {
+            let expected = "a different name for each parameter and what the optimiser keeps for it";
+            return Err(Error::misuse("checkpoint", expected, format!("two named `{}`", short(name))));
+        }
+        let mut digest = FileDigest::of_notes(&notes);
+        notes.insert(DIGEST.into(), "0".repeat(2 * Sha256::output_size()));
+        let header = self.header(&notes, &parts)?;
+        // An error that is not the file's.
+        let mut stopped = None;
+        let written = replace_file_by(self.path, |file| {
+            let mut to = BufWriter::with_capacity(size_of::<f32>() * PIECE, file);
+            to.write_all(&header)?;
+            for part in &parts {
+                digest.begin(&part.name, part.shape.extents());
+                for piece in part.pieces() {
+                    match piece.and_then(|piece| self.check(part, &piece).map(|()| bytes(&piece))) {
+                        Ok(bytes) => {
+                            digest.add(&bytes);
+                            to.write_all(&bytes)?;
+                        }
+                        Err(error) => {
+                            stopped = Some(error);
+                            return Err(io::Error::other("not written to its end"));
+                        }
+                    }
+                }
+            }
+            notes.insert(DIGEST.into(), digest.end());
+            let header = self.header(&notes, &parts).map_err(io::Error::other)?;
+            to.rewind()?;
+            to.write_all(&header)?;
+            to.flush()
+        });
+        match stopped {
+            // Of the tensors of which one is not finite, the first of the model is named.
+            Some(error @ Error::NotFinite { .. }) => self.check_all().and(Err(error)),
+            Some(error) => Err(error),
+            None => written,
+        }
+    }
+
+    /// The file's start: the header's length and the header. It is as long whatever the digest is.
+    fn header(&self, notes: &BTreeMap<String, String>, parts: &[&Part<'_>]) -> Result<Vec<u8>> {
+        let refused = |reason: String| Error::file(self.path, reason);
+        let mut end = 0;
+        let info = |part: &&Part<'_>| {
+            let start = end;
+            end += size_of::<f32>() * part.range.len();
+            let shape = part.shape.extents().to_vec();
+            (part.name.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (start, end) })
+        };
+        let tensors = parts.iter().map(info).collect();
+        let notes = notes.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+        let metadata = Metadata::new(Some(notes), tensors).map_err(|reason| refused(reason.to_string()))?;
+        let mut header = serde_json::to_vec(&metadata).map_err(|reason| refused(reason.to_string()))?;
+        // The format wants the tensors at a multiple of eight bytes.
+        header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+        Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
+    }
+
+    /// An error for numbers of a tensor that are not finite, if they should be.
+    fn check(&self, part: &Part<'_>, values: &[f32]) -> Result<()> {
+        let finite = || (part.name.clone(), values.iter().all(|value| value.is_finite()));
+        self.numbers.check((self.update, part.quantity), std::iter::once_with(finite))
+    }
+
+    /// The same for all tensors, in the model's order.
+    fn check_all(&self) -> Result<()> {
+        self.parts.iter().try_for_each(|part| part.pieces().try_for_each(|piece| self.check(part, &piece?)))
+    }
+}
+
 /// The SHA-256, in hexadecimal, over all notes but its own and then all tensors, each in the order of their names: for a
 /// note `LENGTH:KEY` and `LENGTH:VALUE`, for a tensor `LENGTH:NAME`, its shape as `[2, 3]`, and its bytes.
-fn digest<'t>(
-    notes: &BTreeMap<String, String>,
-    tensors: impl Iterator<Item = (&'t str, &'t [usize], &'t [u8])>,
-) -> String {
-    let mut hash = Sha256::new();
-    for (key, value) in notes.iter().filter(|(key, _)| *key != DIGEST) {
-        hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
+struct FileDigest(Sha256);
+
+impl FileDigest {
+    fn of_notes(notes: &BTreeMap<String, String>) -> Self {
+        let mut hash = Sha256::new();
+        for (key, value) in notes.iter().filter(|(key, _)| *key != DIGEST) {
+            hash.update(format!("{}:{key}{}:{value}", key.len(), value.len()));
+        }
+        Self(hash)
     }
-    for (name, shape, bytes) in tensors {
-        hash.update(format!("{}:{name}{shape:?}", name.len()));
-        hash.update(bytes);
+
+    /// A tensor, whose bytes follow.
+    fn begin(&mut self, name: &str, shape: &[usize]) {
+        self.0.update(format!("{}:{name}{shape:?}", name.len()));
     }
-    hex(&hash.finalize())
+
+    fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn end(self) -> String {
+        hex(&self.0.finalize())
+    }
 }
 
 fn bytes(values: &[f32]) -> Vec<u8> {

@@ -7,6 +7,7 @@ use crate::admission::Refusal;
 use crate::group::fault::{MeetingFault, RankFault};
 use crate::ptx::PtxBuild;
 use crate::report::{ArenaReport, Cause};
+use crate::shortage::MemoryShortage;
 use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
 use std::fmt::{self, Write};
@@ -128,6 +129,10 @@ pub enum Error {
     /// There is no memory to take without starving others; nothing was taken.
     #[error("{0}")]
     Refused(Box<Refusal>),
+    /// The host has so little memory left that no step begins: end the run before the kernel does. A trainer has written its checkpoint, if
+    /// it has a path for one.
+    #[error("{0}")]
+    MemoryShortage(Box<MemoryShortage>),
     /// The device has no memory left.
     #[error("{device}: no memory for {requested_bytes} bytes ({free_bytes} free): {reason}")]
     DeviceMemory {

@@ -110,15 +110,19 @@ fn check_plain(found: &Metadata) -> io::Result<()> {
 /// # Errors
 /// [`Error::File`] with the system's reason, or when something else than a plain file is there; what was there is untouched then.
 pub fn replace_file(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
-    let path = path.as_ref();
+    replace_file_by(path.as_ref(), |mut file| file.write_all(bytes))
+}
+
+/// [`replace_file`] by what `write` writes to the temporary file.
+pub(crate) fn replace_file_by(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<()> {
     sweep(path);
     let replace = || {
         // To rename over a device would take it away from everybody.
         if let Ok(found) = fs::metadata(path) {
             check_plain(&found)?;
         }
-        let mut file = temporary(path)?;
-        file.write_all(bytes)?;
+        let file = temporary(path)?;
+        write(file.as_file())?;
         file.as_file().sync_all()?;
         file.persist(path).map_err(|failed| failed.error)?;
         // The rename itself is on the disk once the folder is.

@@ -6,6 +6,7 @@ mod admission;
 mod arrays;
 mod autograd;
 mod capture;
+mod cgroup;
 mod checkpoint;
 mod copies;
 mod digest;
@@ -31,6 +32,7 @@ mod ptx;
 mod random;
 mod report;
 pub mod same_bits;
+mod shortage;
 mod state_dict;
 mod step;
 mod tensor;
@@ -47,6 +49,7 @@ mod guide {}
 pub use admission::{MemInfo, Refusal, Situation};
 pub use autograd::{AnyVar, Backward, Kept, Op, Tape, Var};
 pub use capture::{Batch, CaptureReport, Captured, Inputs, Output, Record, Replay, Slots};
+pub use cgroup::CgroupMemory;
 pub use checkpoint::Checkpoint;
 pub use cuda_std::launch as kernel;
 /// What [`kernels!`] names, whatever the module that uses it calls by these names.
@@ -76,6 +79,7 @@ pub use params::{Gradients, Layout, LayoutBuilder, LayoutEntry, Parameter, Param
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+pub use shortage::{HostMemory, MemoryShortage};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
 pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Shards, Trainer, Update};

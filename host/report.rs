@@ -141,6 +141,10 @@ pub struct SystemMemory {
     pub host_free_bytes: Option<u64>,
     /// The host's `MemAvailable`: free, or reclaimable from caches.
     pub host_available_bytes: Option<u64>,
+    /// The limit of the memory cgroup that leaves this process least.
+    pub cgroup_limit_bytes: Option<u64>,
+    /// What that cgroup's processes may still have.
+    pub cgroup_available_bytes: Option<u64>,
 }
 
 /// What an arena has done since it was built.
@@ -228,6 +232,8 @@ impl fmt::Display for ArenaReport {
             ("device free", self.memory.device_free_bytes),
             ("host free", self.memory.host_free_bytes),
             ("host available", self.memory.host_available_bytes),
+            ("cgroup's limit", self.memory.cgroup_limit_bytes),
+            ("available in it", self.memory.cgroup_available_bytes),
         ];
         let known: Vec<String> =
             memory.iter().filter_map(|(name, bytes)| Some(format!("{name} {}", size((*bytes)?)))).collect();

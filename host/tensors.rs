@@ -5,9 +5,10 @@
 
 #![forbid(unsafe_code)]
 
-use crate::admission::Situation;
+use crate::cgroup::Cgroups;
 use crate::error::{Error, Result, short};
 use crate::files::PlainFile;
+use crate::shortage::HostMemory;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
@@ -91,11 +92,9 @@ impl Tensors {
 /// The next `count` bytes of a file.
 fn bytes(file: &mut PlainFile, path: &Path, count: u64) -> Result<Vec<u8>> {
     // The system may grant memory that it does not have, and end a process that writes to it.
-    if let Some(host) = Situation::read_host().filter(|host| count > host.available_bytes) {
-        let reason = format!(
-            "expected at most the host's available {} bytes, got {count}: free some memory",
-            host.available_bytes
-        );
+    let available = HostMemory::read(&Cgroups::find(Path::new("/"))).above(0);
+    if count > available {
+        let reason = format!("expected at most the {available} bytes that the host and this process's cgroup have available, got {count}: free some memory");
         return Err(Error::file(path, reason));
     }
     let mut bytes = Vec::new();

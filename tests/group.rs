@@ -8,7 +8,8 @@ mod support;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::nn::{Linear, Mlp};
 use stepscope::*;
 use support::Random;
@@ -112,13 +113,26 @@ fn on_ranks<T: Send>(
     deadline: Duration,
     program: impl Fn(&Device, Group) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
-    let configs = GroupConfig::on_this_host(ranks).unwrap();
+    on_ranks_with(kind, &vec![FaultPlan::new(); ranks], deadline, program)
+}
+
+/// The same, with a plan of faults for the device of each rank.
+fn on_ranks_with<T: Send>(
+    kind: DeviceKind,
+    plans: &[FaultPlan],
+    deadline: Duration,
+    program: impl Fn(&Device, Group) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let configs = GroupConfig::on_this_host(plans.len()).unwrap();
+    // Short deadlines are for the waits for others.
+    let of_device = deadline.max(Duration::from_secs(20));
     thread::scope(|scope| {
         let start = |config: GroupConfig| {
             let program = &program;
             scope.spawn(move || {
                 let run = || {
-                    let device = Device::builder(kind).ordinal(config.local_rank()).open()?;
+                    let plan = plans[config.rank()].clone();
+                    let device = Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()?;
                     program(&device, Group::join(&device, &config.deadline(deadline))?)
                 };
                 let panicked = |_| Err(Error::Misuse { op: "test", expected: "no panic".into(), got: "one".into() });
@@ -383,7 +397,7 @@ fn others_say((kind, ranks): (DeviceKind, usize), wrong: Wrong, captured: bool) 
                 }
             }
         }
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         let error = trainer.update(&batch).unwrap_err();
         assert!(
             rank == culprit || start.elapsed() < DEADLINE + Duration::from_secs(1) + BUSY,
@@ -435,6 +449,80 @@ fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
     what_goes_wrong_ends_all(DeviceKind::Emulated, 4);
 }
 
+/// One update, of a group of two whose second rank's device has this plan: what both say, and how long they took.
+fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Result<String>>, Duration) {
+    let batch = &batches(|_| 2)[0];
+    let start = Instant::now();
+    let said = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
+        let way = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let mut arena = arena(device);
+        let mut trainer = Trainer::eager(&mut arena, way.learner(device)?.in_group(&group, 4)?);
+        trainer.update(batch)?;
+        trainer.learner().parameters.sha256()
+    });
+    (said, start.elapsed())
+}
+
+fn a_call_of_a_link_never_returns(kind: DeviceKind) {
+    const DEADLINE: Duration = Duration::from_secs(3);
+    let counted = FaultPlan::new();
+    let sound = one_update(kind, &counted, self::DEADLINE).0;
+    let digest = sound[0].clone().unwrap();
+    for call in [Call::JoinLink, Call::Exchange, Call::LeaveLink] {
+        let count = counted.count(call);
+        assert!(count > 0, "{call:?} is not made");
+        let mut numbers = vec![1, count];
+        numbers.dedup();
+        for number in numbers {
+            let plan = FaultPlan::new().on(call, number, Fault::Never);
+            let (said, took) = one_update(kind, &plan, DEADLINE);
+            println!("{call:?} {number} of {count}: {said:?} after {took:?}");
+            assert!(plan.count(call) >= number, "{call:?} {number} was never made");
+            if call == Call::LeaveLink {
+                // It gives back at the end, with nobody to tell.
+                assert!(said.iter().all(|said| said.as_ref() == Ok(&digest)), "{said:?}");
+                continue;
+            }
+            assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
+            for said in said {
+                let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
+                assert_eq!((fault.rank, &fault.kind), (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
+                assert!(fault.location.contains("tests/group.rs:"), "{fault}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
+    a_call_of_a_link_never_returns(DeviceKind::Emulated);
+}
+
+/// A rank that waits for its device, and not for the others, would learn of a fault at its deadline.
+#[test]
+fn the_link_ends_as_soon_as_another_rank_has_failed() {
+    let plans = [FaultPlan::new(), FaultPlan::new()];
+    let said = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let mut batch = batches(|_| 2).swap_remove(0);
+        let mut arena = arena(device);
+        let mut trainer = Trainer::eager(&mut arena, plan.learner(device)?.in_group(&group, 4)?);
+        trainer.update(&batch)?;
+        assert!(group.rank() == 0, "planted");
+        let start = Instant::now();
+        while plans[0].count(Call::LeaveLink) == 0 {
+            assert!(start.elapsed() < DEADLINE, "the link stays");
+            thread::sleep(Duration::from_millis(5));
+        }
+        // What it finds of its own is no reason any more.
+        batch[0].labels[0] = 99;
+        let error = trainer.update(&batch).unwrap_err().to_string();
+        assert!(error.contains("rank 1 of 2 has failed") && error.contains("it panicked"), "{error}");
+        Ok(())
+    });
+    assert_eq!(said[0], Ok(()));
+}
+
 /// The same by NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
@@ -460,6 +548,12 @@ mod two_gpus {
     #[ignore = "needs two NVIDIA GPUs"]
     fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
         what_goes_wrong_ends_all(DeviceKind::Cuda, 2);
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
+        a_call_of_a_link_never_returns(DeviceKind::Cuda);
     }
 
     #[test]

@@ -73,6 +73,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = zero_up_to(u32::MAX))]
     pub(crate) overflow_mib: usize,
 
+    /// End, with a checkpoint and exit code 75, before an update when the host has less memory available; 0: never [default: half of what
+    /// admission leaves to others where CPU and GPU share one memory]
+    #[arg(long, value_name = "MIB", value_parser = zero_up_to(u32::MAX))]
+    pub(crate) memory_floor_mib: Option<usize>,
+
     /// Run each step as one graph that is recorded once; off: launch by launch, which can overflow
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(crate) capture: Switch,

@@ -37,6 +37,7 @@ use dataset::{Asset, Dataset, Plan};
 use model::Model;
 use report::{DataSize, Report};
 use shared::log::{self, Log};
+use shared::exit::{self, INTERRUPTED};
 use shared::ranks::{self, Rank};
 use shared::screen::Screen;
 use shared::usage::{ArenaUse, ModelSize};
@@ -47,8 +48,6 @@ use train::Run;
 
 /// Set by a signal.
 static STOP: AtomicBool = AtomicBool::new(false);
-/// The exit code of a run that was stopped, as shells expect it behind Ctrl-C: 128 and the signal's number.
-const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::from_command_line();
@@ -69,7 +68,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log::failed(args.log, &*error);
-            ExitCode::FAILURE
+            ExitCode::from(exit::code(&*error))
         }
     }
 }
@@ -157,7 +156,11 @@ fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Scree
         0 => Overflow::Refuse,
         mebibytes => Overflow::pool(mebibytes << 20),
     };
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow).build()?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(args.arena_mib)).overflow(overflow);
+    if let Some(floor) = args.memory_floor_mib {
+        arena = arena.memory_floor((floor as u64) << 20);
+    }
+    let mut arena = arena.build()?;
     let checkpoint = args.out.join("model.safetensors");
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
     let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), &STOP)?;

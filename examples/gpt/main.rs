@@ -43,6 +43,7 @@ use plan::Plan;
 use report::{Bytes, DataSize, Report};
 use sample::Draw;
 use samples::Sequences;
+use shared::exit::{self, INTERRUPTED};
 use shared::log::{self, Log};
 use shared::ranks::{self, Rank};
 use shared::screen::Screen;
@@ -50,9 +51,6 @@ use shared::usage::{ArenaUse, CaptureUse, ModelSize};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use stepscope::{Device, Learner, Parameters, RunLock, bf16};
 use train::Trained;
-
-/// The exit code of a run that was stopped, as shells expect it behind Ctrl-C.
-const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -64,7 +62,7 @@ fn main() -> ExitCode {
         Ok(false) => ExitCode::from(INTERRUPTED),
         Err(error) => {
             log::failed(Log::Text, &*error);
-            ExitCode::from(if error.is::<BadInput>() { 2 } else { 1 })
+            ExitCode::from(if error.is::<BadInput>() { 2 } else { exit::code(&*error) })
         }
     }
 }

@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each example uses its part")]
 
+pub(crate) mod exit;
 pub(crate) mod log;
 pub(crate) mod loss_svg;
 pub(crate) mod progress;

@@ -16,7 +16,7 @@ pub use slots::{Batch, Inputs, Output, Slots};
 
 use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
 use crate::error::{Error, Result};
-use crate::memory::{ALIGN_BYTES, Arena, Checks, Region, Section, Turns};
+use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
 use serde::Serialize;
@@ -64,6 +64,7 @@ struct Place {
     /// Bytes behind each tensor in checked mode, else none.
     guard_bytes: usize,
     deadline: Duration,
+    floor: Floor,
 }
 
 /// One graph.
@@ -146,7 +147,7 @@ impl Arena {
         let Some((section, address)) = self.reserve(bytes) else {
             return Err(Error::CaptureNeeds { bytes, available });
         };
-        let place = Place { section, address, guard_bytes, deadline: self.deadline(), device };
+        let place = Place { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
         let first = place.record(&key, tensors, &mut state, record)?;
         let recordings = vec![first];
         let record_time = start.elapsed();
@@ -220,6 +221,7 @@ impl<S, R> Captured<S, R> {
         let recording = self.recordings.last_mut().expect("one is always kept");
         let (key, kernels) = (recording.ports.key(), recording.graph.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
+        self.place.floor.check()?;
         let outcome = recording.replay(device, inputs, self.place.deadline);
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;

@@ -17,7 +17,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
 use std::panic::Location;
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, MutexGuard, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -190,6 +190,36 @@ impl Mesh {
         Ok(())
     }
 
+    /// Has this done, once, as soon as there is a fault: for waits elsewhere that would not end. A thread of its own waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is no thread.
+    pub(crate) fn at_fault(&self, end: impl FnOnce() + Send + 'static) -> Result<()> {
+        let (tell, told) = mpsc::channel();
+        let wait = move || {
+            // An error: this rank has gone without one.
+            if told.recv().is_ok() {
+                end();
+            }
+        };
+        thread::Builder::new()
+            .name("stepscope-at-fault".into())
+            .spawn(wait)
+            .map_err(|error| Error::misuse("group", "a thread that waits for faults", format!("none: {error}")))?;
+        let mut table = self.shared.lock();
+        match table.verdict {
+            // It is there already.
+            Some(_) => drop(tell.send(())),
+            None => table.at_fault = Some(tell),
+        }
+        Ok(())
+    }
+
+    /// The fault that stands, if it is another rank's.
+    pub(crate) fn fault_of_another(&self) -> Option<Error> {
+        self.shared.lock().verdict.clone().filter(|fault| fault.rank != self.rank).map(error)
+    }
+
     /// That a wait outside of these connections has not ended in time, of a GPU, say: names who is behind, or says that nobody is. Tells
     /// the others.
     pub(crate) fn late(&self, waited: Duration) -> Error {
@@ -212,6 +242,16 @@ impl Mesh {
         let table = self.shared.lock();
         let fault = fault(&table);
         self.conclude(table, fault);
+    }
+
+    /// Tells everybody that this rank panics, if this thread does.
+    pub(crate) fn tell_panic(&self) {
+        if thread::panicking() {
+            let table = self.shared.lock();
+            let reason = "it panicked; its own output says where".into();
+            let fault = table.fault(self.rank, RankFaultKind::Failed { reason }, Duration::ZERO);
+            self.conclude(table, fault);
+        }
     }
 
     fn check_other(&self, op: &'static str, rank: usize) -> Result<()> {
@@ -267,12 +307,7 @@ impl Mesh {
 impl Drop for Mesh {
     /// Says goodbye, or that this rank has panicked, and waits a moment until the others have heard it.
     fn drop(&mut self) {
-        if thread::panicking() {
-            let table = self.shared.lock();
-            let reason = "it panicked; its own output says where".into();
-            let fault = table.fault(self.rank, RankFaultKind::Failed { reason }, Duration::ZERO);
-            self.conclude(table, fault);
-        }
+        self.tell_panic();
         let mut table = self.shared.lock();
         table.closing = true;
         self.shared.wake();

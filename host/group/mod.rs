@@ -58,10 +58,20 @@ use std::time::Duration;
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct Group {
+pub struct Group(Arc<Member>);
+
+#[derive(Debug)]
+struct Member {
     mesh: Arc<Mesh>,
     /// None where there is one rank.
     link: Option<Arc<DeviceLink>>,
+}
+
+impl Drop for Member {
+    /// The link has the mesh too, and its last owner may be another thread than the one that panics.
+    fn drop(&mut self) {
+        self.mesh.tell_panic();
+    }
 }
 
 impl Wire for Mesh {
@@ -84,32 +94,37 @@ impl Group {
     #[track_caller]
     pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
         let mesh = Mesh::join(config)?;
-        let mut group = Self { mesh, link: None };
-        if group.ranks() > 1 {
-            let linked = group.link_devices(device, Location::caller());
-            group.link = Some(Arc::new(group.told(linked)?));
+        let alone = Self(Arc::new(Member { mesh: Arc::clone(&mesh), link: None }));
+        if mesh.ranks() == 1 {
+            return Ok(alone);
         }
-        Ok(group)
+        let linked = alone.link_devices(device, Location::caller());
+        let link = Arc::new(alone.told(linked)?);
+        let of_mesh = Arc::downgrade(&link);
+        // What waits on the device for a rank that is gone would wait for ever.
+        mesh.at_fault(move || of_mesh.upgrade().iter().for_each(|link| link.give_up()))?;
+        Ok(Self(Arc::new(Member { mesh, link: Some(link) })))
     }
 
     fn link_devices(&self, device: &Device, location: &'static Location<'static>) -> Result<DeviceLink> {
+        let mesh = &self.0.mesh;
         let kind = device.description().kind.to_string();
         self.expect_same("a device of the same kind", &kind, location)?;
         let name = if self.rank() == 0 { DeviceLink::name(device)? } else { Vec::new() };
         let call = Call { op: "link", element: "u8", count: 0, location };
-        let names = self.mesh.agree(call, &name)?;
+        let names = mesh.agree(call, &name)?;
         let name = names.into_iter().next().expect("rank 0's");
-        DeviceLink::join(device, name, (self.rank(), self.ranks()), Arc::clone(&self.mesh) as _, self.mesh.deadline())
+        DeviceLink::join(device, name, (self.rank(), self.ranks()), Arc::clone(mesh) as _, mesh.deadline())
     }
 
     /// This rank's number, from 0.
     pub fn rank(&self) -> usize {
-        self.mesh.rank()
+        self.0.mesh.rank()
     }
 
     /// How many ranks there are.
     pub fn ranks(&self) -> usize {
-        self.mesh.ranks()
+        self.0.mesh.ranks()
     }
 
     /// The parts that each of this rank's `shards / ranks` shards has of a batch in so many parts. A batch of fewer parts than shards leaves
@@ -132,7 +147,7 @@ impl Group {
         word: &[u8],
         location: &'static Location<'static>,
     ) -> Result<Vec<Vec<u8>>> {
-        self.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
+        self.0.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
     }
 
     /// An error unless all ranks have the same of `what`, told as text.
@@ -150,7 +165,7 @@ impl Group {
 
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
     pub(crate) fn exchange(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
-        match &self.link {
+        match &self.0.link {
             Some(link) => copies::exchange(link, sends, receives),
             None => Ok(()),
         }
@@ -165,24 +180,21 @@ impl Group {
         self.exchange(&sends, &receives)
     }
 
-    /// The same result. An error is told to all ranks, which end with it; one that a device's wait ended with says who is late.
+    /// The same result. An error is told to all ranks, which end with it; one that a device's wait ended with says who is late. Behind the
+    /// fault of another rank it is that fault: the link has ended with it, and what came of that is no reason.
     pub(crate) fn told<T>(&self, result: Result<T>) -> Result<T> {
-        result.map_err(|error| {
-            let error = match error {
-                Error::Timeout { waited, .. } if self.ranks() > 1 => self.mesh.late(waited),
-                other => other,
-            };
-            // What waits on the device for a rank that does not come would wait for ever.
-            if let Some(link) = &self.link {
-                link.give_up();
+        result.map_err(|error| match (error, self.0.mesh.fault_of_another()) {
+            (_, Some(fault)) => fault,
+            (Error::Timeout { waited, .. }, _) if self.ranks() > 1 => self.0.mesh.late(waited),
+            (error, _) => {
+                self.0.mesh.fail(&error);
+                error
             }
-            self.mesh.fail(&error);
-            error
         })
     }
 
     /// How long a rank waits for the others.
     pub fn deadline(&self) -> Duration {
-        self.mesh.deadline()
+        self.0.mesh.deadline()
     }
 }

@@ -7,6 +7,7 @@
 use super::fault::{LastHeard, RankFault, RankFaultKind};
 use super::wire::{Announcement, Beat, MOST_PIECE, Message};
 use std::collections::VecDeque;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 /// How often a rank gives a sign of life.
@@ -164,6 +165,8 @@ pub(super) struct Table {
     /// By rank; none for this one.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) verdict: Option<RankFault>,
+    /// Who is told that there is a verdict.
+    pub(super) at_fault: Option<Sender<()>>,
     /// This rank goes.
     pub(super) closing: bool,
 }
@@ -171,7 +174,7 @@ pub(super) struct Table {
 impl Table {
     pub(super) fn new(rank: usize, ranks: usize) -> Self {
         let peers = (0..ranks).map(|other| (other != rank).then(Peer::new)).collect();
-        Self { rank, own: Activity::none(), peers, verdict: None, closing: false }
+        Self { rank, own: Activity::none(), peers, verdict: None, at_fault: None, closing: false }
     }
 
     /// The other ranks.
@@ -222,6 +225,10 @@ impl Table {
         let message = Message::Fault(Box::new(fault.clone()));
         self.others_mut().for_each(|(_, peer)| peer.tell(&message));
         self.verdict = Some(fault.clone());
+        if let Some(at_fault) = self.at_fault.take() {
+            // Who has ended before needs not hear it.
+            let _ = at_fault.send(());
+        }
         fault
     }
 

@@ -4,6 +4,7 @@
 //! the same byte out twice between two resets. A reset is one store. Invariant: a reset happens only when the step
 //! value is gone, which the borrow checker ties to every tensor of the step.
 
+use super::floor::Floor;
 use super::region::Region;
 use super::sections::Section;
 use super::settings::{Growth, Measured};
@@ -11,6 +12,7 @@ use super::snapshot::Recording;
 use crate::driver::Device;
 use crate::error::Result;
 use crate::report::ArenaReport;
+use crate::shortage::MemoryShortage;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::field::Empty;
@@ -21,13 +23,15 @@ pub struct Arena {
     pub(super) region: Region,
     pub(super) growth: Growth,
     pub(super) step_deadline: Option<Duration>,
+    pub(super) floor: Floor,
 }
 
 impl Arena {
     /// An arena of so many bytes that no setting reaches: the environment's neither. Whether the memory can be had is not asked, so
     /// it is for little memory and a short time.
     pub(crate) fn bare(device: &Device, bytes: usize) -> Result<Self> {
-        Ok(Self { region: Region::allocate(device.clone(), bytes)?, growth: Growth::Fixed, step_deadline: None })
+        let region = Region::allocate(device.clone(), bytes)?;
+        Ok(Self { region, growth: Growth::Fixed, step_deadline: None, floor: Floor::new(0) })
     }
 
     /// The device whose memory this is.
@@ -38,6 +42,7 @@ impl Arena {
     /// Lends the region to one step, and takes its memory back when the closure has returned, failed or panicked, and only then.
     pub(crate) fn run_step<R>(&mut self, run: impl FnOnce(&Region) -> Result<R>) -> Result<R> {
         self.device().check("step")?;
+        self.floor.check()?;
         let region = &self.region;
         let span = tracing::debug_span!("step", number = region.steps(), bytes = Empty, tensors = Empty).entered();
         let step = region.step_begins(self.step_deadline);
@@ -64,6 +69,16 @@ impl Arena {
         outcome.and_then(|result| grown.map(|()| result))
     }
 
+    /// The shortage, if the host has less memory than the arena's floor.
+    pub(crate) fn shortage(&self) -> Option<MemoryShortage> {
+        self.floor.shortage()
+    }
+
+    /// The floor, for steps that are replayed.
+    pub(crate) fn floor(&self) -> Floor {
+        self.floor.clone()
+    }
+
     /// Lends a region without memory to one step, on a rehearsal of the device, and tells what the step took.
     pub(crate) fn run_measured<R>(&self, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
         self.device().rehearse(|rehearsal| {
@@ -79,6 +94,13 @@ impl Arena {
     /// [`Error::Timeout`](crate::Error::Timeout) when the device does not answer.
     pub fn trim(&mut self) -> Result<()> {
         self.region.trim().map_err(|error| self.region.with_report(error))
+    }
+
+    /// Another floor for the host's memory from now on, also for steps that are captured already; see [`ArenaBuilder::memory_floor`].
+    ///
+    /// [`ArenaBuilder::memory_floor`]: crate::ArenaBuilder::memory_floor
+    pub fn set_memory_floor(&mut self, bytes: u64) {
+        self.floor.set(bytes);
     }
 
     /// Keeps the latest `limit` events of the memory from now on: what was made, by which line, in which phase. Zero: none.

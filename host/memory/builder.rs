@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::arena::Arena;
+use super::floor::Floor;
 use super::overflow::{Overflow, OverflowPool};
 use super::region::Region;
 use super::settings::{Capacity, Growth};
@@ -24,6 +25,7 @@ pub struct ArenaBuilder {
     growth: Growth,
     step_deadline: Option<Duration>,
     reserve_bytes: Option<u64>,
+    memory_floor: Option<u64>,
     checked: Option<bool>,
 }
 
@@ -43,6 +45,7 @@ impl ArenaBuilder {
             growth: Growth::Fixed,
             step_deadline: None,
             reserve_bytes: None,
+            memory_floor: None,
             checked: None,
         }
     }
@@ -83,6 +86,15 @@ impl ArenaBuilder {
         self
     }
 
+    /// Bytes of the host's memory below which no step of the arena begins: it fails with [`Error::MemoryShortage`]. Default where CPU and GPU
+    /// share one memory, and on the emulator: half of the reserve; elsewhere, and for zero, there is none. A memory cgroup has the same
+    /// floor, or a thirty-second of its limit if that is less. A thread of the process looks, at least once a second.
+    #[must_use]
+    pub fn memory_floor(mut self, bytes: u64) -> Self {
+        self.memory_floor = Some(bytes);
+        self
+    }
+
     /// Whether tensors are guarded and poisoned (default: as the device). The environment variable `STEPSCOPE_CHECKED` (`1` or
     /// `0`), as it was when the device was opened, overrides it. A write behind a tensor is then [`Error::Overrun`] at the end of its scope.
     #[must_use]
@@ -97,7 +109,7 @@ impl ArenaBuilder {
     /// [`Error::Refused`] when the memory is not available, with every number; [`Error::DeviceMemory`] when the driver
     /// has none; [`Error::Misuse`] for a capacity of zero, a malformed `STEPSCOPE_ARENA_GB` or a prime above the cap.
     pub fn build(self) -> Result<Arena> {
-        let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, checked } = self;
+        let Self { device, capacity, overflow, growth, step_deadline, reserve_bytes, memory_floor, checked } = self;
         let situation = situation(&device, reserve_bytes, device.deadline())?;
         let capacity = match (variable()?, capacity) {
             (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
@@ -131,7 +143,9 @@ impl ArenaBuilder {
             available_bytes = situation.available_bytes(),
             "arena ready"
         );
-        Ok(Arena { region, growth, step_deadline })
+        let usual = if situation.integrated { situation.reserve_bytes / 2 } else { 0 };
+        let floor = Floor::new(memory_floor.unwrap_or(usual));
+        Ok(Arena { region, growth, step_deadline, floor })
     }
 }
 

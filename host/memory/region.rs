@@ -12,6 +12,7 @@ use super::sections::{Section, Sections};
 use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
 use crate::admission::Situation;
+use crate::cgroup::CgroupMemory;
 use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
@@ -379,7 +380,7 @@ impl Region {
 
     /// What the arena knows about itself.
     pub(super) fn report(&self) -> ArenaReport {
-        let host = Situation::read_host();
+        let (host, cgroup) = (Situation::read_host(), CgroupMemory::read());
         let description = self.device.description();
         let memory = SystemMemory {
             device_total_bytes: description.memory_bytes,
@@ -387,6 +388,8 @@ impl Region {
             device_free_bytes: self.device.free_bytes(self.device.deadline()).ok(),
             host_free_bytes: host.map(|host| host.free_bytes),
             host_available_bytes: host.map(|host| host.available_bytes),
+            cgroup_limit_bytes: cgroup.map(|cgroup| cgroup.limit_bytes),
+            cgroup_available_bytes: cgroup.as_ref().map(CgroupMemory::available_bytes),
         };
         ArenaReport {
             capacity_bytes: self.available_bytes(),

@@ -3,15 +3,18 @@
 #![forbid(unsafe_code)]
 
 use crate::admission::{Situation, default_reserve_bytes};
-use crate::driver::{Description, Device};
+use crate::cgroup::CgroupMemory;
+use crate::driver::{Description, Device, DeviceKind};
 use crate::error::Result;
 use std::time::Duration;
 
 /// Memory that can be had on the device now.
 pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>, deadline: Duration) -> Result<Situation> {
-    let Description { integrated, memory_bytes, .. } = *device.description();
+    let Description { kind, integrated, memory_bytes, .. } = *device.description();
     let driver_free_bytes = device.free_bytes(deadline)?;
     let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
     let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
-    Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host: Situation::read_host(), reserve_bytes })
+    let host = Situation::read_host();
+    let cgroup = if kind == DeviceKind::Emulated { CgroupMemory::read() } else { None };
+    Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes })
 }

@@ -121,16 +121,27 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         self.whole_state()?;
-        self.take_turn(step, |optimizer| {
-            let norm = {
-                let _phase = step.enter(Phase::Optimizer);
-                ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?
-            };
-            let queued = optimizer.queue(step, parameters, gradients, &norm, optimizer.rule.writes_copy());
-            // A rule that failed may have queued a part of its launches.
-            let copied = if optimizer.rule.writes_copy() { Ok(()) } else { parameters.queue_copy(step) };
-            queued.and(copied).map(|()| norm)
-        })
+        let turn = self.take_turn(step)?;
+        let queued = self.queue_whole(step, parameters, gradients);
+        Turns::end(&turn, queued.is_ok());
+        queued
+    }
+
+    /// The update of all weights, behind the squared norm of all gradients.
+    #[track_caller]
+    fn queue_whole<'s>(
+        &mut self,
+        step: &Step<'s>,
+        parameters: &mut Parameters,
+        gradients: &Gradients,
+    ) -> Result<Tensor<'s>> {
+        let _phase = step.enter(Phase::Optimizer);
+        let norm = ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?;
+        let writes_copy = self.rule.writes_copy();
+        let queued = self.queue(step, parameters, gradients, &norm, writes_copy);
+        // A rule that failed may have queued a part of its launches.
+        let copied = if writes_copy { Ok(()) } else { parameters.queue_copy(step) };
+        queued.and(copied).map(|()| norm)
     }
 
     /// [`Optimizer::apply`] to the slice whose state is here, with a norm that the caller knows. Whoever brings the other slices rounds all
@@ -145,22 +156,21 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<()> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
-        self.take_turn(step, |optimizer| {
-            if optimizer.slice.is_empty() {
-                return Ok(());
-            }
-            optimizer.queue(step, parameters, gradients, squared_norm, false)
-        })
+        let turn = self.take_turn(step)?;
+        let queued = if self.slice.is_empty() {
+            Ok(())
+        } else {
+            self.queue(step, parameters, gradients, squared_norm, false)
+        };
+        Turns::end(&turn, queued.is_ok());
+        queued
     }
 
-    /// Makes the update that is set up.
-    fn take_turn<T>(&mut self, step: &Step<'_>, update: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let turns = Arc::clone(&self.turns);
-        let made = step.makes(&turns)?;
-        Turns::take(made)?;
-        let queued = update(self);
-        Turns::end(made, queued.is_ok());
-        queued
+    /// Takes the update that is set up, to make it now: [`Turns::end`] must follow. In a step that is recorded each replay takes its own.
+    fn take_turn(&self, step: &Step<'_>) -> Result<Vec<Arc<Turns>>> {
+        let turn = step.makes(&self.turns)?.to_vec();
+        Turns::take(&turn)?;
+        Ok(turn)
     }
 
     #[track_caller]
@@ -181,7 +191,6 @@ impl<R: UpdateRule> Optimizer<R> {
         let settings = step.lend(&self.settings, [self.settings.len()])?;
         let runs = slice.start / RUN..slice.end.div_ceil(RUN);
         let groups = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?.map(|all| all.part(runs));
-        let _phase = step.enter(Phase::Optimizer);
         self.rule.queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm })
     }
 }
@@ -219,6 +228,10 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// Keeps the state of these elements, whole runs of a group, and updates them alone; of what was not kept before it is zero.
     pub(crate) fn keep(&mut self, slice: Range<usize>) -> Result<()> {
+        if slice == self.slice {
+            // Recorded steps know where the state is.
+            return Ok(());
+        }
         let both = self.slice.start.max(slice.start)..self.slice.end.min(slice.end);
         for state in &mut self.state {
             let mut kept = Buffer::zeros(state.device(), slice.len().max(1))?;

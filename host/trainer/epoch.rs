@@ -11,6 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Quantity, Result};
 use crate::memory::Arena;
 use crate::optim::UpdateRule;
+use crate::shortage::MemoryShortage;
 use crate::step::Eager;
 use crate::upload::Transfer;
 use std::panic::Location;
@@ -68,7 +69,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ///
     /// # Errors
     /// The first of: an error among the batches; those of [`Trainer::update`] and [`Trainer::save`]; the observer's. With
-    /// [`Error::NotFinite`] the update that made such a number is not counted, and one more may have been made behind it.
+    /// [`Error::NotFinite`] the update that made such a number is not counted, and one more may have been made behind it. Behind
+    /// [`Error::MemoryShortage`] the checkpoint is written, if there is a path for one.
     #[track_caller]
     pub fn epoch<S: Samples>(
         &mut self,
@@ -113,7 +115,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ) -> Result<Ended> {
         for batch in batches {
             let batch = batch?;
-            let queued = self.queue(&batch)?;
+            let queued = match self.queue(&batch) {
+                Err(Error::MemoryShortage(shortage)) => return self.end_short(shortage, running, progress, observer),
+                queued => queued?,
+            };
             if let Some(before) = running.replace((queued, batch)) {
                 self.report(before, progress, observer)?;
             }
@@ -130,6 +135,25 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             }
         }
         Ok(Ended::Finished)
+    }
+
+    /// Ends an epoch whose next update cannot begin, with a checkpoint. In a group that needs all ranks: they have it where all were told of
+    /// the shortage.
+    #[track_caller]
+    fn end_short<S: Samples>(
+        &mut self,
+        shortage: Box<MemoryShortage>,
+        running: &mut Option<(Queued, Vec<S>)>,
+        progress: &mut EpochProgress,
+        observer: &mut impl Observer,
+    ) -> Result<Ended> {
+        if let Some(last) = running.take() {
+            self.report(last, progress, observer)?;
+        }
+        if self.is_alone() || shortage.rank.is_some() {
+            self.save(progress, &observer.notes())?;
+        }
+        Err(Error::MemoryShortage(shortage))
     }
 
     /// Waits for an update, counts it and lets the observer hear of it.
@@ -198,9 +222,11 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     /// The same result. In a group an error is told to all ranks.
     fn told<T>(&self, result: Result<T>) -> Result<T> {
-        match &self.learner().shards {
-            Some(shards) => shards.group().told(result),
-            None => result,
+        match (&self.learner().shards, &result) {
+            // All ranks end with it.
+            (Some(_), Err(Error::MemoryShortage(shortage))) if shortage.rank.is_some() => result,
+            (Some(shards), _) => shards.group().told(result),
+            (None, _) => result,
         }
     }
 

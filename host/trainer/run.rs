@@ -185,7 +185,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             Some(shards) => {
                 shards.check(&learner.parameters, &learner.optimizer)?;
                 let own = shards.own(&batch.iter().map(Samples::len).collect::<Vec<_>>())?;
-                self.stopped = shards.agree_on_update(samples, stop)?;
+                let short = self.arena.shortage();
+                self.stopped = shards.agree_on_update(samples, stop, short)?;
                 own
             }
         };

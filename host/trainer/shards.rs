@@ -20,6 +20,7 @@ use crate::ops;
 use crate::optim::{self, Optimizer, UpdateRule};
 use crate::params::{Gradients, Parameter, Parameters};
 use crate::report::Phase;
+use crate::shortage::MemoryShortage;
 use crate::step::Eager;
 use crate::tensor::{Source, Tensor};
 use std::ops::Range;
@@ -118,10 +119,24 @@ impl Shards {
     }
 
     /// Agrees with all ranks on an update by so many samples. Whether one of them is to stop behind it.
+    ///
+    /// # Errors
+    /// [`Error::MemoryShortage`] on all ranks when one of them says that it is short: nobody makes the update.
     #[track_caller]
-    pub(super) fn agree_on_update(&self, samples: usize, stop: bool) -> Result<bool> {
-        let words = self.group.agree("update", samples, &[u8::from(stop)], Location::caller())?;
-        Ok(words.iter().any(|word| word == &[1]))
+    pub(super) fn agree_on_update(&self, samples: usize, stop: bool, short: Option<MemoryShortage>) -> Result<bool> {
+        let rank = Some(self.group.rank());
+        let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
+        let word = serde_json::to_vec(&(stop, short)).expect("plain figures");
+        let words = self.group.agree("update", samples, &word, Location::caller())?;
+        let understood = |word: &Vec<u8>| {
+            let not_ours = |error| Error::misuse("update", "what a rank of this version says", format!("{error}"));
+            serde_json::from_slice::<(bool, Option<MemoryShortage>)>(word).map_err(not_ours)
+        };
+        let words = words.iter().map(understood).collect::<Result<Vec<_>>>()?;
+        match words.iter().find_map(|(_, short)| short.clone()) {
+            Some(shortage) => Err(Error::MemoryShortage(Box::new(shortage))),
+            None => Ok(words.iter().any(|(stop, _)| *stop)),
+        }
     }
 
     /// The losses of all parts of a batch in its order, of which these are the own ones. `norms` must be the same on all ranks, bit for
@@ -246,7 +261,7 @@ impl Shards {
     pub(super) fn save<R: UpdateRule>(
         &self,
         optimizer: &Optimizer<R>,
-        write: impl FnOnce(Vec<Vec<f32>>) -> Result<()>,
+        write: impl FnOnce(&[Buffer<f32>]) -> Result<()>,
     ) -> Result<()> {
         let location = Location::caller();
         self.group.agree("checkpoint", self.slices.elements(), &[], location)?;
@@ -255,9 +270,7 @@ impl Shards {
             Some(_) => optimizer.state().iter().map(|state| self.whole(state)).collect::<Result<_>>()?,
         };
         if self.group.rank() == 0 {
-            let state = if self.among.is_some() { &whole } else { optimizer.state() };
-            let state = state.iter().map(Buffer::read).collect::<Result<_>>();
-            self.group.told(state.and_then(write))?;
+            self.group.told(write(if self.among.is_some() { &whole } else { optimizer.state() }))?;
         }
         // Nobody goes on before the file is there.
         self.group.agree("checkpoint written", self.slices.elements(), &[], location).map(drop)

@@ -296,6 +296,38 @@ fn a_failure_is_told_to_all_at_once_with_its_reason_and_line() {
 }
 
 #[test]
+fn what_is_to_be_done_at_a_fault_is_done_once_on_each_rank_that_is_left() {
+    let (done, on_rank) = mpsc::channel();
+    let meshes = met(3, PLENTY);
+    for mesh in &meshes {
+        let (done, rank) = (done.clone(), mesh.rank());
+        mesh.at_fault(move || done.send(rank).expect("the test waits")).expect("a thread");
+    }
+    assert_eq!(on_rank.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+    // Nobody waits for anything here.
+    meshes[1].fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+    meshes[1].fail(&Error::Label { sample: 4, label: 9, classes: 5 });
+    let mut ranks: Vec<_> = (0..3).map(|_| on_rank.recv_timeout(PLENTY).expect("all of them")).collect();
+    ranks.sort();
+    assert_eq!(ranks, [0, 1, 2]);
+    // What comes too late is done as well.
+    let done_late = done.clone();
+    meshes[0].at_fault(move || done_late.send(7).expect("the test waits")).expect("a thread");
+    assert_eq!(on_rank.recv_timeout(PLENTY), Ok(7));
+    drop((meshes, done));
+    assert_eq!(on_rank.recv_timeout(PLENTY), Err(mpsc::RecvTimeoutError::Disconnected), "nothing is done twice");
+
+    // An orderly end is none.
+    let (done, undone) = mpsc::channel::<usize>();
+    for mesh in met(2, PLENTY) {
+        let done = done.clone();
+        mesh.at_fault(move || done.send(0).expect("the test waits")).expect("a thread");
+    }
+    drop(done);
+    assert_eq!(undone.recv_timeout(PLENTY), Err(mpsc::RecvTimeoutError::Disconnected));
+}
+
+#[test]
 fn a_panic_is_told_to_all_at_once() {
     let meshes = met(2, PLENTY);
     all(&meshes, |mesh| mesh.agree(call("step", 1), &[]).expect("all agree"));

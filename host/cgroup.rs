@@ -1,0 +1,329 @@
+//! What memory cgroups leave to this process: the limit of a container, of a service or of a job.
+//!
+//! The kernel ends processes of a cgroup that has reached its limit, however much memory the host has. Invariant: of all limits that
+//! apply, the own cgroup's and those above it, the figures are of the one that leaves least.
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+/// The memory cgroup that leaves this process least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CgroupMemory {
+    /// 1 or 2: where its files are, and what they are called.
+    pub version: u8,
+    /// What its processes may have: `memory.max`, or `memory.high` if that is less; `memory.limit_in_bytes` of version 1.
+    pub limit_bytes: u64,
+    /// What they have, without the page cache that the kernel can take from them: pages of files that are on the disk already.
+    pub used_bytes: u64,
+}
+
+impl CgroupMemory {
+    /// The one that applies to this process now; none where there is no limit, and off Linux.
+    pub fn read() -> Option<Self> {
+        Cgroups::find(Path::new("/")).tightest()
+    }
+
+    /// What its processes may still have.
+    pub fn available_bytes(&self) -> u64 {
+        self.limit_bytes.saturating_sub(self.used_bytes)
+    }
+}
+
+/// The files of a version.
+#[derive(Debug)]
+struct Version {
+    number: u8,
+    /// The type of its file system.
+    file_system: &'static str,
+    /// Where it is mounted if nothing says so.
+    usual: &'static str,
+    limits: &'static [&'static str],
+    usage: &'static str,
+    /// Of `memory.stat`: page cache, and what of it must be written to the disk first.
+    cache: [&'static str; 2],
+    dirty: [&'static str; 2],
+}
+
+const VERSIONS: [Version; 2] = [
+    Version {
+        number: 1,
+        file_system: "cgroup",
+        usual: "/sys/fs/cgroup/memory",
+        limits: &["memory.limit_in_bytes"],
+        usage: "memory.usage_in_bytes",
+        cache: ["total_inactive_file", "total_active_file"],
+        dirty: ["total_dirty", "total_writeback"],
+    },
+    Version {
+        number: 2,
+        file_system: "cgroup2",
+        usual: "/sys/fs/cgroup",
+        limits: &["memory.max", "memory.high"],
+        usage: "memory.current",
+        cache: ["inactive_file", "active_file"],
+        dirty: ["file_dirty", "file_writeback"],
+    },
+];
+
+/// Version 1's word for no limit: the largest number of whole pages. No machine has an eighth of it.
+const NO_LIMIT: u64 = 1 << 60;
+
+/// Version 1's word, in `memory.stat`, for the least limit of the cgroups above, which a container does not see.
+const ABOVE: &str = "hierarchical_memory_limit";
+
+/// The folders of the cgroups that bound this process's memory, found once: a process is seldom moved.
+#[derive(Debug)]
+pub(crate) struct Cgroups(Vec<(&'static Version, PathBuf)>);
+
+impl Cgroups {
+    /// Those of this process, from the files under `root`.
+    pub(crate) fn find(root: &Path) -> Self {
+        let text = |name| fs::read_to_string(root.join(name)).unwrap_or_default();
+        let (own, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
+        let folders = |version: &'static Version| {
+            let (top, own) = version.place(&own, &mounts);
+            // Joined below `root`, whose own path is no part of it.
+            let top = root.join(top.strip_prefix("/").unwrap_or(&top));
+            let lowest = top.join(own);
+            let above = lowest.ancestors().take_while(|folder| folder.starts_with(&top));
+            above.map(|folder| (version, folder.to_owned())).collect::<Vec<_>>()
+        };
+        Self(VERSIONS.iter().flat_map(folders).collect())
+    }
+
+    /// The one that leaves least.
+    pub(crate) fn tightest(&self) -> Option<CgroupMemory> {
+        let figures = self.0.iter().filter_map(|(version, folder)| version.read(folder));
+        figures.min_by_key(CgroupMemory::available_bytes)
+    }
+}
+
+impl Version {
+    /// Where the file system is mounted, and this process's folder below it. A container may see neither: then it is the usual place, where
+    /// its own cgroup is.
+    fn place(&self, own: &str, mounts: &str) -> (PathBuf, PathBuf) {
+        let Some((top, visible)) = mounts.lines().find_map(|line| self.mount(line)) else {
+            return (self.usual.into(), PathBuf::new());
+        };
+        let own = own.lines().find_map(|line| self.own(line)).unwrap_or("/");
+        let below = Path::new(own).strip_prefix(visible).unwrap_or(Path::new(""));
+        let is_plain = below.components().all(|part| matches!(part, Component::Normal(_)));
+        (top, if is_plain { below.to_owned() } else { PathBuf::new() })
+    }
+
+    /// Of a line of `/proc/self/mountinfo`: the mount point, and which folder of the file system stands there.
+    fn mount(&self, line: &str) -> Option<(PathBuf, PathBuf)> {
+        let (mount, file_system) = line.split_once(" - ")?;
+        let mut file_system = file_system.split(' ');
+        let has_memory = |options: &str| self.number == 2 || options.split(',').any(|option| option == "memory");
+        if file_system.next() != Some(self.file_system) || !file_system.nth(1).is_some_and(has_memory) {
+            return None;
+        }
+        let mut mount = mount.split(' ').skip(3).map(unescaped);
+        let visible = mount.next()?;
+        Some((mount.next()?.into(), visible.into()))
+    }
+
+    /// Of a line of `/proc/self/cgroup`: this process's folder.
+    fn own<'t>(&self, line: &'t str) -> Option<&'t str> {
+        let mut parts = line.splitn(3, ':');
+        let (number, controllers) = (parts.next()?, parts.next()?);
+        let is_this = match self.number {
+            1 => controllers.split(',').any(|controller| controller == "memory"),
+            _ => number == "0" && controllers.is_empty(),
+        };
+        parts.next().filter(|_| is_this)
+    }
+
+    /// The figures of a folder; none where there is no limit.
+    fn read(&self, folder: &Path) -> Option<CgroupMemory> {
+        let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
+        // Nothing but digits, the word `max` for one, is no limit.
+        let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+        let sum = |names: [&str; 2]| {
+            let of = |line: &str| line.split_once(' ').filter(|(name, _)| names.contains(name))?.1.parse::<u64>().ok();
+            stat.lines().filter_map(of).reduce(u64::saturating_add)
+        };
+        let limits = self.limits.iter().filter_map(|name| number(name)).chain(sum([ABOVE; 2]));
+        let limit_bytes = limits.filter(|&limit| limit < NO_LIMIT).min()?;
+        let reclaimable_bytes = sum(self.cache).unwrap_or(0).saturating_sub(sum(self.dirty).unwrap_or(0));
+        let used_bytes = number(self.usage)?.saturating_sub(reclaimable_bytes);
+        Some(CgroupMemory { version: self.number, limit_bytes, used_bytes })
+    }
+}
+
+/// A path of `/proc/self/mountinfo`, where a blank is `\040`.
+fn unescaped(path: &str) -> String {
+    let mut parts = path.split('\\');
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let code = part.get(..3).and_then(|code| u8::from_str_radix(code, 8).ok());
+        match code {
+            Some(code) => plain.extend([char::from(code)].into_iter().chain(part[3..].chars())),
+            None => plain.extend(['\\'].into_iter().chain(part.chars())),
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GIB: u64 = 1 << 30;
+    /// `/proc/self/mountinfo` of a host with both versions, as of Debian 10, and of one with version 2 alone.
+    const BOTH: &str = "24 18 0:22 / /sys/fs/cgroup ro,nosuid shared:9 - tmpfs tmpfs ro,mode=755\n\
+                        25 24 0:23 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw,nsdelegate\n\
+                        29 24 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+                        30 24 0:28 / /sys/fs/cgroup/memory rw shared:11 - cgroup cgroup rw,memory\n";
+    const UNIFIED: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+
+    /// The figures that these files give.
+    fn tightest(files: &[(&str, &str)]) -> Option<CgroupMemory> {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = root.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        Cgroups::find(root.path()).tightest()
+    }
+
+    fn of(version: u8, limit_bytes: u64, used_bytes: u64) -> Option<CgroupMemory> {
+        Some(CgroupMemory { version, limit_bytes, used_bytes })
+    }
+
+    #[test]
+    fn a_service_of_version_2_has_its_limit_without_the_clean_page_cache() {
+        let figures = tightest(&[
+            ("proc/self/cgroup", "0::/system.slice/train.service\n"),
+            ("proc/self/mountinfo", UNIFIED),
+            ("sys/fs/cgroup/system.slice/train.service/memory.max", "1000000\n"),
+            ("sys/fs/cgroup/system.slice/train.service/memory.high", "max\n"),
+            ("sys/fs/cgroup/system.slice/train.service/memory.current", "700000\n"),
+            (
+                "sys/fs/cgroup/system.slice/train.service/memory.stat",
+                "anon 300000\nfile 400000\nfile_dirty 50000\nfile_writeback 7\ninactive_file 250000\nactive_file 100000\nslab 9\n",
+            ),
+        ]);
+        assert_eq!(figures, of(2, 1_000_000, 700_000 - (350_000 - 50_007)));
+        assert_eq!(figures.unwrap().available_bytes(), 1_000_000 - 400_007);
+    }
+
+    #[test]
+    fn a_cgroup_above_may_leave_less() {
+        let files = |of_parent: &'static str| {
+            [
+                ("proc/self/cgroup", "1:name=systemd:/\n0::/a/b/c\n"),
+                ("proc/self/mountinfo", UNIFIED),
+                ("sys/fs/cgroup/a/b/c/memory.max", "1000000"),
+                ("sys/fs/cgroup/a/b/c/memory.current", "10"),
+                ("sys/fs/cgroup/a/b/memory.max", "max"),
+                ("sys/fs/cgroup/a/b/memory.current", "20"),
+                ("sys/fs/cgroup/a/memory.max", of_parent),
+                ("sys/fs/cgroup/a/memory.current", "600000"),
+            ]
+        };
+        assert_eq!(tightest(&files("1200000")), of(2, 1_200_000, 600_000), "its neighbours have used it");
+        assert_eq!(tightest(&files("2000000")), of(2, 1_000_000, 10));
+        assert_eq!(tightest(&files("max")), of(2, 1_000_000, 10));
+        assert_eq!(tightest(&files("600")).unwrap().available_bytes(), 0, "more is used than may be");
+    }
+
+    #[test]
+    fn memory_high_is_a_limit_too() {
+        let figures = tightest(&[
+            ("proc/self/cgroup", "0::/\n"),
+            ("proc/self/mountinfo", UNIFIED),
+            ("sys/fs/cgroup/memory.max", "max"),
+            ("sys/fs/cgroup/memory.high", "5000"),
+            ("sys/fs/cgroup/memory.current", "4000"),
+        ]);
+        assert_eq!(figures, of(2, 5000, 4000));
+    }
+
+    #[test]
+    fn version_1_is_read_where_both_are_mounted() {
+        let files = |limit: &'static str| {
+            [
+                ("proc/self/cgroup", "5:cpu,cpuacct:/elsewhere\n4:memory,hugetlb:/job/7\n0::/other\n"),
+                ("proc/self/mountinfo", BOTH),
+                ("sys/fs/cgroup/memory/job/7/memory.limit_in_bytes", limit),
+                ("sys/fs/cgroup/memory/job/7/memory.usage_in_bytes", "900"),
+                ("sys/fs/cgroup/memory/job/7/memory.stat", "inactive_file 1\ntotal_inactive_file 200\ntotal_dirty 50\n"),
+                ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("sys/fs/cgroup/memory/memory.usage_in_bytes", "99999999"),
+            ]
+        };
+        assert_eq!(tightest(&files("4096\n")), of(1, 4096, 750));
+        assert_eq!(tightest(&files("9223372036854771712\n")), None, "the largest number of pages is no limit");
+        let stat = ("sys/fs/cgroup/memory/job/7/memory.stat", "hierarchical_memory_limit 2048\ntotal_dirty 50\n");
+        let hidden = files("4096").map(|file| if file.0 == stat.0 { stat } else { file });
+        assert_eq!(tightest(&hidden), of(1, 2048, 900), "of a cgroup above that is not to be seen");
+    }
+
+    #[test]
+    fn a_container_sees_its_own_cgroup_at_the_top() {
+        // Docker without a cgroup namespace: the host's path, and the mount is that folder. With one: `/`. And one that a process was
+        // moved out of.
+        let mount = "30 23 0:26 /docker/ab /sys/fs/cgroup ro - cgroup2 cgroup rw\n";
+        for (own, mount) in [("0::/docker/ab\n", mount), ("0::/\n", UNIFIED), ("0::/../cd\n", UNIFIED), ("", mount)] {
+            let figures = tightest(&[
+                ("proc/self/cgroup", own),
+                ("proc/self/mountinfo", mount),
+                ("sys/fs/cgroup/memory.max", "8589934592\n"),
+                ("sys/fs/cgroup/memory.current", "1073741824\n"),
+            ]);
+            assert_eq!(figures, of(2, 8 * GIB, GIB), "{own:?}");
+        }
+    }
+
+    #[test]
+    fn hidden_files_leave_the_usual_places() {
+        let unified = [("sys/fs/cgroup/memory.max", "77"), ("sys/fs/cgroup/memory.current", "7")];
+        assert_eq!(tightest(&unified), of(2, 77, 7));
+        let first = ("sys/fs/cgroup/memory/memory.limit_in_bytes", "66");
+        let usage = ("sys/fs/cgroup/memory/memory.usage_in_bytes", "6");
+        assert_eq!(tightest(&[first, usage]), of(1, 66, 6));
+        assert_eq!(tightest(&[first]), None, "a limit whose usage nobody tells");
+        assert_eq!(tightest(&[]), None);
+    }
+
+    #[test]
+    fn a_mount_point_may_have_blanks() {
+        assert_eq!(unescaped(r"/a\040b\134c\09"), "/a b\\c\\09");
+        let figures = tightest(&[
+            ("proc/self/cgroup", "0::/my job\n"),
+            ("proc/self/mountinfo", "30 23 0:26 / /mnt/c\\040g rw - cgroup2 none rw\n"),
+            ("mnt/c g/my job/memory.max", "5"),
+            ("mnt/c g/my job/memory.current", "2"),
+        ]);
+        assert_eq!(figures, of(2, 5, 2));
+    }
+
+    #[test]
+    fn this_process_can_be_asked() {
+        if let Some(figures) = CgroupMemory::read() {
+            assert!(figures.limit_bytes > 0 && matches!(figures.version, 1 | 2), "{figures:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_skipped(own: String, mounts: String, value: String) {
+            let line = |number| format!("{number} 23 0:26 {value} /sys/fs/cgroup rw - cgroup2 none rw\n{mounts}");
+            for mounts in [&mounts, &line(1)] {
+                tightest(&[
+                    ("proc/self/cgroup", &own),
+                    ("proc/self/mountinfo", mounts),
+                    ("sys/fs/cgroup/memory.max", &value),
+                    ("sys/fs/cgroup/memory.current", "3"),
+                    ("sys/fs/cgroup/memory.stat", &own),
+                ]);
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Whether the host has so little memory left that a run should end before the kernel ends it.
+//!
+//! Plain figures and one rule: [`HostMemory::shortage`]. Invariant: the figures that decided are those that are told.
+#![forbid(unsafe_code)]
+
+use crate::admission::{MemInfo, Situation, Size};
+use crate::cgroup::{CgroupMemory, Cgroups};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::fs;
+
+/// The share of a memory cgroup's limit that stays free at most: a floor for a whole machine may be more than a small container has.
+const CGROUP_SHARE: u64 = 32;
+
+/// What the host has for this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostMemory {
+    /// The host's figures.
+    pub host: Option<MemInfo>,
+    /// The memory cgroup that leaves this process least, if one limits it.
+    pub cgroup: Option<CgroupMemory>,
+    /// Of the last ten seconds, the share in percent in which a process of the host waited for memory, where the kernel tells (`some avg10` of
+    /// `/proc/pressure/memory`).
+    pub stalled_percent: Option<f32>,
+}
+
+impl HostMemory {
+    /// Now.
+    pub(crate) fn read(cgroups: &Cgroups) -> Self {
+        let pressure = fs::read_to_string("/proc/pressure/memory").ok();
+        Self {
+            host: Situation::read_host(),
+            cgroup: cgroups.tightest(),
+            stalled_percent: pressure.as_deref().and_then(stalled_percent),
+        }
+    }
+
+    /// The floor of a cgroup, where that of the machine is `floor_bytes`.
+    fn floor_of(cgroup: CgroupMemory, floor_bytes: u64) -> u64 {
+        floor_bytes.min(cgroup.limit_bytes / CGROUP_SHARE)
+    }
+
+    /// What is left above the floor: the host's available memory less `floor_bytes`, or the cgroup's less its floor, the smaller one.
+    pub(crate) fn above(&self, floor_bytes: u64) -> u64 {
+        let of_host = self.host.map(|host| host.available_bytes.saturating_sub(floor_bytes));
+        let of_cgroup =
+            self.cgroup.map(|cgroup| cgroup.available_bytes().saturating_sub(Self::floor_of(cgroup, floor_bytes)));
+        of_host.into_iter().chain(of_cgroup).min().unwrap_or(u64::MAX)
+    }
+
+    /// The shortage, if less than `floor_bytes` is available.
+    pub fn shortage(&self, floor_bytes: u64) -> Option<MemoryShortage> {
+        let short = |available: u64, floor: u64| (available < floor).then_some((available, floor));
+        let of_cgroup = |cgroup: CgroupMemory| short(cgroup.available_bytes(), Self::floor_of(cgroup, floor_bytes));
+        let cgroup = self.cgroup.and_then(of_cgroup);
+        let found = cgroup.or_else(|| self.host.and_then(|host| short(host.available_bytes, floor_bytes)));
+        found.map(|(available_bytes, floor_bytes)| MemoryShortage {
+            rank: None,
+            available_bytes,
+            floor_bytes,
+            of_cgroup: cgroup.is_some(),
+            memory: *self,
+        })
+    }
+}
+
+/// The percentage that a text as of `/proc/pressure/memory` gives.
+fn stalled_percent(text: &str) -> Option<f32> {
+    let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    let percent = some.split(' ').find_map(|word| word.strip_prefix("avg10="))?.parse::<f32>().ok()?;
+    percent.is_finite().then_some(percent)
+}
+
+/// Memory is short: less is available than the floor of an arena.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct MemoryShortage {
+    /// In a group whose ranks have all ended together, the one whose memory is short.
+    pub rank: Option<usize>,
+    /// What is available.
+    pub available_bytes: u64,
+    /// What should be.
+    pub floor_bytes: u64,
+    /// Whether both are the cgroup's, and not the host's.
+    pub of_cgroup: bool,
+    /// All figures.
+    pub memory: HostMemory,
+}
+
+impl fmt::Display for MemoryShortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, available_bytes, floor_bytes, of_cgroup, memory } = self;
+        if let Some(rank) = rank {
+            write!(f, "rank {rank}: ")?;
+        }
+        let whose = if *of_cgroup { "this process's memory cgroup" } else { "the host" };
+        write!(f, "{whose} has {} available, less than the floor of {}", Size(*available_bytes), Size(*floor_bytes))?;
+        if let Some(host) = memory.host {
+            write!(f, ": MemFree {}, MemAvailable {}", Size(host.free_bytes), Size(host.available_bytes))?;
+        }
+        if let Some(cgroup) = memory.cgroup {
+            write!(f, ", the cgroup's limit {}, in use {}", Size(cgroup.limit_bytes), Size(cgroup.used_bytes))?;
+        }
+        if let Some(percent) = memory.stalled_percent {
+            write!(f, "; in {percent} % of the last 10 s a process waited for memory")?;
+        }
+        let whose = if *of_cgroup { "raise the cgroup's limit, use a smaller arena" } else { "end other processes" };
+        write!(f, ". No step begins, so that the kernel need not end the process: {whose}, or lower the floor (`memory_floor`)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn memory(available_mib: u64, cgroup: Option<(u64, u64)>) -> HostMemory {
+        let host = Some(MemInfo { free_bytes: MIB, available_bytes: available_mib * MIB });
+        let cgroup = cgroup.map(|(limit, used)| CgroupMemory {
+            version: 2,
+            limit_bytes: limit * MIB,
+            used_bytes: used * MIB,
+        });
+        HostMemory { host, cgroup, stalled_percent: Some(12.5) }
+    }
+
+    #[test]
+    fn the_host_is_short_below_its_floor_and_not_at_it() {
+        assert_eq!(memory(512, None).shortage(512 * MIB), None);
+        let shortage = memory(511, None).shortage(512 * MIB).unwrap();
+        assert_eq!((shortage.available_bytes, shortage.of_cgroup), (511 * MIB, false));
+        let text = shortage.to_string();
+        for figure in ["511.0 MiB", "512.0 MiB", "MemFree 1.0 MiB", "12.5 % of the last 10 s", "memory_floor"] {
+            assert!(text.contains(figure), "{figure}: {text}");
+        }
+        assert_eq!(memory(511, None).shortage(0), None, "no floor");
+        assert_eq!(HostMemory::default().shortage(u64::MAX), None, "nobody tells");
+    }
+
+    #[test]
+    fn a_small_cgroup_has_a_small_floor() {
+        // A thirty-second of 320 MiB.
+        assert_eq!(memory(90_000, Some((320, 310))).shortage(1024 * MIB), None);
+        let shortage = memory(90_000, Some((320, 311))).shortage(1024 * MIB).unwrap();
+        assert_eq!((shortage.available_bytes, shortage.floor_bytes, shortage.of_cgroup), (9 * MIB, 10 * MIB, true));
+        assert!(shortage.to_string().contains("the cgroup's limit 320.0 MiB") && shortage.to_string().contains("raise"));
+        // A large one has that of the machine.
+        assert_eq!(memory(90_000, Some((100_000, 98_976))).shortage(1024 * MIB), None);
+        assert!(memory(90_000, Some((100_000, 98_977))).shortage(1024 * MIB).is_some());
+    }
+
+    #[test]
+    fn what_is_left_is_the_smaller_of_both() {
+        assert_eq!(memory(600, None).above(512 * MIB), 88 * MIB);
+        assert_eq!(memory(600, Some((320, 300))).above(512 * MIB), 10 * MIB);
+        assert_eq!(memory(600, Some((320, 400))).above(512 * MIB), 0);
+        assert_eq!(HostMemory::default().above(7), u64::MAX);
+    }
+
+    #[test]
+    fn pressure_is_read_or_unknown() {
+        let text = "some avg10=3.25 avg60=1.00 avg300=0.00 total=12\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
+        assert_eq!(stalled_percent(text), Some(3.25));
+        for text in ["", "some", "some avg60=1", "some avg10=", "some avg10=NaN", "full avg10=1"] {
+            assert_eq!(stalled_percent(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! A floor under the host's memory: below it no step begins, and a trainer ends with a checkpoint from which the run goes on to the same
+//! weights. `ci/pressure` does the same by real pressure.
+
+#![cfg(target_os = "linux")]
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::path::Path;
+use stepscope::nn::Linear;
+use stepscope::*;
+use support::{Random, on_each_device};
+
+/// More than any machine has.
+const NEVER: u64 = u64::MAX;
+const INPUTS: usize = 8;
+
+struct Classifier(Linear);
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+#[derive(Clone)]
+struct Points {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.len(), INPUTS])?.with(&self.labels, [self.len()])
+    }
+}
+
+/// Six batches of four parts.
+fn batches() -> Vec<Vec<Points>> {
+    let mut random = Random::new(5);
+    let mut part = || Points { x: random.normals(4 * INPUTS), labels: random.belows(4, 2) };
+    (0..6).map(|_| (0..4).map(|_| part()).collect()).collect()
+}
+
+fn learner(device: &Device) -> Result<Learner<Classifier>> {
+    let mut layout = Layout::builder();
+    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
+    Learner::new(device, model, &layout.build()?, 7, AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() })
+}
+
+fn arena(device: &Device, floor: u64) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).memory_floor(floor).build().unwrap()
+}
+
+fn trainer(arena: &mut Arena, learner: Learner<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
+    if captured { Trainer::captured(arena, learner, &batches()[0][0]) } else { Ok(Trainer::eager(arena, learner)) }
+}
+
+/// Trains from where the checkpoint is, if there is one; behind so many updates of this run the memory is short for the ranks `short`.
+fn train(
+    device: &Device,
+    group: Option<Group>,
+    path: &Path,
+    captured: bool,
+    short_behind: Option<usize>,
+) -> Result<String> {
+    let (mut rank, mut learner) = (0, learner(device)?);
+    if let Some(group) = &group {
+        (rank, learner) = (group.rank(), learner.in_group(group, 4)?);
+    }
+    let mut arena = arena(device, 1);
+    let mut trainer = trainer(&mut arena, learner, captured)?.checkpoint(path, None);
+    let mut progress = EpochProgress::default();
+    if path.exists() {
+        progress = trainer.restore(&Checkpoint::load(path)?)?;
+    }
+    let mut left = batches().into_iter().skip(progress.updates as usize).map(Ok);
+    if let Some(updates) = short_behind {
+        trainer.epoch(left.by_ref().take(updates), &mut progress, &mut ())?;
+        if rank + 1 == group.as_ref().map_or(1, Group::ranks) {
+            trainer.arena().set_memory_floor(NEVER);
+        }
+    }
+    trainer.epoch(left, &mut progress, &mut ())?;
+    trainer.learner().parameters.sha256()
+}
+
+on_each_device! {
+    fn a_step_does_not_begin_below_the_floor(device: &Device) {
+        let mut arena = arena(device, NEVER);
+        let error = arena.step(|_| -> Result<()> { panic!("a step began") }).unwrap_err();
+        let Error::MemoryShortage(shortage) = &error else { panic!("{error}") };
+        assert!(shortage.floor_bytes > shortage.available_bytes && shortage.memory.host.is_some(), "{shortage:?}");
+        assert!(error.to_string().contains("memory_floor"), "{error}");
+        assert_eq!(arena.report().resets, 0);
+        // It is no fault of the device, and passes.
+        assert_eq!(device.lost(), None);
+        arena.set_memory_floor(1);
+        assert_eq!(arena.step(|step| step.read(&ops::fill(step, [3], 2.0)?)), Ok(vec![2.0; 3]));
+    }
+
+    fn a_replay_does_not_begin_below_the_floor(device: &Device) {
+        let mut arena = arena(device, 1);
+        let inputs = [1.0f32, 2.0];
+        let inputs = Inputs::new().with(&inputs, [2]).unwrap();
+        let mut doubled = arena.capture((), &inputs, |step, (), slots| {
+            let x = slots.input::<f32>(0)?;
+            Ok(slots.output(&ops::add(step, &x, &x)?))
+        }).unwrap();
+        let replay = doubled.replay(&inputs).unwrap();
+        assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [2.0, 4.0]);
+        arena.set_memory_floor(NEVER);
+        let refused = doubled.replay(&inputs).map(drop).unwrap_err();
+        assert!(matches!(refused, Error::MemoryShortage(_)), "{refused}");
+        arena.set_memory_floor(0);
+        let replay = doubled.replay(&inputs).unwrap();
+        assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [2.0, 4.0]);
+    }
+
+    fn a_trainer_ends_with_a_checkpoint_and_goes_on_to_the_same_weights(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        for captured in [false, true] {
+            let whole = train(device, None, &folder.path().join("whole"), captured, None).unwrap();
+            let path = folder.path().join(format!("{captured}"));
+            for (run, updates) in [2, 0, 3].into_iter().enumerate() {
+                let error = train(device, None, &path, captured, Some(updates)).unwrap_err();
+                assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.rank.is_none()), "{error}");
+                let made = EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates;
+                assert_eq!(made, [2, 2, 5][run]);
+            }
+            assert_eq!(train(device, None, &path, captured, None).unwrap(), whole);
+        }
+    }
+}
+
+/// Ranks of a group, each a thread: what they say.
+fn on_ranks(path: &Path, ranks: usize, captured: bool, short_behind: Option<usize>) -> Vec<Result<String>> {
+    let configs = GroupConfig::on_this_host(ranks).unwrap();
+    std::thread::scope(|scope| {
+        let start = |config: GroupConfig| {
+            scope.spawn(move || {
+                let device = Device::open(DeviceKind::Emulated)?;
+                let group = Group::join(&device, &config)?;
+                train(&device, Some(group), path, captured, short_behind)
+            })
+        };
+        let running: Vec<_> = configs.into_iter().map(start).collect();
+        running.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn all_ranks_of_a_group_end_with_a_checkpoint_when_one_is_short() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = on_ranks(&folder.path().join("whole"), 1, false, None).swap_remove(0).unwrap();
+    for captured in [false, true] {
+        let path = folder.path().join(format!("{captured}"));
+        for said in on_ranks(&path, 4, captured, Some(2)) {
+            let error = said.unwrap_err();
+            assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.rank == Some(3)), "{error}");
+            assert!(error.to_string().starts_with("rank 3: the host has"), "{error}");
+        }
+        assert_eq!(EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates, 2);
+        for said in on_ranks(&path, 2, captured, None) {
+            assert_eq!(said.unwrap(), whole);
+        }
+    }
+}
