@@ -181,7 +181,8 @@ impl Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes } = self.situation;
+        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes } =
+            self.situation;
         write!(
             f,
             "{} of device memory refused, {} may be asked for: the driver says {} free of {}",

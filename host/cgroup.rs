@@ -253,7 +253,10 @@ mod tests {
                 ("proc/self/mountinfo", BOTH),
                 ("sys/fs/cgroup/memory/job/7/memory.limit_in_bytes", limit),
                 ("sys/fs/cgroup/memory/job/7/memory.usage_in_bytes", "900"),
-                ("sys/fs/cgroup/memory/job/7/memory.stat", "inactive_file 1\ntotal_inactive_file 200\ntotal_dirty 50\n"),
+                (
+                    "sys/fs/cgroup/memory/job/7/memory.stat",
+                    "inactive_file 1\ntotal_inactive_file 200\ntotal_dirty 50\n",
+                ),
                 ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
                 ("sys/fs/cgroup/memory/memory.usage_in_bytes", "99999999"),
             ]

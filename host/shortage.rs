@@ -105,7 +105,10 @@ impl fmt::Display for MemoryShortage {
             write!(f, "; in {percent} % of the last 10 s a process waited for memory")?;
         }
         let whose = if *of_cgroup { "raise the cgroup's limit, use a smaller arena" } else { "end other processes" };
-        write!(f, ". No step begins, so that the kernel need not end the process: {whose}, or lower the floor (`memory_floor`)")
+        write!(
+            f,
+            ". No step begins, so that the kernel need not end the process: {whose}, or lower the floor (`memory_floor`)"
+        )
     }
 }
 
@@ -117,11 +120,8 @@ mod tests {
 
     fn memory(available_mib: u64, cgroup: Option<(u64, u64)>) -> HostMemory {
         let host = Some(MemInfo { free_bytes: MIB, available_bytes: available_mib * MIB });
-        let cgroup = cgroup.map(|(limit, used)| CgroupMemory {
-            version: 2,
-            limit_bytes: limit * MIB,
-            used_bytes: used * MIB,
-        });
+        let cgroup =
+            cgroup.map(|(limit, used)| CgroupMemory { version: 2, limit_bytes: limit * MIB, used_bytes: used * MIB });
         HostMemory { host, cgroup, stalled_percent: Some(12.5) }
     }
 
@@ -144,7 +144,9 @@ mod tests {
         assert_eq!(memory(90_000, Some((320, 310))).shortage(1024 * MIB), None);
         let shortage = memory(90_000, Some((320, 311))).shortage(1024 * MIB).unwrap();
         assert_eq!((shortage.available_bytes, shortage.floor_bytes, shortage.of_cgroup), (9 * MIB, 10 * MIB, true));
-        assert!(shortage.to_string().contains("the cgroup's limit 320.0 MiB") && shortage.to_string().contains("raise"));
+        assert!(
+            shortage.to_string().contains("the cgroup's limit 320.0 MiB") && shortage.to_string().contains("raise")
+        );
         // A large one has that of the machine.
         assert_eq!(memory(90_000, Some((100_000, 98_976))).shortage(1024 * MIB), None);
         assert!(memory(90_000, Some((100_000, 98_977))).shortage(1024 * MIB).is_some());

@@ -94,7 +94,9 @@ fn bytes(file: &mut PlainFile, path: &Path, count: u64) -> Result<Vec<u8>> {
     // The system may grant memory that it does not have, and end a process that writes to it.
     let available = HostMemory::read(&Cgroups::find(Path::new("/"))).above(0);
     if count > available {
-        let reason = format!("expected at most the {available} bytes that the host and this process's cgroup have available, got {count}: free some memory");
+        let reason = format!(
+            "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {count}: free some memory"
+        );
         return Err(Error::file(path, reason));
     }
     let mut bytes = Vec::new();

@@ -148,6 +148,31 @@ fn ended_at_random(ends: usize, signals: &[&str]) {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn a_run_that_is_short_of_memory_ends_with_75_and_goes_on_to_the_same_weights() {
+    let (straight, run) = (Run::new(), Run::new());
+    straight.finish();
+    // Before any update, and behind the first.
+    for _ in 0..2 {
+        let output = run.command(&["--memory-floor-mib", "4294967295"]).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(75), "{said}");
+        assert!(said.contains("error: the host has") && said.contains("less than the floor of"), "{said}");
+        assert_eq!(run.names(), ["model.safetensors"]);
+        let mut child = run.spawn();
+        let (start, before) = (Instant::now(), fs::metadata(run.checkpoint()).unwrap().modified().unwrap());
+        while fs::metadata(run.checkpoint()).unwrap().modified().unwrap() == before {
+            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+            sleep(Duration::from_millis(2));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    run.finish();
+    assert_eq!(run.digest(), straight.digest());
+}
+
+#[test]
 fn killed_runs_go_on_to_the_same_weights() {
     ended_at_random(ends(3), &["-KILL"]);
 }

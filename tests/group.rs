@@ -132,7 +132,8 @@ fn on_ranks_with<T: Send>(
             scope.spawn(move || {
                 let run = || {
                     let plan = plans[config.rank()].clone();
-                    let device = Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()?;
+                    let device =
+                        Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()?;
                     program(&device, Group::join(&device, &config.deadline(deadline))?)
                 };
                 let panicked = |_| Err(Error::Misuse { op: "test", expected: "no panic".into(), got: "one".into() });

@@ -144,7 +144,11 @@ fn more_than_the_host_has_memory_for_is_refused() {
     sparse.write_all(&start).unwrap();
     sparse.set_len(start.len() as u64 + bytes).unwrap();
     let reason = refused(&path);
-    assert!(reason.contains("the host's available") && reason.contains(&bytes.to_string()), "{reason}");
+    assert!(
+        reason.contains("that the host, or this process's cgroup, has available")
+            && reason.contains(&bytes.to_string()),
+        "{reason}"
+    );
     // Zeros alone.
     sparse.rewind().unwrap();
     sparse.write_all(&vec![0; start.len()]).unwrap();

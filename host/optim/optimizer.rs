@@ -157,11 +157,8 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         let turn = self.take_turn(step)?;
-        let queued = if self.slice.is_empty() {
-            Ok(())
-        } else {
-            self.queue(step, parameters, gradients, squared_norm, false)
-        };
+        let queued =
+            if self.slice.is_empty() { Ok(()) } else { self.queue(step, parameters, gradients, squared_norm, false) };
         Turns::end(&turn, queued.is_ok());
         queued
     }
