@@ -1,8 +1,8 @@
 //! NCCL, opened when a group asks for it: what carries bytes between GPUs.
 //!
 //! No header and no library at build time: the functions that are used have had the same form since version 2.18. Communicators do not
-//! block: what has not come to an end is looked at again until the deadline. Invariant: a communicator is used by the lane's thread
-//! alone, but for the abort, which NCCL allows from another thread at any time; and it is freed once.
+//! block: what has not come to an end is looked at again until the deadline. Invariant: each call with a communicator is made under its lock,
+//! so it is not freed during one, by whichever thread; and it is freed once.
 
 use super::super::calls::{Link, Piece};
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ use cust::sys;
 use libloading::Library;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 /// Where NCCL is, if the loader does not find it.
@@ -67,21 +67,41 @@ struct Functions {
     last_error: unsafe extern "C" fn(Communicator) -> *const c_char,
 }
 
-/// A communicator that has not been freed.
-#[derive(Clone, Copy)]
-struct Open {
-    communicator: Communicator,
+/// A communicator that was made.
+struct Joined {
+    /// None once it is freed. None of its calls blocks, so the lock is not held for long.
+    communicator: Mutex<Option<Handle>>,
     deadline: Duration,
 }
 
-// SAFETY: a plain name; the lane alone uses it, and the abort is NCCL's to allow from any thread.
-unsafe impl Send for Open {}
+struct Handle(Communicator);
+
+// SAFETY: NCCL takes calls with a communicator from any thread, one at a time: the lock's.
+unsafe impl Send for Handle {}
+
+impl Joined {
+    fn lock(&self) -> MutexGuard<'_, Option<Handle>> {
+        self.communicator.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What `call` makes of the communicator, which stays meanwhile; an error when it has been freed.
+    fn with<T>(&self, call: impl FnOnce(Communicator) -> Result<T>) -> Result<T> {
+        match &*self.lock() {
+            Some(Handle(communicator)) => call(*communicator),
+            None => Err(ended()),
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::Driver { call: "exchange", reason: "the link has ended".into(), fatal: true }
+}
 
 /// NCCL, as far as it is open, and this device's communicators.
 #[derive(Default)]
 pub(super) struct Nccl {
     library: Mutex<Option<Loaded>>,
-    links: Mutex<(u64, BTreeMap<u64, Open>)>,
+    links: Mutex<(u64, BTreeMap<u64, Arc<Joined>>)>,
 }
 
 /// The open library. It stays open: threads of its own may run its code.
@@ -89,7 +109,7 @@ pub(super) struct Nccl {
 struct Loaded(Functions);
 
 impl Nccl {
-    fn links(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, Open>)> {
+    fn links(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, Arc<Joined>>)> {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -138,15 +158,20 @@ impl Nccl {
         let start = Instant::now();
         // SAFETY: `communicator` and `config` are valid for the call, which copies the one and writes the other.
         let begun = unsafe { (functions.init)(&mut communicator, ranks as c_int, id, rank as c_int, &mut config) };
-        let open = Open { communicator, deadline };
-        let joined = functions.begun("ncclCommInitRankConfig", open, begun, start);
-        if let Err(error) = joined {
-            functions.abort(open);
+        let handle = (!communicator.is_null()).then_some(Handle(communicator));
+        let joined = Arc::new(Joined { communicator: Mutex::new(handle), deadline });
+        // Without a communicator its status is all there is.
+        let done = match begun {
+            IN_PROGRESS | SUCCESS => functions.begun("ncclCommInitRankConfig", &joined, begun, start),
+            refused => functions.check("ncclCommInitRankConfig", None, refused),
+        };
+        if let Err(error) = done {
+            functions.abort(joined);
             return Err(error);
         }
         let (last, links) = &mut *self.links();
         *last += 1;
-        links.insert(*last, open);
+        links.insert(*last, joined);
         Ok(Link(*last))
     }
 
@@ -162,38 +187,39 @@ impl Nccl {
         stream: sys::CUstream,
     ) -> Result<()> {
         let functions = self.functions()?;
-        let Some(open) = self.links().1.get(&link.0).copied() else {
-            return Err(Error::Driver { call: "exchange", reason: "the link has ended".into(), fatal: true });
-        };
-        let (communicator, start) = (open.communicator, Instant::now());
-        let check = |call, status| functions.begun_in_group(call, open, status);
-        // SAFETY: a pair of calls around those of one thread.
-        check("ncclGroupStart", unsafe { (functions.group_start)() })?;
-        let mut queued = Ok(());
-        for &Piece { rank, address, bytes } in sends {
-            // SAFETY: memory of this device, alive (`Driver::exchange`); the stream is the device's.
-            let status = unsafe {
-                (functions.send)(address as *const c_void, bytes, BYTES, rank as c_int, communicator, stream)
-            };
-            queued = queued.and(check("ncclSend", status));
-        }
-        for &Piece { rank, address, bytes } in receives {
-            // SAFETY: as for what is sent; nothing else is there.
-            let status = unsafe {
-                (functions.receive)(address as *mut c_void, bytes, BYTES, rank as c_int, communicator, stream)
-            };
-            queued = queued.and(check("ncclRecv", status));
-        }
-        // SAFETY: the group was started above.
-        let ended = unsafe { (functions.group_end)() };
-        queued.and_then(|()| functions.begun("ncclGroupEnd", open, ended, start))
+        let joined = self.links().1.get(&link.0).map(Arc::clone).ok_or_else(ended)?;
+        let start = Instant::now();
+        let status = joined.with(|communicator| {
+            let check = |call, status| functions.begun_in_group(call, communicator, status);
+            // SAFETY: a pair of calls around those of one thread.
+            check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+            let mut queued = Ok(());
+            for &Piece { rank, address, bytes } in sends {
+                // SAFETY: memory of this device, alive (`Driver::exchange`); the stream is the device's.
+                let status = unsafe {
+                    (functions.send)(address as *const c_void, bytes, BYTES, rank as c_int, communicator, stream)
+                };
+                queued = queued.and(check("ncclSend", status));
+            }
+            for &Piece { rank, address, bytes } in receives {
+                // SAFETY: as for what is sent; nothing else is there.
+                let status = unsafe {
+                    (functions.receive)(address as *mut c_void, bytes, BYTES, rank as c_int, communicator, stream)
+                };
+                queued = queued.and(check("ncclRecv", status));
+            }
+            // SAFETY: the group was started above.
+            let ended = unsafe { (functions.group_end)() };
+            queued.map(|()| ended)
+        })?;
+        functions.begun("ncclGroupEnd", &joined, status, start)
     }
 
     /// Frees a communicator, whatever it is doing, on a thread that is given up if it does not end.
     pub(super) fn abort(&self, link: Link) {
-        let open = self.links().1.remove(&link.0);
-        if let (Some(open), Ok(functions)) = (open, self.functions()) {
-            functions.abort(open);
+        let joined = self.links().1.remove(&link.0);
+        if let (Some(joined), Ok(functions)) = (joined, self.functions()) {
+            functions.abort(joined);
         }
     }
 }
@@ -213,34 +239,34 @@ impl Functions {
     }
 
     /// The same of a call within a group, which may be in progress until that ends.
-    fn begun_in_group(&self, call: &'static str, open: Open, status: Status) -> Result<()> {
-        if status == IN_PROGRESS { Ok(()) } else { self.check(call, Some(open.communicator), status) }
+    fn begun_in_group(&self, call: &'static str, communicator: Communicator, status: Status) -> Result<()> {
+        if status == IN_PROGRESS { Ok(()) } else { self.check(call, Some(communicator), status) }
     }
 
     /// Waits until what a call has begun has come to an end, not longer than the communicator's deadline.
-    fn begun(&self, call: &'static str, open: Open, mut status: Status, start: Instant) -> Result<()> {
+    fn begun(&self, call: &'static str, joined: &Joined, mut status: Status, start: Instant) -> Result<()> {
         while status == IN_PROGRESS {
             let waited = start.elapsed();
-            if waited >= open.deadline {
+            if waited >= joined.deadline {
                 return Err(Error::Timeout { call, waited, report: None });
             }
             std::thread::yield_now();
-            // SAFETY: the communicator is alive, and `status` is valid for a write.
-            let asked = unsafe { (self.async_error)(open.communicator, &mut status) };
-            self.check("ncclCommGetAsyncError", Some(open.communicator), asked)?;
+            joined.with(|communicator| {
+                // SAFETY: the communicator is alive, and `status` is valid for a write.
+                let asked = unsafe { (self.async_error)(communicator, &mut status) };
+                self.check("ncclCommGetAsyncError", Some(communicator), asked)
+            })?;
         }
-        self.check(call, Some(open.communicator), status)
+        joined.with(|communicator| self.check(call, Some(communicator), status))
     }
 
-    fn abort(self, open: Open) {
-        if open.communicator.is_null() {
-            return;
-        }
+    /// Frees a communicator.
+    fn abort(self, joined: Arc<Joined>) {
         let (done, ended) = mpsc::channel();
         let abort = move || {
-            let open = open;
-            // SAFETY: the communicator was taken out of the table, so this is the only call that frees it.
-            let _ = done.send(unsafe { (self.abort)(open.communicator) });
+            let handle = joined.lock().take();
+            // SAFETY: it was taken, under the lock that every call holds, so no other is made with it and nobody else frees it.
+            let _ = done.send(handle.map(|Handle(communicator)| unsafe { (self.abort)(communicator) }));
         };
         let started = std::thread::Builder::new().name("stepscope-nccl-abort".into()).spawn(abort);
         if started.is_err() || ended.recv_timeout(PATIENCE).is_err() {
