@@ -129,8 +129,8 @@ pub enum Error {
     /// There is no memory to take without starving others; nothing was taken.
     #[error("{0}")]
     Refused(Box<Refusal>),
-    /// The host has so little memory left that no step begins: end the run before the kernel does. A trainer has written its checkpoint, if
-    /// it has a path for one.
+    /// The host has so little memory left that no step begins: end the run before the kernel does. A trainer's epoch has written the
+    /// checkpoint, if there is a path for one.
     #[error("{0}")]
     MemoryShortage(Box<MemoryShortage>),
     /// The device has no memory left.
