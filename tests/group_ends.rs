@@ -71,7 +71,18 @@ fn free_port() -> u16 {
 
 /// Starts a rank as `torchrun` would. It goes on from the checkpoint in `out`, if there is one.
 fn start(out: &Path, (port, deadline): (u16, Duration), rank: usize, ranks: usize, more: &[&str]) -> Rank {
-    let mut command = command("crossasset", &support::open(DeviceKind::Emulated), &RUN);
+    start_on(DeviceKind::Emulated, out, (port, deadline), rank, ranks, more)
+}
+
+fn start_on(
+    kind: DeviceKind,
+    out: &Path,
+    (port, deadline): (u16, Duration),
+    rank: usize,
+    ranks: usize,
+    more: &[&str],
+) -> Rank {
+    let mut command = command("crossasset", &support::open(kind), &RUN);
     for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_PORT", port.into())] {
         command.env(name, value.to_string());
     }
@@ -88,9 +99,9 @@ fn checkpoint(out: &Path) -> PathBuf {
     out.join("model.safetensors")
 }
 
-fn started(out: &Path, ranks: usize, deadline: Duration) -> Vec<Rank> {
+fn started(kind: DeviceKind, out: &Path, ranks: usize, deadline: Duration) -> Vec<Rank> {
     let port = free_port();
-    (0..ranks).map(|rank| start(out, (port, deadline), rank, ranks, &[])).collect()
+    (0..ranks).map(|rank| start_on(kind, out, (port, deadline), rank, ranks, &[])).collect()
 }
 
 /// Waits for all of these to end, and returns what they said.
@@ -110,8 +121,8 @@ fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
 
 /// Runs to the end by so many ranks, and returns the digest of the weights.
 #[track_caller]
-fn digest(out: &Path, ranks: usize) -> String {
-    let said = ended(started(out, ranks, LATE), Duration::from_secs(600));
+fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
+    let said = ended(started(kind, out, ranks, LATE), Duration::from_secs(600));
     let report = fs::read(out.join("report.json")).unwrap_or_else(|error| panic!("{error}: {said:?}"));
     let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
     report["weights_sha256"].as_str().unwrap().to_owned()
@@ -124,17 +135,20 @@ fn moments(usual: usize) -> usize {
 }
 
 /// Groups of which one gets this signal at a random moment behind the first checkpoint, by the number of ranks.
-fn one_gets(signal: &str, of: usize, usual: usize) {
+fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
     // A connection that closes is noticed at once.
-    let (deadline, within) = if signal == "-STOP" { (SOON, SOON) } else { (LATE, Duration::ZERO) };
+    // To start with NCCL takes longer.
+    let soon = if kind == DeviceKind::Emulated { SOON } else { 3 * SOON };
+    let (deadline, within) = if signal == "-STOP" { (soon, soon) } else { (LATE, Duration::ZERO) };
     let straight = tempfile::tempdir().unwrap();
-    let expected = digest(straight.path(), of);
-    assert_eq!(digest(tempfile::tempdir().unwrap().path(), 1), expected, "the number of ranks changes nothing");
+    let expected = digest(kind, straight.path(), of);
+    let of_one = digest(DeviceKind::Emulated, tempfile::tempdir().unwrap().path(), 1);
+    assert_eq!(of_one, expected, "neither the number of ranks nor the device changes anything");
     let mut random = Random::new(of as u64);
     for moment in 0..moments(usual) {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path();
-        let mut ranks = started(out, of, deadline);
+        let mut ranks = started(kind, out, of, deadline);
         let begun = Instant::now();
         while !checkpoint(out).exists() {
             assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint");
@@ -162,28 +176,32 @@ fn one_gets(signal: &str, of: usize, usual: usize) {
             println!("{signal} of {of}: {took:?}: {}", said[0].trim());
         }
         drop(struck);
-        assert_eq!(digest(out, of / 2), expected, "moment {moment}: those that are left come to the same weights");
+        assert_eq!(
+            digest(kind, out, of / 2),
+            expected,
+            "moment {moment}: those that are left come to the same weights"
+        );
     }
 }
 
 #[test]
 fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
-    one_gets("-KILL", 2, 2);
+    one_gets("-KILL", DeviceKind::Emulated, 2, 2);
 }
 
 #[test]
 fn a_killed_rank_of_four_is_named_and_two_go_on() {
-    one_gets("-KILL", 4, 1);
+    one_gets("-KILL", DeviceKind::Emulated, 4, 1);
 }
 
 #[test]
 fn a_rank_that_stands_still_is_named_within_the_deadline() {
-    one_gets("-STOP", 2, 1);
+    one_gets("-STOP", DeviceKind::Emulated, 2, 1);
 }
 
 #[test]
 fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
-    one_gets("-STOP", 4, 1);
+    one_gets("-STOP", DeviceKind::Emulated, 4, 1);
 }
 
 /// What the program said, and its exit code.
@@ -222,4 +240,22 @@ fn a_group_that_does_not_meet_says_why() {
     let ranks = [start(out, (port, SOON), 0, 2, &[]), start(out, (port, SOON), 1, 2, &["--seed", "8"])];
     let said = ranks.map(|rank| text(&output(rank).stderr));
     assert!(said.iter().all(|said| said.contains("weights")), "{said:?}");
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
+        one_gets("-KILL", DeviceKind::Cuda, 2, 3);
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_rank_that_stands_still_is_named_within_the_deadline() {
+        one_gets("-STOP", DeviceKind::Cuda, 2, 3);
+    }
 }

@@ -36,7 +36,7 @@ use half::bf16;
 pub use shape::{BLOCK, Shape};
 
 /// The shapes of the forward kernel, by the widest head of each.
-pub const FORWARD: [Shape; 3] = [Shape::new(2, 64, 64), Shape::new(1, 64, 128), Shape::new(1, 32, 256)];
+pub const FORWARD: [Shape; 3] = [Shape::new(2, 64, 64), Shape::new(2, 64, 128), Shape::new(1, 32, 256)];
 /// The shapes of the kernel for the gradient of q.
 pub const QUERIES: [Shape; 3] = [Shape::new(1, 64, 64), Shape::new(2, 32, 128), Shape::new(1, 16, 256)];
 /// The shapes of the kernel for the gradients of k and v. Of the widest heads a block makes half of the columns.

@@ -1,0 +1,145 @@
+//! What a group costs: an update of many weights by one rank and by two, beside PyTorch's `all_reduce` and AdamW on two GPUs, in the same run.
+//!
+//! `cargo bench --bench group` (the emulator), `cargo bench --features cuda --bench group -- --device cuda` (two GPUs). The model is one large
+//! embedding, of which a batch reads a few rows: nearly all of an update is its gradient's zeros, the sum over the ranks, and AdamW. Ranks are
+//! threads of this process. A sample is an update of rank 0 by the host's clock, with its loss read. Prints a table and writes every sample
+//! to `benches/runs/DATE-GPU-group.json`.
+
+#![forbid(unsafe_code)]
+
+#[allow(dead_code, reason = "other benches time the host's part")]
+mod harness;
+
+use clap::Parser;
+use harness::{Common, Peer, Samples, record};
+use serde::{Deserialize, Serialize};
+use std::thread;
+use std::time::Duration;
+use stepscope::nn::{Embedding, Linear};
+use stepscope::{
+    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, Group, GroupConfig, Inputs, Layout, Learner, Model,
+    Result, Saved, Tape, Trainer, Var,
+};
+
+const SAMPLES: usize = 15;
+/// Columns of the embedding.
+const WIDTH: usize = 64;
+const CLASSES: usize = 2;
+/// Reading and writing the first weights of two ranks takes as long.
+const DEADLINE: Duration = Duration::from_secs(240);
+
+/// Times an update by two ranks.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Weights, in millions of 10^6 [default: 2, 124 and 512; on the emulator 1]
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    millions: Vec<usize>,
+}
+
+/// A line of the run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    /// What `contender` needs for `work` on so many weights.
+    Measured { elements: usize, contender: String, work: String, samples: Samples },
+    /// What the peer is.
+    Peer { peer: String, device: String },
+}
+
+/// Reads a few rows of an embedding.
+#[derive(Debug)]
+struct Rows {
+    rows: Embedding,
+    head: Linear,
+}
+
+impl Model for Rows {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let ids: Saved<'s, u32> = batch.input(0)?;
+        self.head.forward(tape, &self.rows.forward(tape, ids)?)
+    }
+}
+
+struct Tokens {
+    ids: Vec<u32>,
+    labels: Vec<u32>,
+}
+
+impl stepscope::Samples for Tokens {
+    fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.ids, [self.ids.len()])?.with(&self.labels, [self.ids.len()])
+    }
+}
+
+fn main() -> harness::Result<()> {
+    let Args { common, mut millions } = Args::parse();
+    let device = Device::open(common.device)?;
+    let kind = device.description().kind;
+    if millions.is_empty() {
+        millions = if kind == DeviceKind::Emulated { vec![1] } else { vec![2, 124, 512] };
+    }
+    let elements: Vec<usize> =
+        millions.into_iter().map(|millions| (millions * 1_000_000).next_multiple_of(WIDTH)).collect();
+    let mut arguments = vec!["--device".to_owned(), if kind == DeviceKind::Emulated { "cpu" } else { "cuda" }.into()];
+    arguments.extend(["--samples".into(), SAMPLES.to_string()]);
+    arguments.extend(elements.iter().map(usize::to_string));
+    let peer = Peer::<Line>::run("group.py", &arguments);
+    if let Some(reason) = &peer.failed {
+        println!("PyTorch: not measured, or not all ({reason})");
+    }
+    let mut lines = peer.lines;
+    for &elements in &elements {
+        for ranks in [1, 2] {
+            let samples = updates(kind, ranks, elements)?;
+            let work = format!("update of {ranks}");
+            lines.push(Line::Measured { elements, contender: "stepscope".into(), work, samples });
+        }
+    }
+    println!("{:<14}{:<14}{:<34}{:>10}{:>10}{:>10}", "weights", "", "", "us", "p10", "p90");
+    for line in &lines {
+        match line {
+            Line::Peer { peer, device } => println!("{peer} on {device}"),
+            Line::Measured { elements, contender, work, samples } => {
+                let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| samples.quantile(share) / 1e3);
+                println!("{elements:<14}{contender:<14}{work:<34}{median:>10.1}{p10:>10.1}{p90:>10.1}");
+            }
+        }
+    }
+    println!("samples in {}", record("group", &device, &lines)?);
+    Ok(())
+}
+
+/// Samples of rank 0 of so many.
+fn updates(kind: DeviceKind, ranks: usize, elements: usize) -> Result<Samples> {
+    let said = thread::scope(|scope| {
+        let ranks = GroupConfig::on_this_host(ranks)?.into_iter();
+        let ranks: Vec<_> = ranks.map(|config| scope.spawn(move || of_rank(kind, &config, elements))).collect();
+        let said = ranks.into_iter().map(|rank| rank.join().expect("a rank ends with a result"));
+        said.collect::<Result<Vec<_>>>()
+    });
+    said.map(|samples| samples.into_iter().next().expect("rank 0's"))
+}
+
+fn of_rank(kind: DeviceKind, config: &GroupConfig, elements: usize) -> Result<Samples> {
+    let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).open()?;
+    let group = Group::join(&device, &config.clone().deadline(DEADLINE))?;
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    let model = Rows {
+        rows: Embedding::new(names.at("rows"), elements / WIDTH, WIDTH, 0.02),
+        head: Linear::new(names.at("head"), WIDTH, CLASSES),
+    };
+    let config = AdamWConfig { clip: None, ..AdamWConfig::default() };
+    let learner = Learner::new(&device, model, &layout.build()?, 7, config)?.in_group(&group, group.ranks())?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build()?;
+    let tokens = || Tokens { ids: vec![3, 1, 4, 1], labels: vec![0, 1, 1, 0] };
+    let batch: Vec<Tokens> = (0..group.ranks()).map(|_| tokens()).collect();
+    let mut trainer = Trainer::captured(&mut arena, learner, &tokens())?;
+    Samples::collect(SAMPLES, 1, || trainer.update(&batch).map(drop), || Ok(()))
+}
