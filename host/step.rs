@@ -10,7 +10,7 @@ use crate::launch::launch_within;
 use crate::memory::{Arena, Aside, Buffer, Labels, Measured, Region, Turns};
 use crate::precision::Precision;
 use crate::report::Phase;
-use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Target, Tensor};
+use crate::tensor::{Brand, Element, Lent, LentMut, Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::Contract;
 use std::cell::Cell;
 use std::fmt;
@@ -72,6 +72,16 @@ impl<'s> Step<'s> {
     pub fn empty<T: Element>(&self, shape: impl Into<Shape>) -> Result<Tensor<'s, T>> {
         let shape = shape.into();
         Ok(Tensor::new(self.region.empty(shape, Location::caller())?, shape))
+    }
+
+    /// Ends a tensor before its step does: the next one of the same size that this step makes may have its memory. What is queued already
+    /// still finds it there, since the stream runs in order.
+    ///
+    /// Nothing else can reach the memory: the tensor is moved in, so it is not saved and not lent. One of a step around this one, one in the
+    /// overflow, and all in checked mode keep their memory until their step ends.
+    #[track_caller]
+    pub fn give_back<S: Stored>(&self, tensor: Tensor<'s, S>) {
+        self.region.give_back(tensor, Location::caller());
     }
 
     /// Queues a kernel, after everything queued before. Does not wait. A grid of no blocks queues nothing.

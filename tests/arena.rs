@@ -14,7 +14,11 @@ use proptest::collection::vec;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, TestRunner};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use stepscope::{Arena, Buffer, Capacity, Device, Eager, Error, Result, Saved, Scratch, Step, Tensor, ops};
+use stepscope::nn::Mlp;
+use stepscope::{
+    Arena, Buffer, Capacity, Device, Eager, Error, Gradients, Layout, Parameters, Result, Saved, Scratch, Step, Tape,
+    Tensor, ops,
+};
 use support::{Random, bits, on_each_device};
 
 /// Elements of the buffer that outlives the steps; also the commonest length of a tensor, so that the two often match.
@@ -401,6 +405,53 @@ on_each_device! {
             Ok([step.read(&x)?, step.read(&y)?])
         });
         assert_eq!(values, Ok([vec![1.0, 2.0], vec![3.0, 6.0]]));
+    }
+
+    fn a_tensor_that_is_given_back_leaves_its_place_to_the_next_of_its_size(device: &Device) {
+        let mut arena = Arena::builder(device).capacity(Capacity::Bytes(1024)).build().unwrap();
+        let values = arena.step(|step| {
+            let mut x = step.upload(&[1.0f32; 64], [64])?;
+            let kept = step.upload(&[7.0f32; 64], [64])?.save();
+            for _ in 0..10 {
+                let next = ops::scale(step, &x, 2.0)?;
+                step.give_back(std::mem::replace(&mut x, next));
+            }
+            // A scope within neither takes what waits out here nor leaves what it took.
+            step.scratch(|inner| {
+                let one = ops::scale(inner, &inner.lend(&kept), 1.0)?;
+                inner.give_back(one);
+                ops::fill(inner, [64], 5.0).map(drop)
+            })?;
+            let y = ops::scale(step, &x, 1.0)?;
+            assert!(matches!(ops::fill(step, [65], 0.0), Err(Error::ArenaFull { .. })), "no block is cut or joined");
+            Ok([step.read(&x)?, step.read(&y)?, step.read(&kept)?])
+        });
+        assert_eq!(values, Ok([vec![1024.0; 64], vec![1024.0; 64], vec![7.0; 64]]));
+        let report = arena.report();
+        assert_eq!((report.high_water_bytes, report.allocations), (1024, 15));
+    }
+
+    fn a_backward_pass_takes_no_more_memory_for_more_layers(device: &Device) {
+        let needs = |layers: usize, backward: bool| {
+            let mut layout = Layout::builder();
+            let mlp = |n| Mlp::new(layout.names().at(format!("layers.{n}")), 64, 64, 64);
+            let mlps: Vec<Mlp> = (0..layers).map(mlp).collect();
+            let weights = Parameters::new(device, &layout.build()?, 7)?;
+            let mut gradients = Gradients::zeros(&weights)?;
+            let arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+            let measured = arena.measure(|step| {
+                let tape = Tape::new(step, &weights);
+                let mut x = tape.input(step.empty([256, 64])?);
+                for mlp in &mlps {
+                    x = mlp.forward_residual(&tape, &x, &x)?;
+                }
+                let loss = tape.mean(&x)?;
+                if backward { tape.backward_afresh(&loss, &mut gradients) } else { Ok(()) }
+            })?;
+            Ok::<usize, Error>(measured.high_water_bytes())
+        };
+        let [forward, whole] = [false, true].map(|backward| [4, 12].map(|layers| needs(layers, backward).unwrap()));
+        assert_eq!(whole[1] - whole[0], forward[1] - forward[0], "{forward:?}, {whole:?}");
     }
 
     fn tensors_of_no_elements_take_no_room(device: &Device) {

@@ -252,6 +252,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             Upstream::Sum(sum) => {
                 let mut sum = of_output(sum);
                 ops::add_assign(self.step, &mut sum, &gradient)?;
+                self.step.give_back(gradient);
                 sum
             }
             // The loss's own op is the first to run.

@@ -54,6 +54,7 @@ impl<'s> Tape<'_, 's> {
                     back.add(&of, gradient)?;
                 }
             }
+            back.step().give_back(dy);
             Ok(())
         }))
     }
@@ -68,6 +69,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::scale(self.step(), x.value(), factor)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::scale(back.step(), &dy, factor)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

@@ -129,7 +129,9 @@ impl<'t, 's> Op<'_, 't, 's> {
             let derivative = derivative(back.step())?;
             let gradient = match upstream {
                 Upstream::Sum(AnyTensor::F32(factor)) => {
-                    ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?
+                    let scaled = ops::scale_by(back.step(), &derivative, &factor.reshape([1])?)?;
+                    back.step().give_back(derivative);
+                    scaled
                 }
                 _ => derivative,
             };

@@ -1,7 +1,7 @@
 //! The arena: one region of device memory that each step fills from the start.
 //!
-//! What it does not do: it never frees a single tensor, keeps no free list, never grows within a step and never hands
-//! the same byte out twice between two resets. A reset is one store. Invariant: a reset happens only when the step
+//! What it does not do: it never looks for room, never grows within a step and never hands the same byte out twice between two resets, unless
+//! the tensor that had it was given back, by value, to be the next one of its size. A reset is one store. Invariant: a reset happens only when the step
 //! value is gone, which the borrow checker ties to every tensor of the step.
 
 use super::floor::Floor;

@@ -12,6 +12,7 @@ mod layout;
 mod overflow;
 mod region;
 mod request;
+mod reuse;
 mod scope;
 mod sections;
 mod settings;

@@ -8,6 +8,7 @@ use super::counters::Counters;
 use super::layout::{Bump, End, padded};
 use super::overflow::OverflowPool;
 use super::request::Request;
+use super::reuse::Reuse;
 use super::sections::{Section, Sections};
 use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
@@ -16,7 +17,7 @@ use crate::cgroup::CgroupMemory;
 use crate::driver::{Device, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
-use crate::tensor::{Element, Memory, Shape};
+use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::panic::Location;
@@ -39,6 +40,8 @@ pub(crate) struct Region {
     pub(super) bump: Cell<Bump>,
     /// Where the running scope takes tensors from.
     pub(super) end: Cell<End>,
+    /// What the running scope's tensors have left to others of their size.
+    pub(super) reuse: Reuse,
     pub(super) high_water: Cell<usize>,
     /// Bytes that the running step has from the overflow pool.
     pub(super) overflowed: Cell<usize>,
@@ -88,6 +91,7 @@ impl Region {
             sections: Sections::default(),
             bump: Cell::new(Bump::new(capacity)),
             end: Cell::new(End::Front),
+            reuse: Reuse::default(),
             high_water: Cell::new(0),
             overflowed: Cell::new(0),
             needed: Cell::new(0),
@@ -177,9 +181,23 @@ impl Region {
             return Err(Error::misuse("tensor", "a shape whose bytes fit an address", shape.to_string()));
         };
         let address = self.take(Request { bytes, shape, element: T::NAME, poison: T::POISON }, site)?;
-        // SAFETY: these bytes were just taken, with those up to the next multiple of 256, and nothing else uses them until the rewind past
-        // them; `Step::empty` brands the tensor that it makes of them, so none is left then.
+        // SAFETY: these bytes were just taken, with those up to the next multiple of 256, or given back by the tensor that had them, which is
+        // gone. Nothing else uses them until the rewind past them; `Step::empty` brands the tensor that it makes of them, so none is left
+        // then.
         Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
+    }
+
+    /// Takes the memory of a tensor of the running step back, for the next one of the same size. In checked mode nothing is handed out twice:
+    /// a guard must stay until it is looked at.
+    pub(crate) fn give_back<S: Stored>(&self, tensor: Tensor<'_, S>, site: &'static Location<'static>) {
+        let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
+        // What lies elsewhere, in the overflow or before the scope, is no place in the running scope's part.
+        let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
+        let block = place.zip(padded(bytes)).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
+        let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
+        if self.reuse.give(self.bump.get(), block) {
+            self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());
+        }
     }
 
     /// In checked mode: so many bytes behind each tensor, and guards there that the recorded step itself looks at.
@@ -279,6 +297,10 @@ impl Region {
 
     #[inline]
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        if let Some(offset) = self.reuse.take(bytes) {
+            self.counters.borrow_mut().allocated(site, 0);
+            return Ok(self.address + offset as u64);
+        }
         let before = self.bump.get();
         let Some((offset, next)) = before.take(self.end.get(), bytes) else { return self.take_beyond(bytes, site) };
         self.bump.set(next);

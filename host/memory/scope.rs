@@ -34,8 +34,10 @@ pub(crate) struct Aside<'r> {
 impl Aside<'_> {
     /// What is made from now on is of the scope around this one and stays when this one ends. What was made so far is still there.
     pub(crate) fn leave(&self) {
-        self.left.set(Some(self.region.mark()));
+        let mark = self.region.mark();
+        self.left.set(Some(mark));
         self.region.end.set(self.home);
+        self.region.reuse.begin(mark.bump, self.home);
     }
 }
 
@@ -43,7 +45,9 @@ impl Region {
     /// Runs a scope and then gives back what it took, whether it returned, failed or panicked.
     pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let mark = self.mark();
+        let around = self.reuse.begin(mark.bump, self.end.get());
         let outcome = catch_unwind(AssertUnwindSafe(run));
+        self.reuse.resume(around);
         let whole_step = mark.bump.taken() == 0 && mark.blocks == 0;
         self.close(if whole_step { Kind::Reset } else { Kind::Rewind }, [mark, self.mark()], outcome)
     }
@@ -53,7 +57,9 @@ impl Region {
         let mark = self.mark();
         let aside = Aside { region: self, home: self.end.get(), left: Cell::new(None) };
         self.end.set(aside.home.other());
+        let around = self.reuse.begin(mark.bump, self.end.get());
         let outcome = catch_unwind(AssertUnwindSafe(|| run(&aside)));
+        self.reuse.resume(around);
         self.end.set(aside.home);
         let left = aside.left.get().filter(|_| matches!(outcome, Ok(Ok(_))));
         self.close(Kind::Rewind, [mark, left.unwrap_or_else(|| self.mark())], outcome)

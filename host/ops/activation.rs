@@ -96,6 +96,7 @@ pub fn gelu_bias_backward<'s, S: Stored>(
         let mut partials = step.empty([rows.div_ceil(activation::BIAS_ROWS), cols])?;
         launch(partials.out(), 0)?;
         sum_rows_into(step, &partials, db, accumulate)?;
+        step.give_back(partials);
     }
     Ok(dx)
 }
@@ -111,6 +112,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::tanh(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::tanh_backward(back.step(), &y, &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -125,6 +127,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::gelu(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::gelu_backward(back.step(), x.value(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

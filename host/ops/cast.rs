@@ -59,6 +59,7 @@ impl Cast for bf16 {
         let x = *x;
         Ok(op.record(y, move |back, dy| {
             let dx = ops::to_f32(back.step(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -73,6 +74,7 @@ impl Cast for bf16 {
         let x = *x;
         Ok(op.record(y, move |back, dy| {
             let dx = ops::to_bf16(back.step(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

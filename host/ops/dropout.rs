@@ -62,6 +62,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::dropout(self.step(), x.value(), p, &draw)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::dropout(back.step(), &dy, p, &draw)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

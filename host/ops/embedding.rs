@@ -219,7 +219,9 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
             let (mut dtable, accumulate) = back.gradient(table)?;
-            ops::embedding_backward(step, &dy, &ids, &mut dtable, accumulate)
+            ops::embedding_backward(step, &dy, &ids, &mut dtable, accumulate)?;
+            step.give_back(dy);
+            Ok(())
         }))
     }
 
@@ -233,6 +235,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::gather(self.step(), x.value(), &ids)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::gather_backward(back.step(), &dy, &ids, x.shape().extents()[0])?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

@@ -234,6 +234,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::relu(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::relu_backward(back.step(), &y, &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -248,6 +249,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::sigmoid(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::sigmoid_backward(back.step(), &y, &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -262,6 +264,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::silu(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::silu_backward(back.step(), x.value(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -276,6 +279,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::gelu_exact(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::gelu_exact_backward(back.step(), x.value(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -291,6 +295,7 @@ impl<'s> Tape<'_, 's> {
         let (gate, up) = (*gate, *up);
         Ok(op.record(y.save(), move |back, dy| {
             let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), up.value(), &dy)?;
+            back.step().give_back(dy);
             back.add(&gate, dgate)?;
             back.add(&up, dup)
         }))
@@ -306,6 +311,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::swiglu_packed(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::swiglu_packed_backward(back.step(), x.value(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

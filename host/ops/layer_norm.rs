@@ -158,6 +158,7 @@ pub fn layer_norm_backward<'s, S: Stored>(
         launch(of_gain.out(), of_bias.out(), add)?;
         sum_rows_into(step, &of_gain, dgain, accumulate[0])?;
         sum_rows_into(step, &of_bias, dbias, accumulate[1])?;
+        [of_gain, of_bias].into_iter().for_each(|sums| step.give_back(sums));
     }
     Ok(dh)
 }
@@ -181,6 +182,7 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(out.y.save(), move |back, dy| {
             let so_far = back.take(&x)?;
             let dx = backward(back, x.value(), [gain, bias], [&mean, &inverse_std], &dy, so_far)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -207,7 +209,11 @@ impl<'s> Tape<'_, 's> {
         let (mean, inverse_std) = (out.mean.save(), out.inverse_std.save());
         Ok(op.record_all([h, out.y.save()], move |back, [dh, dy]| {
             let dh = match dy {
-                Some(dy) => Some(backward(back, &h, [gain, bias], [&mean, &inverse_std], &dy, dh)?),
+                Some(dy) => {
+                    let dh = backward(back, &h, [gain, bias], [&mean, &inverse_std], &dy, dh)?;
+                    back.step().give_back(dy);
+                    Some(dh)
+                }
                 None => dh,
             };
             dh.map_or(Ok(()), |dh| back.add_to_both(&x, &residual, dh))

@@ -192,7 +192,10 @@ impl<'s> Tape<'_, 's> {
             let step = back.step();
             let (mut gradient, accumulate) = back.gradient(w)?;
             ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
-            back.add(&hidden, ops::scale_by(step, &dhidden, &dloss)?)
+            step.give_back(dw);
+            let scaled = ops::scale_by(step, &dhidden, &dloss)?;
+            step.give_back(dhidden);
+            back.add(&hidden, scaled)
         }))
     }
 }

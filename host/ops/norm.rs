@@ -146,6 +146,7 @@ pub fn rms_norm_backward<'s, S: Stored>(
         let mut partials = step.empty([rows.div_ceil(chunk), cols])?;
         launch(partials.out(), add)?;
         sum_rows_into(step, &partials, dgain, accumulate)?;
+        step.give_back(partials);
     }
     Ok(dx)
 }
@@ -160,7 +161,7 @@ impl<'s> Tape<'_, 's> {
         let op = self.op("rms_norm", [x])?;
         let (y, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
         let (x, inverse_rms) = (*x, inverse_rms.save());
-        Ok(op.record(y.save(), move |back, dy| backward(back, &x, gain, &inverse_rms, &dy)))
+        Ok(op.record(y.save(), move |back, dy| backward(back, &x, gain, &inverse_rms, dy)))
     }
 
     /// [`ops::rms_norm_residual`]: `h = x + residual`, and its norm `y`; returns both, since h goes on as the next residual.
@@ -183,7 +184,11 @@ impl<'s> Tape<'_, 's> {
         let (x, residual, h, inverse_rms) = (*x, *residual, h.save(), inverse_rms.save());
         Ok(op.record_all([h, y.save()], move |back, [dh, dy]| {
             let dh = match dy {
-                Some(dy) => Some(gradient(back, &h, gain, &inverse_rms, &dy, dh)?),
+                Some(dy) => {
+                    let dh = gradient(back, &h, gain, &inverse_rms, &dy, dh)?;
+                    back.step().give_back(dy);
+                    Some(dh)
+                }
                 None => dh,
             };
             dh.map_or(Ok(()), |dh| back.add_to_both(&x, &residual, dh))
@@ -238,7 +243,8 @@ impl<'s> Tape<'_, 's> {
                 ..Gemm::new(rows, k, n).transpose_b()
             };
             ops::gradients_into(step, &dy, dw, Some(Gradient { form, of: &weights, into: &mut dz }))?;
-            backward(back, &x, gain, &inverse_rms, &dz)
+            step.give_back(dy);
+            backward(back, &x, gain, &inverse_rms, dz)
         }))
     }
 }
@@ -248,10 +254,11 @@ fn backward<'s, S: Stored>(
     x: &Var<'s, S>,
     gain: Parameter,
     inverse_rms: &Saved<'s>,
-    dy: &Tensor<'s, S>,
+    dy: Tensor<'s, S>,
 ) -> Result<()> {
     let so_far = back.take(x)?;
-    let dx = gradient(back, x.value(), gain, inverse_rms, dy, so_far)?;
+    let dx = gradient(back, x.value(), gain, inverse_rms, &dy, so_far)?;
+    back.step().give_back(dy);
     back.add(x, dx)
 }
 

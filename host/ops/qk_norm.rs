@@ -114,6 +114,7 @@ pub fn qk_norm_backward<'s, S: Stored>(
         dgains: partials.out(),
     })?;
     sum_rows_into(step, &partials, dgains, accumulate)?;
+    step.give_back(partials);
     Ok(dy)
 }
 

@@ -66,7 +66,9 @@ pub fn sum_rows_into<'s, S: Stored>(
     }
     let mut partial = step.empty([rows.div_ceil(chunk), cols])?;
     sum(partial.out(), 0)?;
-    sum_rows_into(step, &partial, out, accumulate)
+    sum_rows_into(step, &partial, out, accumulate)?;
+    step.give_back(partial);
+    Ok(())
 }
 
 /// The sum of all elements, `[1]`. Queued.
@@ -113,7 +115,9 @@ pub(super) fn scaled_sum_into<'s, S: Stored>(
         blocks => {
             let mut partial = step.empty([blocks])?;
             sum(1.0, partial.out())?;
-            scaled_sum_into(step, &partial, factor, out)
+            scaled_sum_into(step, &partial, factor, out)?;
+            step.give_back(partial);
+            Ok(())
         }
     }
 }

@@ -140,6 +140,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::slice(self.step(), x.value(), extent, range.clone())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::slice_backward(back.step(), &dy, x.shape(), extent, range)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -164,6 +165,7 @@ impl<'s> Tape<'_, 's> {
                 }
                 start = end;
             }
+            back.step().give_back(dy);
             Ok(())
         }))
     }

@@ -78,6 +78,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::softmax(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::softmax_backward(back.step(), &y, &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -92,6 +93,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::log_softmax(self.step(), x.value())?.save(), *x);
         Ok(op.record(y, move |back, dy| {
             let dx = ops::log_softmax_backward(back.step(), &y, &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

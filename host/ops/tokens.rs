@@ -57,6 +57,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::mean_tokens(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::mean_tokens_backward(back.step(), &dy, x.shape())?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

@@ -89,6 +89,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::transpose(self.step(), x.value())?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::transpose(back.step(), &dy)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }
@@ -103,6 +104,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::swap_extents(self.step(), x.value(), a, b)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let dx = ops::swap_extents(back.step(), &dy, a, b)?;
+            back.step().give_back(dy);
             back.add(&x, dx)
         }))
     }

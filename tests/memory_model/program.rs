@@ -96,6 +96,8 @@ pub(crate) enum Op {
     Copy(usize),
     Overwrite(usize),
     Save(usize),
+    /// Ends a tensor before its scope does.
+    GiveBack(usize),
     /// Looks at one tensor.
     Look(usize),
     /// A request of [`HUGE`].
@@ -185,7 +187,7 @@ fn op(random: &mut Random, depth: u32, longest: usize) -> Op {
     // The large ones are rare: few arenas hold one.
     let length = random.below(4 * LENGTHS.len() as u32 - 3) as usize / 4;
     let pick = random.next_u64() as usize >> 1;
-    match random.below(32) {
+    match random.below(36) {
         0..5 => Op::Upload(length),
         5..10 => Op::Fill(length),
         10..14 => Op::Copy(pick),
@@ -197,6 +199,7 @@ fn op(random: &mut Random, depth: u32, longest: usize) -> Op {
         23 => Op::ToKept(pick),
         24..26 => Op::FromOuter(pick),
         26..28 => Op::ToOuter(pick),
+        28..32 => Op::GiveBack(pick),
         _ if depth == 0 => Op::Fill(length),
         _ => {
             let (ops, ending) = scope(random, depth - 1, longest / 2);

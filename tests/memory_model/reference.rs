@@ -9,11 +9,21 @@ const ALIGN_BYTES: usize = 256;
 /// What checked mode puts behind every tensor.
 const GUARD_BYTES: usize = 256;
 
-/// Where a tensor goes.
+/// Where a tensor goes, and how many bytes it takes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
-    Arena,
-    Pool,
+pub(crate) enum Block {
+    Arena {
+        offset: usize,
+        padded: usize,
+    },
+    /// In the place of one that was given back.
+    Again {
+        offset: usize,
+        padded: usize,
+    },
+    Pool {
+        padded: usize,
+    },
 }
 
 /// Where a scope began.
@@ -22,6 +32,9 @@ pub(crate) struct Mark {
     offset: usize,
     blocks: usize,
     alive: u64,
+    /// Of the scope around, while another runs: where it began, and how many blocks were given back before.
+    scope: (usize, usize),
+    given_back: usize,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -36,6 +49,10 @@ pub(crate) struct Reference {
     pub(crate) needed: usize,
     /// Bytes of each block that the step has from the pool.
     blocks: Vec<usize>,
+    /// Blocks that were given back, by offset and bytes: those of the running scope are the last.
+    given_back: Vec<(usize, usize)>,
+    /// Where the running scope began, and its first block of these.
+    scope: (usize, usize),
     /// Tensors of the scopes that have not ended.
     pub(crate) alive: u64,
     pub(crate) resets: u64,
@@ -68,37 +85,62 @@ impl Reference {
         )
     }
 
-    pub(crate) fn place(&self, padded: usize) -> Result<Place, Cause> {
+    pub(crate) fn place(&self, padded: usize) -> Result<Block, Cause> {
+        let again = self.given_back[self.scope.1..].iter().rfind(|(_, bytes)| *bytes == padded);
+        if let Some(&(offset, _)) = again {
+            return Ok(Block::Again { offset, padded });
+        }
         if self.offset.checked_add(padded).is_some_and(|end| end <= self.capacity_bytes) {
-            return Ok(Place::Arena);
+            return Ok(Block::Arena { offset: self.offset, padded });
         }
         let used = self.pool_bytes().checked_add(padded);
         match self.cap_bytes {
-            Some(cap) if used.is_some_and(|used| used <= cap) => Ok(Place::Pool),
+            Some(cap) if used.is_some_and(|used| used <= cap) => Ok(Block::Pool { padded }),
             _ if padded > self.capacity_bytes => Err(Cause::RequestLargerThanArena),
             _ => Err(Cause::WorkingSetLargerThanArena),
         }
     }
 
-    pub(crate) fn take(&mut self, place: Place, padded: usize) {
-        match place {
-            Place::Arena => self.offset += padded,
-            Place::Pool => {
+    pub(crate) fn take(&mut self, block: Block) {
+        let bytes = match block {
+            Block::Arena { padded, .. } => {
+                self.offset += padded;
+                padded
+            }
+            Block::Again { offset, .. } => {
+                let at = self.given_back.iter().rposition(|(given, _)| *given == offset).expect("it was given back");
+                self.given_back.remove(at);
+                // Its bytes are counted already.
+                0
+            }
+            Block::Pool { padded } => {
                 self.blocks.push(padded);
                 self.overflows += 1;
                 self.overflow_bytes += padded as u64;
                 self.peak = self.peak.max(self.pool_bytes() as u64);
+                padded
             }
-        }
+        };
         self.allocations += 1;
         self.alive += 1;
-        self.bytes += padded as u64;
-        self.largest = self.largest.max(padded as u64);
+        self.bytes += bytes as u64;
+        self.largest = self.largest.max(bytes as u64);
         self.high_water = self.high_water.max(self.offset + self.pool_bytes());
+    }
+
+    /// A tensor's owner ends it. With guards behind tensors none is handed out again.
+    pub(crate) fn give_back(&mut self, block: Block) {
+        let (Block::Arena { offset, padded } | Block::Again { offset, padded }) = block else { return };
+        if offset >= self.scope.0 && !self.guarded {
+            self.given_back.push((offset, padded));
+        }
     }
 
     /// A tensor is asked for, whatever comes of it.
     pub(crate) fn need(&mut self, padded: usize) {
+        if matches!(self.place(padded), Ok(Block::Again { .. })) {
+            return;
+        }
         self.needed = self.needed.max(self.offset.saturating_add(self.pool_bytes()).saturating_add(padded));
     }
 
@@ -106,12 +148,17 @@ impl Reference {
         self.blocks.iter().sum()
     }
 
-    pub(crate) fn mark(&self) -> Mark {
-        Mark { offset: self.offset, blocks: self.blocks.len(), alive: self.alive }
+    /// A scope begins.
+    pub(crate) fn begin(&mut self) -> Mark {
+        let given_back = self.given_back.len();
+        let scope = std::mem::replace(&mut self.scope, (self.offset, given_back));
+        Mark { offset: self.offset, blocks: self.blocks.len(), alive: self.alive, scope, given_back }
     }
 
+    /// It ends.
     pub(crate) fn rewind(&mut self, mark: Mark) {
-        (self.offset, self.alive) = (mark.offset, mark.alive);
+        (self.offset, self.alive, self.scope) = (mark.offset, mark.alive, mark.scope);
+        self.given_back.truncate(mark.given_back);
         self.blocks.truncate(mark.blocks);
     }
 

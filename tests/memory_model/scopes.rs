@@ -5,7 +5,7 @@
 use super::judge::{reports, same};
 use super::{Begin, End, Thrown, Want, World};
 use crate::program::{Ending, HUGE, KEPT, LENGTHS, Op, STALL_DEADLINE};
-use crate::reference::{Mark, Place};
+use crate::reference::{Block, Mark};
 use crate::rules::{Planted, Rule};
 use crate::witness::SLACK;
 use std::any::Any;
@@ -19,6 +19,8 @@ pub(super) struct Live<'s> {
     handle: Handle<'s>,
     want: Vec<f32>,
     name: u32,
+    /// Where it went.
+    place: Block,
 }
 
 pub(super) enum Handle<'s> {
@@ -159,12 +161,14 @@ impl World<'_> {
                 let same = values.iter().find_map(|live| match &live.handle {
                     // SAFETY: none, and that is the point: two handles of one place. A handle has no destructor, and both
                     // end before their step does.
-                    Handle::Unique(tensor) if live.want.len() == want.len() => Some(unsafe { std::ptr::read(tensor) }),
+                    Handle::Unique(tensor) if live.want.len() == want.len() => {
+                        Some((unsafe { std::ptr::read(tensor) }, live.place))
+                    }
                     _ => None,
                 });
-                let Some(mut same) = same else { return self.fill(scope, values, LENGTHS[length]) };
+                let Some((mut same, place)) = same else { return self.fill(scope, values, LENGTHS[length]) };
                 ops::fill_into(scope.step(), &mut same, want[0])?;
-                values.push(Live { handle: Handle::Unique(same), want, name: self.names });
+                values.push(Live { handle: Handle::Unique(same), want, name: self.names, place });
                 Ok(())
             }
             Op::Fill(length) => self.fill(scope, values, LENGTHS[length]),
@@ -192,7 +196,7 @@ impl World<'_> {
                     return Ok(());
                 }
                 let at = pick % values.len();
-                let Live { handle, want, name } = values.remove(at);
+                let Live { handle, want, name, place } = values.remove(at);
                 let handle = match handle {
                     Handle::Unique(tensor) => {
                         // SAFETY: none, and that is the point: a handle that can still write what is saved.
@@ -206,7 +210,16 @@ impl World<'_> {
                     }
                     saved => saved,
                 };
-                values.insert(at, Live { handle, want, name });
+                values.insert(at, Live { handle, want, name, place });
+                Ok(())
+            }
+            Op::GiveBack(pick) => {
+                let Some(at) = pick.checked_rem(values.len()) else { return Ok(()) };
+                if matches!(values[at].handle, Handle::Unique(_)) {
+                    let Live { handle: Handle::Unique(tensor), place, .. } = values.remove(at) else { unreachable!() };
+                    scope.step().give_back(tensor);
+                    self.reference.give_back(place);
+                }
                 Ok(())
             }
             Op::Look(pick) => match pick_from(values, pick) {
@@ -253,7 +266,7 @@ impl World<'_> {
             Op::FromOuter(_) | Op::ToOuter(_) => outer(self, scope, values, op),
             Op::Scratch(ref ops, ending) => {
                 self.tally.scratches += 1;
-                let mark = self.reference.mark();
+                let mark = self.reference.begin();
                 let outcome = catch_unwind(AssertUnwindSafe(|| {
                     scope.scratch(|inner| {
                         self.body(inner, ops, ending, &mut |world, inner, inner_values, op| {
@@ -329,23 +342,26 @@ impl World<'_> {
         values: &mut Vec<Live<'s>>,
     ) -> Result<()> {
         self.tally.tensors += 1;
-        let (predicted, place) = self.predict(want.len());
+        let (predicted, block) = self.predict(want.len());
         self.asked(want.len(), &predicted);
         let met = self.judge(what, begin, &made, predicted, true, reports(&predicted));
         let not_given = matches!(met, Some((Call::FreeBytes | Call::PoolAllocate, Fault::Fail)));
-        if let Some((place, padded)) = place.filter(|_| !not_given) {
-            self.reference.take(place, padded);
+        let place = block.filter(|_| !not_given);
+        if let Some(block) = place {
+            self.reference.take(block);
         }
         let tensor = made?;
-        values.push(Live { handle: Handle::Unique(tensor), want, name: self.names });
+        // Without a prediction there was no tensor, which is a violation.
+        let Some(place) = place else { return Ok(()) };
+        values.push(Live { handle: Handle::Unique(tensor), want, name: self.names, place });
         Ok(())
     }
 
     /// What the arena must say to a request, and where the tensor goes.
-    fn predict(&self, elements: usize) -> (Want, Option<(Place, usize)>) {
+    fn predict(&self, elements: usize) -> (Want, Option<Block>) {
         let Some(padded) = self.reference.padded(elements) else { return (Want::Misuse, None) };
         match self.reference.place(padded) {
-            Ok(place) => (Want::Success, Some((place, padded))),
+            Ok(block) => (Want::Success, Some(block)),
             Err(cause) => (Want::Full { padded, cause }, None),
         }
     }

@@ -209,7 +209,7 @@ impl<'r> World<'r> {
 
     fn step(&mut self, arena: &mut Arena, ops: &[Op], ending: Ending) {
         self.tally.steps += 1;
-        let mark = self.reference.mark();
+        let mark = self.reference.begin();
         self.step = self.program.step_deadline.then(Watch::start);
         let run = |step: &mut Eager<'_>| self.body(step, ops, ending, &mut |_, _, _, _| Ok(()));
         let outcome = catch_unwind(AssertUnwindSafe(|| arena.step(run)));

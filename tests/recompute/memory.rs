@@ -190,9 +190,10 @@ on_each_device! {
             let each = take(9, tokens, true) - take(8, tokens, true);
             assert_eq!(each, input(tokens), "a block more is an input more");
             let whole = take(9, tokens, false) - take(8, tokens, false);
-            assert!(whole > 20.0 * input(tokens), "a block is {} inputs", whole / input(tokens));
-            let all = take(8, tokens, true);
-            assert!(all < 11.0 * input(tokens) + 1.1 * whole, "{} inputs, a block {}", all / input(tokens), whole / input(tokens));
+            assert!(whole > 16.0 * input(tokens), "a block is {} inputs", whole / input(tokens));
+            // One block has what its forward pass keeps and the gradients in between, which all blocks share.
+            let [all, one] = [take(8, tokens, true), take(1, tokens, false)].map(|bytes| bytes / input(tokens));
+            assert!(all < 11.0 + one, "{all} inputs, one block {one}");
         }
         for on in [true, false] {
             let [short, middle, long] = [1024, 2048, 4096].map(|tokens| take(4, tokens, on));

@@ -38,5 +38,6 @@ pub(super) fn backward<'s, S: Attend>(
     let [tokens, heads, width] = [sizes.tokens, sizes.heads, sizes.width].map(|size| size as u32);
     step.launch(flash_delta { out: out.slice(), dout: dout.slice(), tokens, heads, width, delta: delta.out() })?;
     S::queue_backward(step, qkv, form, sizes, [lse, &delta], dout, &mut dqkv)?;
+    step.give_back(delta);
     Ok(dqkv)
 }

@@ -151,6 +151,7 @@ impl<'s> Tape<'_, 's> {
                     ops::attention_backward(step, qkv.value(), norm, &form, &made, &dout)?
                 }
             };
+            step.give_back(dout);
             back.add(&qkv, dqkv)
         }))
     }

@@ -70,5 +70,6 @@ pub(super) fn backward<'s>(
         dgains: partials.out(),
     })?;
     sum_rows_into(step, &partials, dgains, accumulate)?;
+    step.give_back(partials);
     Ok(dqkv)
 }

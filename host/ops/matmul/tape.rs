@@ -25,7 +25,11 @@ impl<'s> Tape<'_, 's> {
         let bias = b.map(|b| op.weights(b)).transpose()?;
         let y = ops::linear(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
         let x = *x;
-        Ok(op.record(y.save(), move |back, dy| linear_backward(back, &x, w, b, &dy)))
+        Ok(op.record(y.save(), move |back, dy| {
+            linear_backward(back, &x, w, b, &dy)?;
+            back.step().give_back(dy);
+            Ok(())
+        }))
     }
 
     /// `y = residual + x w (+ b)`; `residual`, `y`: `[.., out]`. See [`ops::linear_residual`].
@@ -74,7 +78,10 @@ impl<'s> Tape<'_, 's> {
                 }
                 None => ops::gelu_backward(step, &pre, &dy)?,
             };
-            linear_backward(back, &x, w, None, &dpre)
+            step.give_back(dy);
+            linear_backward(back, &x, w, None, &dpre)?;
+            step.give_back(dpre);
+            Ok(())
         }))
     }
 
@@ -145,7 +152,9 @@ impl<'s> Tape<'_, 's> {
             ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
             let dy = dy.reshape([batch, tokens * n])?;
             let (mut db, accumulate) = back.stack_gradient(&b)?;
-            ops::sum_rows_into(step, &dy, &mut db, accumulate)
+            ops::sum_rows_into(step, &dy, &mut db, accumulate)?;
+            step.give_back(dy);
+            Ok(())
         }))
     }
 }

@@ -1,0 +1,16 @@
+//! A tensor cannot be given back while a kernel that is still to be launched names it.
+
+use kernels::elementwise::add_assign;
+use stepscope::{Arena, Result, Source, Target};
+
+fn run(arena: &mut Arena) -> Result<()> {
+    arena.step(|step| {
+        let mut x = step.upload(&[1.0f32], [1])?;
+        let y = step.upload(&[1.0f32], [1])?;
+        let kernel = add_assign { out: x.out(), a: y.slice() };
+        step.give_back(y);
+        step.launch(kernel)
+    })
+}
+
+fn main() {}

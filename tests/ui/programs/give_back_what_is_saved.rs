@@ -1,0 +1,13 @@
+//! A saved tensor cannot be given back.
+
+use stepscope::{Arena, Result};
+
+fn run(arena: &mut Arena) -> Result<()> {
+    arena.step(|step| {
+        let x = step.upload(&[1.0f32], [1])?.save();
+        step.give_back(x);
+        Ok(())
+    })
+}
+
+fn main() {}
