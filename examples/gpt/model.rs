@@ -56,7 +56,7 @@ impl Sizes {
 pub(crate) struct Mode {
     /// Activations are BF16.
     pub(crate) bf16: bool,
-    /// A block keeps its input alone, and runs again in the backward pass.
+    /// A block keeps its input alone, and runs again in the backward pass. So it is without a backward pass, where nothing runs again.
     pub(crate) recompute: bool,
     /// Tokens see only their own document, by the batch's input 2.
     pub(crate) documents: bool,
@@ -138,7 +138,7 @@ impl Gpt {
             let form = block.attention.form();
             let form = documents.map_or(form, |documents| form.documents(documents));
             let block = block.clone();
-            x = match self.mode.recompute {
+            x = match self.mode.recompute || tape.is_evaluating() {
                 true => tape.checkpoint((x, form), move |tape, (x, form)| block.forward_masked(tape, &x, &form))?,
                 false => block.forward_masked(tape, &x, &form)?,
             };

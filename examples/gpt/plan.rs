@@ -20,7 +20,7 @@ use crate::weights::Weights;
 const VOCABULARY_UNIT: usize = 128;
 /// The learning rate at the end, as a share of the highest.
 const FLOOR: f64 = 0.1;
-/// Room in the arena for what differs from the step that was measured, besides a sixteenth of it.
+/// Room in the arena for what differs from the steps that were measured.
 const ROOM: usize = 4 << 20;
 
 /// What a run works on, and how.
@@ -121,6 +121,7 @@ impl<'r> Plan<'r> {
             let measured = small.measure(|step| {
                 let batch = step.upload_inputs(&largest.inputs()?)?;
                 let tape = Tape::new(step, &learner.parameters);
+                let tape = if train { tape } else { tape.evaluating() };
                 let hidden = learner.model.forward(&tape, &batch)?;
                 let loss = learner.model.loss(&tape, &hidden, &batch, 1.0)?;
                 if train { tape.backward_afresh(&loss, &mut learner.gradients) } else { Ok(()) }
@@ -128,7 +129,7 @@ impl<'r> Plan<'r> {
             measured.map(|measured| measured.high_water_bytes())
         };
         let (step, look) = (needs(self.args.batch, true)?, needs(self.look(), false)?);
-        Arena::builder(device).capacity(Capacity::Bytes(step + step / 16 + look + ROOM)).build()
+        Arena::builder(device).capacity(Capacity::Bytes(step + look + ROOM)).build()
     }
 
     /// Samples of a step that looks at held-out text: fewer than are trained on, as it takes memory besides.

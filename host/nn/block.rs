@@ -139,8 +139,8 @@ impl Block {
     where
         S: Attend + Factor<S> + Factor<f32>,
     {
-        let mixed = self.attention.forward_masked(tape, &self.norms[0].forward(tape, x)?, form)?;
-        self.behind_attention(tape, x, &mixed)
+        let h = self.attention.forward_residual_masked(tape, &self.norms[0].forward(tape, x)?, x, form)?;
+        self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
     }
 
     /// Of the next token alone, `[1, 1, width]`, behind those that the cache keeps; see [`MultiHeadAttention::forward_cached`].
@@ -150,15 +150,7 @@ impl Block {
     #[track_caller]
     pub fn forward_cached<'s>(&self, tape: &Tape<'_, 's>, x: &Var<'s>, cache: NextToken<'_, 's>) -> Result<Var<'s>> {
         let mixed = self.attention.forward_cached(tape, &self.norms[0].forward(tape, x)?, cache)?;
-        self.behind_attention(tape, x, &mixed)
-    }
-
-    #[track_caller]
-    fn behind_attention<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, mixed: &Var<'s, S>) -> Result<Var<'s, S>>
-    where
-        S: Factor<S> + Factor<f32>,
-    {
-        let [h, normed] = self.norms[1].forward_residual(tape, mixed, x)?;
+        let [h, normed] = self.norms[1].forward_residual(tape, &mixed, x)?;
         self.feed_forward.forward_residual(tape, &normed, &h)
     }
 }

@@ -121,15 +121,41 @@ impl MultiHeadAttention {
     where
         S: Attend + Factor<S> + Factor<f32>,
     {
+        self.output.forward(tape, &self.mixed(tape, x, form)?)
+    }
+
+    /// `residual + forward_masked(x)`, in as many launches.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    pub fn forward_residual_masked<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: &Var<'s, S>,
+        form: &AttentionForm<'s>,
+    ) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
+        self.output.forward_residual(tape, &self.mixed(tape, x, form)?, residual)
+    }
+
+    /// What the heads give, before the output layer.
+    #[track_caller]
+    fn mixed<'s, S>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>, form: &AttentionForm<'s>) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
         let qkv = self.qkv.forward(tape, x)?;
         let norm = self.qk_norm.as_ref().map(|(gains, epsilon)| (gains, *epsilon));
-        let mixed = match (self.rotary, norm) {
-            (None, norm) => tape.attention(&qkv, norm, form)?,
+        match (self.rotary, norm) {
+            (None, norm) => tape.attention(&qkv, norm, form),
             (Some(rotary), _) => {
-                tape.attention(&tape.rotary(&self.normed(tape, qkv, form)?, rotary, form)?, None, form)?
+                tape.attention(&tape.rotary(&self.normed(tape, qkv, form)?, rotary, form)?, None, form)
             }
-        };
-        self.output.forward(tape, &mixed)
+        }
     }
 
     /// Of the next token alone, `x`, result: `[1, 1, width]`, behind those whose keys and values the cache keeps. What attention gives then needs no
