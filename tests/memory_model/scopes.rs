@@ -159,13 +159,12 @@ impl World<'_> {
             Op::Fill(length) if planted == Some(Planted::DoubleHandOut) => {
                 let want = vec![self.next_value(); LENGTHS[length]];
                 let same = values.iter().find_map(|live| match &live.handle {
-                    // SAFETY: none, and that is the point: two handles of one place. A handle has no destructor, and both
-                    // end before their step does.
-                    Handle::Unique(tensor) if live.want.len() == want.len() => {
-                        Some((unsafe { std::ptr::read(tensor) }, live.place))
-                    }
+                    Handle::Unique(tensor) if live.want.len() == want.len() => Some((tensor, live.place)),
                     _ => None,
                 });
+                // SAFETY: none, and that is the point: two handles of one place. A handle has no destructor, and both
+                // end before their step does.
+                let same = same.map(|(tensor, place)| (unsafe { std::ptr::read(tensor) }, place));
                 let Some((mut same, place)) = same else { return self.fill(scope, values, LENGTHS[length]) };
                 ops::fill_into(scope.step(), &mut same, want[0])?;
                 values.push(Live { handle: Handle::Unique(same), want, name: self.names, place });
