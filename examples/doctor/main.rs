@@ -94,7 +94,7 @@ fn text(findings: &[Finding]) -> String {
     let mut text = String::new();
     for Finding { check, level, what, why, todo } in findings {
         let _ = writeln!(text, "{:<14} {check:<18} {what}", level.word());
-        for (name, value) in [("why", why), ("do", todo)] {
+        for (name, value) in [("why", *why), ("do", todo.as_str())] {
             if !value.is_empty() {
                 let _ = writeln!(text, "{:15}{name}: {value}", "");
             }

@@ -65,7 +65,9 @@ fn remove_ipc() -> Option<bool> {
         parts.extend(fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()));
     }
     parts.sort_by_key(|path| path.file_name().map(ToOwned::to_owned));
-    let texts = std::iter::once("/etc/systemd/logind.conf".into()).chain(parts).filter_map(|path| fs::read_to_string(path).ok());
+    let texts = std::iter::once("/etc/systemd/logind.conf".into())
+        .chain(parts)
+        .filter_map(|path| fs::read_to_string(path).ok());
     let said = texts.flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>());
     let last = said.filter_map(|line| Some(line.trim().strip_prefix("RemoveIPC=")?.trim().to_lowercase())).last();
     Some(!last.is_some_and(|value| matches!(value.as_str(), "no" | "false" | "0" | "off")))

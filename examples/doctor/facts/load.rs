@@ -172,7 +172,13 @@ fn watch(over: &AtomicBool) -> Option<Load> {
     thread::sleep(Duration::from_millis(300));
     while !over.load(Ordering::Relaxed) {
         seen.sm_clock_mhz = seen.sm_clock_mhz.max(device.clock_info(Clock::SM).ok());
-        seen.power_watts = device.power_usage().ok().map(|mw| f64::from(mw) / 1e3).into_iter().chain(seen.power_watts).reduce(f64::max);
+        seen.power_watts = device
+            .power_usage()
+            .ok()
+            .map(|mw| f64::from(mw) / 1e3)
+            .into_iter()
+            .chain(seen.power_watts)
+            .reduce(f64::max);
         let state = device.performance_state().ok().map(|state| state.as_c()).filter(|&state| state < 16);
         seen.power_state = state.into_iter().chain(seen.power_state).min();
         reasons |= device.current_throttle_reasons().unwrap_or(ThrottleReasons::empty());

@@ -19,7 +19,8 @@ impl Python {
         let user = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local"));
         let roots = homes.chain(user).chain(["/usr/local".into(), "/usr".into()]);
         let list = |folder: PathBuf| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-        let versions = roots.flat_map(|root| list(root.join("lib"))).filter(|path| path.to_string_lossy().contains("python3"));
+        let versions =
+            roots.flat_map(|root| list(root.join("lib"))).filter(|path| path.to_string_lossy().contains("python3"));
         let folders: Vec<_> = versions
             .flat_map(|path| [path.join("site-packages"), path.join("dist-packages")])
             .filter(|path| path.is_dir())

@@ -78,7 +78,9 @@ pub(super) fn ptx_cache(facts: &Facts) -> Finding {
     let why = "the driver compiles every kernel again at each start, which takes seconds";
     match facts.gpu.cache_writable {
         _ if facts.gpu.cache_disabled => warning("CUDA_CACHE_DISABLE is set", why, "unset it"),
-        Some(false) => warning(format!("{folder} cannot be written"), why, "set CUDA_CACHE_PATH to a folder of your own"),
+        Some(false) => {
+            warning(format!("{folder} cannot be written"), why, "set CUDA_CACHE_PATH to a folder of your own")
+        }
         Some(true) => well(format!("{folder} can be written")),
         None => unknown("neither HOME nor CUDA_CACHE_PATH is set"),
     }
@@ -88,7 +90,11 @@ pub(super) fn opens(facts: &Facts) -> Finding {
     match &facts.load.error {
         Some(error) if facts.gpu.name.is_some() || facts.gpu.in_system == Some(true) => {
             let at = if facts.load.opened { "the device failed under load" } else { "the device did not open" };
-            stops(format!("{at}: {error}"), "training would end the same way", "do what the error says; see docs/memory.md")
+            stops(
+                format!("{at}: {error}"),
+                "training would end the same way",
+                "do what the error says; see docs/memory.md",
+            )
         }
         // The driver hangs: the whole load had no answer.
         None if facts.unread.contains_key("load") && facts.gpu.name.is_some() => stops(
@@ -96,7 +102,9 @@ pub(super) fn opens(facts: &Facts) -> Finding {
             "the driver may hang, and training with it",
             "see the kernel's log (`dmesg`), and reboot",
         ),
-        None if facts.load.opened => well(format!("opened, {}", facts.load.driver.as_deref().unwrap_or("driver unknown"))),
+        None if facts.load.opened => {
+            well(format!("opened, {}", facts.load.driver.as_deref().unwrap_or("driver unknown")))
+        }
         _ => not_loaded(facts),
     }
 }
@@ -137,7 +145,11 @@ pub(super) fn page_locking(facts: &Facts) -> Finding {
     };
     let what = format!("page-locking {rate:.1} GB/s, uploads {:.1} GB/s", facts.load.upload_gb_per_s.unwrap_or(0.0));
     if rate < 0.25 {
-        return warning(what, "the kernel must free memory to lock pages: it is short, or in pieces", "end other programs; look at Dirty and swap");
+        return warning(
+            what,
+            "the kernel must free memory to lock pages: it is short, or in pieces",
+            "end other programs; look at Dirty and swap",
+        );
     }
     well(what)
 }
@@ -159,7 +171,9 @@ pub(super) fn bf16_rate(facts: &Facts) -> Finding {
 }
 
 pub(super) fn clock(facts: &Facts) -> Finding {
-    let (Some(clock), Some(most)) = (facts.load.sm_clock_mhz, facts.load.sm_clock_max_mhz) else { return not_loaded(facts) };
+    let (Some(clock), Some(most)) = (facts.load.sm_clock_mhz, facts.load.sm_clock_max_mhz) else {
+        return not_loaded(facts);
+    };
     let what = format!("{clock} of {most} MHz under load");
     if clock < most / 2 { warning(what, POWER, PULL_THE_PLUG) } else { well(what) }
 }

@@ -84,7 +84,9 @@ pub(super) fn memory_pressure(facts: &Facts) -> Finding {
 }
 
 pub(super) fn cgroup(facts: &Facts) -> Finding {
-    let Some(cgroup) = facts.host.cgroup else { return well("no memory cgroup limits this process, or none could be read") };
+    let Some(cgroup) = facts.host.cgroup else {
+        return well("no memory cgroup limits this process, or none could be read");
+    };
     let available = cgroup.available_bytes();
     let what = format!("the memory cgroup has {} left of {}", gib(available), gib(cgroup.limit_bytes));
     let why = "the kernel ends processes of a cgroup at its limit, however much memory the host has; CUDA memory is not bounded by it";
@@ -135,7 +137,11 @@ pub(super) fn locked_memory(facts: &Facts) -> Finding {
             "set `memlock unlimited` in /etc/security/limits.conf, or `--ulimit memlock=-1` for a container",
         );
     }
-    well(if bytes == u64::MAX { "`ulimit -l` is unlimited".into() } else { format!("`ulimit -l` is {} MiB", bytes >> 20) })
+    well(if bytes == u64::MAX {
+        "`ulimit -l` is unlimited".into()
+    } else {
+        format!("`ulimit -l` is {} MiB", bytes >> 20)
+    })
 }
 
 pub(super) fn remove_ipc(facts: &Facts) -> Finding {
@@ -156,7 +162,8 @@ pub(super) fn remove_ipc(facts: &Facts) -> Finding {
 pub(super) fn checkpoint_disk(facts: &Facts) -> Finding {
     let Some(bytes) = facts.disk.available_bytes else { return unknown(facts.why_unknown("disk")) };
     let what = format!("{} left for checkpoints", gib(bytes));
-    let (why, todo) = ("a checkpoint is written beside the last one, and then takes its place", "make room, or name another folder");
+    let (why, todo) =
+        ("a checkpoint is written beside the last one, and then takes its place", "make room, or name another folder");
     match bytes {
         _ if bytes < GIB => stops(what, why, todo),
         _ if bytes < DISK_BYTES => warning(what, why, todo),
@@ -168,7 +175,11 @@ pub(super) fn checkpoint_folder(facts: &Facts) -> Finding {
     let folder = facts.disk.checkpoints.as_deref().unwrap_or("the folder");
     match facts.disk.writable {
         None => unknown(facts.why_unknown("disk")),
-        Some(false) => stops(format!("{folder} cannot be written"), "a run ends when it cannot write its checkpoint", "name another folder with --checkpoints"),
+        Some(false) => stops(
+            format!("{folder} cannot be written"),
+            "a run ends when it cannot write its checkpoint",
+            "name another folder with --checkpoints",
+        ),
         Some(true) => well(format!("{folder} can be written")),
     }
 }

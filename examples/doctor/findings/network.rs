@@ -32,7 +32,12 @@ pub(super) fn rate(facts: &Facts) -> Finding {
             "use a cable for 200 Gb/s, and look at `ethtool` of the card on both sides",
         ),
         _ if rdma().next().is_none() => unknown("no card with RDMA is up: there is no second machine"),
-        _ => well(rdma().map(|card| format!("{} {:?} Mb/s", card.name, card.megabits_per_second)).collect::<Vec<_>>().join(", ")),
+        _ => well(
+            rdma()
+                .map(|card| format!("{} {:?} Mb/s", card.name, card.megabits_per_second))
+                .collect::<Vec<_>>()
+                .join(", "),
+        ),
     }
 }
 
