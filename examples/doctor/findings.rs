@@ -89,7 +89,7 @@ fn well(what: impl Into<String>) -> Finding {
 
 /// Not looked at, because ..
 fn unknown(because: impl std::fmt::Display) -> Finding {
-    finding(Level::NotLookedAt, format!("not looked at, because: {because}"), "", "")
+    finding(Level::NotLookedAt, format!("because {because}"), "", "")
 }
 
 fn warning(what: impl Into<String>, why: &'static str, todo: &str) -> Finding {
