@@ -44,12 +44,12 @@ impl Facts {
     pub(crate) fn gather(checkpoints: &Path) -> Self {
         let mut unread = BTreeMap::new();
         let checkpoints = checkpoints.to_owned();
-        let host = within(5, "host", &mut unread, || Ok(Host::gather()));
-        let disk = within(5, "disk", &mut unread, move || Disk::gather(&checkpoints));
-        let network = within(5, "network", &mut unread, Network::gather);
-        let python = within(5, "python", &mut unread, || Ok(Python::gather()));
-        let gpu = within(10, "gpu", &mut unread, Gpu::gather);
-        let load = within(25, "load", &mut unread, Load::gather);
+        let host = within(2, "host", &mut unread, || Ok(Host::gather()));
+        let disk = within(2, "disk", &mut unread, move || Disk::gather(&checkpoints));
+        let network = within(2, "network", &mut unread, Network::gather);
+        let python = within(2, "python", &mut unread, || Ok(Python::gather()));
+        let gpu = within(8, "gpu", &mut unread, Gpu::gather);
+        let load = within(40, "load", &mut unread, Load::gather);
         Self { source: "examples/doctor, this machine".into(), host, gpu, load, network, python, disk, unread }
     }
 

@@ -43,6 +43,8 @@ pub(crate) struct Load {
     pub throttled_by: Vec<String>,
 }
 
+/// Opening compiles the kernels where the driver has not kept them.
+const OPENING: Duration = Duration::from_secs(30);
 const DEADLINE: Duration = Duration::from_secs(8);
 const SECOND: Duration = Duration::from_secs(1);
 const MIB: usize = 1 << 20;
@@ -67,7 +69,7 @@ impl Load {
     }
 
     fn measure(&mut self) -> Result<()> {
-        let device = Device::builder(DeviceKind::Cuda).self_test(SelfTest::Never).deadline(DEADLINE).open()?;
+        let device = Device::builder(DeviceKind::Cuda).self_test(SelfTest::Never).deadline(OPENING).open()?;
         let description = device.description();
         self.opened = true;
         self.capability = description.capability;

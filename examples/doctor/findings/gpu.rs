@@ -99,8 +99,8 @@ pub(super) fn opens(facts: &Facts) -> Finding {
         // The driver hangs: the whole load had no answer.
         None if facts.unread.contains_key("load") && facts.gpu.name.is_some() => stops(
             format!("the load: {}", facts.why_unknown("load")),
-            "the driver may hang, and training with it",
-            "see the kernel's log (`dmesg`), and reboot",
+            "the driver hangs, or it still compiles the kernels, as it does the first time",
+            "run the doctor again; if it is the same, see the kernel's log (`dmesg`), and reboot",
         ),
         None if facts.load.opened => {
             well(format!("opened, {}", facts.load.driver.as_deref().unwrap_or("driver unknown")))
