@@ -1,0 +1,40 @@
+//! Network cards and their rates, for a second machine.
+
+use serde::{Deserialize, Serialize};
+use std::fs;
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Network {
+    /// Of real cards, in order of their names; none where they could not be listed.
+    pub cards: Option<Vec<Card>>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Card {
+    pub name: String,
+    pub up: bool,
+    pub megabits_per_second: Option<u64>,
+    /// Whether it moves memory by itself, as the cards behind a Spark's QSFP ports do.
+    pub rdma: bool,
+}
+
+impl Network {
+    pub(crate) fn gather() -> Result<Self, String> {
+        let folder = fs::read_dir("/sys/class/net").map_err(|error| format!("/sys/class/net: {error}"))?;
+        let mut cards = Vec::new();
+        for path in folder.flatten().map(|entry| entry.path()).filter(|path| path.join("device").exists()) {
+            let text = |name: &str| fs::read_to_string(path.join(name)).unwrap_or_default();
+            cards.push(Card {
+                name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                up: text("operstate").trim() == "up",
+                // A card that is down says -1.
+                megabits_per_second: text("speed").trim().parse().ok(),
+                rdma: path.join("device/infiniband").is_dir(),
+            });
+        }
+        cards.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Self { cards: Some(cards) })
+    }
+}

@@ -1,0 +1,201 @@
+//! Of the GPU, its driver and its rates.
+
+use super::{Finding, is_gb10, stops, unknown, warning, well};
+use crate::facts::Facts;
+
+/// What others measured on a GB10, and the share of it below which something is wrong.
+const COPY_GB_PER_S: f64 = 219.0;
+const BF16_TFLOP_PER_S: f64 = 91.0;
+const SHARE: f64 = 0.85;
+/// The first CUDA that knows `sm_121`.
+const CUDA_OF_GB10: i32 = 12_090;
+const POWER: &str = "a GB10 can be stuck in a low power state, three times slower, and shows nothing";
+const PULL_THE_PLUG: &str = "end other programs and run the doctor again; if it stays, pull the power plug for a minute: a reboot is not enough";
+
+/// Why nothing is known of the GPU under load.
+fn not_loaded(facts: &Facts) -> Finding {
+    let load = &facts.load;
+    match (&load.error, load.built_for_gpu) {
+        (Some(error), _) => unknown(error),
+        (None, Some(false)) => unknown("this program was built without feature `cuda`"),
+        (None, Some(true)) => unknown("the driver or NVML did not tell"),
+        (None, None) => unknown(facts.why_unknown("load")),
+    }
+}
+
+pub(super) fn driver(facts: &Facts) -> Finding {
+    let gpu = &facts.gpu;
+    match (&gpu.name, &gpu.driver, &gpu.nvml_error) {
+        (Some(name), Some(driver), _) => well(format!("{name}, driver {driver}")),
+        (_, _, Some(error)) if gpu.in_system == Some(true) => stops(
+            format!("the system has an NVIDIA driver, and NVML says: {error}"),
+            "no program can use the GPU",
+            "reboot if the driver was just updated; in a container, start it with `--gpus all`",
+        ),
+        (_, _, Some(error)) => unknown(format!("there is no NVIDIA GPU here ({error})")),
+        _ => unknown(facts.why_unknown("gpu")),
+    }
+}
+
+pub(super) fn build(facts: &Facts) -> Finding {
+    match (facts.load.built_for_gpu, &facts.gpu.name) {
+        (Some(false), Some(name)) => warning(
+            format!("this program was built without feature `cuda`, and there is an {name}"),
+            "a program built so trains on the CPU",
+            "build with `--features cuda`",
+        ),
+        (Some(true), _) => well("built with feature `cuda`"),
+        _ => not_loaded(facts),
+    }
+}
+
+pub(super) fn cuda_version(facts: &Facts) -> Finding {
+    let Some(cuda) = facts.gpu.cuda else { return unknown("NVML did not tell") };
+    let what = format!("the driver has CUDA {}.{}", cuda / 1000, cuda % 1000 / 10);
+    if is_gb10(facts) && cuda < CUDA_OF_GB10 {
+        return stops(what, "CUDA before 12.9 does not know sm_121", "update the driver");
+    }
+    well(what)
+}
+
+pub(super) fn ptx(facts: &Facts) -> Finding {
+    let (Some(capability), false) = (facts.gpu.capability.or(facts.load.capability), facts.load.ptx.is_empty()) else {
+        return not_loaded(facts);
+    };
+    let what = format!("PTX for {:?}, the GPU is sm_{capability}", facts.load.ptx);
+    let todo = format!("build with STEPSCOPE_ARCHS=sm_{capability}");
+    if facts.load.ptx.iter().all(|&arch| arch > capability) {
+        return stops(what, "PTX runs on its own architecture and on later ones", &todo);
+    }
+    if is_gb10(facts) && !facts.load.ptx.contains(&capability) {
+        return warning(what, "kernels for an older GPU run, but not the ones chosen for this one", &todo);
+    }
+    well(what)
+}
+
+pub(super) fn ptx_cache(facts: &Facts) -> Finding {
+    let folder = facts.gpu.cache_folder.as_deref().unwrap_or("no folder");
+    let why = "the driver compiles every kernel again at each start, which takes seconds";
+    match facts.gpu.cache_writable {
+        _ if facts.gpu.cache_disabled => warning("CUDA_CACHE_DISABLE is set", why, "unset it"),
+        Some(false) => {
+            warning(format!("{folder} cannot be written"), why, "set CUDA_CACHE_PATH to a folder of your own")
+        }
+        Some(true) => well(format!("{folder} can be written")),
+        None => unknown("neither HOME nor CUDA_CACHE_PATH is set"),
+    }
+}
+
+pub(super) fn opens(facts: &Facts) -> Finding {
+    match &facts.load.error {
+        Some(error) if facts.gpu.name.is_some() || facts.gpu.in_system == Some(true) => {
+            let at = if facts.load.opened { "the device failed under load" } else { "the device did not open" };
+            stops(
+                format!("{at}: {error}"),
+                "training would end the same way",
+                "do what the error says; see docs/memory.md",
+            )
+        }
+        // The driver hangs: the whole load had no answer.
+        None if facts.unread.contains_key("load") && facts.gpu.name.is_some() => stops(
+            format!("the load: {}", facts.why_unknown("load")),
+            "the driver hangs, or it still compiles the kernels, as it does the first time",
+            "run the doctor again; if it is the same, see the kernel's log (`dmesg`), and reboot",
+        ),
+        None if facts.load.opened => {
+            well(format!("opened, {}", facts.load.driver.as_deref().unwrap_or("driver unknown")))
+        }
+        _ => not_loaded(facts),
+    }
+}
+
+pub(super) fn integrated(facts: &Facts) -> Finding {
+    match facts.load.integrated {
+        None => not_loaded(facts),
+        Some(false) if is_gb10(facts) => warning(
+            "the driver says that this GB10 has memory of its own",
+            "page cache would not be counted as available, and admission refuses too much",
+            "update the driver, and report it",
+        ),
+        Some(true) => well("CPU and GPU have one memory"),
+        Some(false) => well("the GPU has memory of its own"),
+    }
+}
+
+pub(super) fn same_bits(facts: &Facts) -> Finding {
+    let kernels = &facts.load.same_bits;
+    let wrong: Vec<_> = kernels.iter().filter(|(_, same)| !same).map(|(name, _)| name.as_str()).collect();
+    match kernels.len() {
+        0 => not_loaded(facts),
+        _ if !wrong.is_empty() => stops(
+            format!("other bits than the committed ones: {}", wrong.join(", ")),
+            "a compiler or a GPU computes wrongly; this is never rounding",
+            "run the example same_bits, and send its whole output",
+        ),
+        count => well(format!("{count} kernels give the committed bits")),
+    }
+}
+
+pub(super) fn page_locking(facts: &Facts) -> Finding {
+    let Some(rate) = facts.load.page_locking_gb_per_s else {
+        return match facts.load.upload_gb_per_s {
+            Some(upload) => well(format!("too fast to be measured; uploads {upload:.1} GB/s")),
+            None => not_loaded(facts),
+        };
+    };
+    let what = format!("page-locking {rate:.1} GB/s, uploads {:.1} GB/s", facts.load.upload_gb_per_s.unwrap_or(0.0));
+    if rate < 0.25 {
+        return warning(
+            what,
+            "the kernel must free memory to lock pages: it is short, or in pieces",
+            "end other programs; look at Dirty and swap",
+        );
+    }
+    well(what)
+}
+
+fn known_rate(facts: &Facts, rate: Option<f64>, good: f64, unit: &str) -> Finding {
+    let Some(rate) = rate else { return not_loaded(facts) };
+    if is_gb10(facts) && (rate.is_nan() || rate < SHARE * good) {
+        return warning(format!("{rate:.1} {unit}, of {good} that a GB10 gives"), POWER, PULL_THE_PLUG);
+    }
+    well(format!("{rate:.1} {unit}"))
+}
+
+pub(super) fn copy_rate(facts: &Facts) -> Finding {
+    known_rate(facts, facts.load.copy_gb_per_s, COPY_GB_PER_S, "GB/s copied")
+}
+
+pub(super) fn bf16_rate(facts: &Facts) -> Finding {
+    known_rate(facts, facts.load.bf16_tflop_per_s, BF16_TFLOP_PER_S, "TFLOP/s in BF16")
+}
+
+pub(super) fn clock(facts: &Facts) -> Finding {
+    let (Some(clock), Some(most)) = (facts.load.sm_clock_mhz, facts.load.sm_clock_max_mhz) else {
+        return not_loaded(facts);
+    };
+    let what = format!("{clock} of {most} MHz under load");
+    if clock < most / 2 { warning(what, POWER, PULL_THE_PLUG) } else { well(what) }
+}
+
+pub(super) fn power_state(facts: &Facts) -> Finding {
+    let Some(state) = facts.load.power_state else { return not_loaded(facts) };
+    let watts = facts.load.power_watts.map_or_else(String::new, |watts| format!(", {watts:.0} W"));
+    let what = format!("P{state} under load{watts}");
+    if state > 2 { warning(what, POWER, PULL_THE_PLUG) } else { well(what) }
+}
+
+pub(super) fn throttling(facts: &Facts) -> Finding {
+    if facts.load.sm_clock_mhz.is_none() {
+        return not_loaded(facts);
+    }
+    let slowed = |name: &&String| name.contains("SLOWDOWN");
+    match facts.load.throttled_by.iter().find(slowed) {
+        Some(reason) => warning(
+            format!("clocks were held down: {reason}"),
+            "the GPU is too hot, or its power supply says stop",
+            "give it air, and use the power supply that came with it",
+        ),
+        None => well(format!("no slowdown; limits: {}", facts.load.throttled_by.join(", "))),
+    }
+}

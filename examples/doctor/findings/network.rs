@@ -1,0 +1,54 @@
+//! Of the way to a second machine, and of Python beside it.
+
+use super::{Finding, is_gb10, unknown, warning, well};
+use crate::facts::Facts;
+
+/// Of each of the two cards behind a QSFP port.
+const CARD_MEGABITS: u64 = 100_000;
+
+pub(super) fn cards(facts: &Facts) -> Finding {
+    let Some(cards) = &facts.network.cards else { return unknown(facts.why_unknown("network")) };
+    let up: Vec<_> = cards.iter().filter(|card| card.up).map(|card| card.name.as_str()).collect();
+    let rdma = cards.iter().filter(|card| card.rdma && card.up).count();
+    let what = format!("{} cards, up: {}; {rdma} of them with RDMA", cards.len(), up.join(", "));
+    if is_gb10(facts) && rdma == 1 {
+        return warning(
+            what,
+            "one QSFP port of a GB10 is two cards; with one of them a second machine gets 98 instead of 161 Gb/s",
+            "give the other card an address too, and name both in NCCL_IB_HCA",
+        );
+    }
+    well(what)
+}
+
+pub(super) fn rate(facts: &Facts) -> Finding {
+    let Some(cards) = &facts.network.cards else { return unknown(facts.why_unknown("network")) };
+    let rdma = || cards.iter().filter(|card| card.rdma && card.up);
+    let slow = rdma().find(|card| card.megabits_per_second.is_some_and(|rate| rate < CARD_MEGABITS));
+    match slow {
+        Some(card) if is_gb10(facts) => warning(
+            format!("{} runs at {} Mb/s", card.name, card.megabits_per_second.unwrap_or(0)),
+            "gradients of two machines would wait for the cable; a good link gives 21.875 GB/s",
+            "use a cable for 200 Gb/s, and look at `ethtool` of the card on both sides",
+        ),
+        _ if rdma().next().is_none() => unknown("no card with RDMA is up: there is no second machine"),
+        _ => well(
+            rdma()
+                .map(|card| format!("{} {:?} Mb/s", card.name, card.megabits_per_second))
+                .collect::<Vec<_>>()
+                .join(", "),
+        ),
+    }
+}
+
+pub(super) fn wheels(facts: &Facts) -> Finding {
+    let Some(folders) = facts.python.folders else { return unknown(facts.why_unknown("python")) };
+    if let Some(first) = facts.python.foreign_wheels.first() {
+        return warning(
+            format!("{} wheels of another processor: {first}", facts.python.foreign_wheels.len()),
+            "they fail when they are imported, or Python falls back to slow code",
+            "install them again on this machine",
+        );
+    }
+    well(format!("no wheels of another processor in {folders} folders"))
+}

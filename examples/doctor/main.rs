@@ -1,0 +1,108 @@
+//! The doctor: looks at a machine before a run, and says what is well, what is wrong, why it matters and what to do.
+//!
+//! ```text
+//! cargo run --release --example doctor                          # the host alone
+//! cargo run --release --features cuda --example doctor          # and the GPU, under a load of two seconds
+//! cargo run --release --example doctor -- --json                # facts and findings, for programs
+//! cargo run --release --example doctor -- --report FILE.tar.gz --add target/gb10
+//! cargo run --release --example doctor -- --facts FILE.json     # judges facts that were recorded elsewhere
+//! ```
+//! Facts are gathered first and judged after, by functions of the facts alone. Each part of the gathering has a deadline, so the program
+//! ends within a minute whatever the machine does.
+//! Exit code 0: nothing would stop training. 1: something would, or the report could not be written. 2: the command line is wrong, or the
+//! facts could not be read.
+
+#![forbid(unsafe_code)]
+
+mod facts;
+mod findings;
+mod report;
+
+use clap::Parser;
+use facts::Facts;
+use findings::{Finding, Level};
+use std::fmt::Write as _;
+use std::io::{self, ErrorKind, Write as _};
+use std::path::PathBuf;
+
+/// Looks at this machine: what is well, what is wrong, why it matters, what to do.
+#[derive(Parser)]
+#[command(name = "doctor")]
+struct Args {
+    /// Print facts and findings as JSON
+    #[arg(long)]
+    json: bool,
+
+    /// Judge these recorded facts, and look at no machine
+    #[arg(long, value_name = "FILE")]
+    facts: Option<PathBuf>,
+
+    /// Where checkpoints will be written
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    checkpoints: PathBuf,
+
+    /// Pack what a report needs: a .tar.gz with facts, findings and /proc/meminfo
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+
+    /// Pack these files and folders too
+    #[arg(long, value_name = "PATH", requires = "report")]
+    add: Vec<PathBuf>,
+}
+
+fn main() {
+    // A call of the driver that never returns holds a thread; this ends the process all the same.
+    std::process::exit(run(&Args::parse()));
+}
+
+fn run(args: &Args) -> i32 {
+    let facts = match &args.facts {
+        None => Facts::gather(&args.checkpoints),
+        Some(path) => match Facts::read(path) {
+            Ok(facts) => facts,
+            Err(error) => {
+                eprintln!("error: {}: {error}", path.display());
+                return 2;
+            }
+        },
+    };
+    let findings = findings::of(&facts);
+    let stops = findings.iter().any(|finding| finding.level == Level::StopsTraining);
+    let json = report::json(&facts, &findings);
+    let shown = if args.json { json.clone() } else { text(&findings) };
+    let mut failed = false;
+    if let Err(error) = io::stdout().write_all(shown.as_bytes()).and_then(|()| io::stdout().flush())
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        eprintln!("error: standard output: {error}");
+        failed = true;
+    }
+    if let Some(path) = &args.report {
+        match report::write(path, &json, &text(&findings), &args.add) {
+            Ok(()) => eprintln!("report: {}", path.display()),
+            Err(error) => {
+                eprintln!("error: {}: {error}", path.display());
+                failed = true;
+            }
+        }
+    }
+    i32::from(stops || failed)
+}
+
+/// A line for each finding, with why and what to do where it is not well, and a summary.
+fn text(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for Finding { check, level, what, why, todo } in findings {
+        let _ = writeln!(text, "{:<14} {check:<18} {what}", level.word());
+        for (name, value) in [("why", *why), ("do", todo.as_str())] {
+            if !value.is_empty() {
+                let _ = writeln!(text, "{:15}{name}: {value}", "");
+            }
+        }
+    }
+    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
+    let (stops, warnings) = (count(Level::StopsTraining), count(Level::Warning));
+    let (well, skipped) = (count(Level::Well), count(Level::NotLookedAt));
+    let _ = writeln!(text, "{stops} stop training, {warnings} warnings, {well} well, {skipped} not looked at");
+    text
+}
