@@ -196,6 +196,7 @@ pub(super) fn throttling(facts: &Facts) -> Finding {
             "the GPU is too hot, or its power supply says stop",
             "give it air, and use the power supply that came with it",
         ),
-        None => well(format!("no slowdown; limits: {}", facts.load.throttled_by.join(", "))),
+        None if facts.load.throttled_by.is_empty() => well("nothing held the clocks down"),
+        None => well(format!("no slowdown; clocks follow {}", facts.load.throttled_by.join(", "))),
     }
 }
