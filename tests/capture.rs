@@ -386,6 +386,28 @@ on_each_device! {
         assert_eq!(captured.report().replays, 5);
     }
 
+    fn an_output_that_is_given_back_keeps_its_values(device: &Device) {
+        fn run<'s>(step: &mut Step<'s>, _: &mut (), slots: &Slots<'s>) -> Result<[Output; 2]> {
+            let x: Saved<'s> = slots.input(0)?;
+            let [doubled, lost] = [ops::scale(step, &x, 2.0)?, ops::scale(step, &x, 3.0)?];
+            let output = slots.output(&doubled);
+            step.give_back(doubled);
+            step.give_back(lost);
+            // The first has the place of what was lost, the second one of its own.
+            let four = ops::scale(step, &x, 4.0)?;
+            ops::scale(step, &x, 5.0)?;
+            Ok([output, slots.output(&four)])
+        }
+        let mut arena = arena(device);
+        let inputs = [1.0f32; 100];
+        let inputs = Inputs::new().with(&inputs, [100]).unwrap();
+        let mut captured = arena.capture((), &inputs, run).unwrap();
+        assert_eq!(captured.report().bytes_owned, 4 * 512, "{:?}", captured.report());
+        let replay = captured.replay(&inputs).unwrap();
+        let [doubled, four] = replay.outputs().map(|output| replay.read(output).unwrap());
+        assert_eq!([doubled, four], [vec![2.0; 100], vec![4.0; 100]]);
+    }
+
     fn a_graph_repeats_on_the_inputs_that_it_has(device: &Device) {
         let mut memory = arena(device);
         let record: Record<Buffer<f32>, Output> = |step, sum, slots| {

@@ -282,7 +282,7 @@ fn rehearse<S, R>(
         let mut region = Region::lent(rehearsal.clone(), address, bytes);
         let mut ports = Ports::new(&region, key, identity, pins)?;
         region.guard_like(guard_bytes, checks);
-        let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots()))?;
+        let result = region.scope(|| record(&mut Step::new(&region), state, &ports.slots(&region)))?;
         let (bytes, tensors) = (region.high_water_bytes().max(ALIGN_BYTES), region.allocations() as usize);
         let (turns, labels) = region.conditions().take();
         ports.bind(&labels);

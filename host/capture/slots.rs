@@ -171,6 +171,7 @@ impl<'s> Eager<'s> {
 #[derive(Debug)]
 pub struct Slots<'s> {
     ports: &'s Ports,
+    region: &'s Region,
     batch: Batch<'s>,
 }
 
@@ -198,6 +199,7 @@ impl<'s> Slots<'s> {
         let Ports { outputs, pins, recording, .. } = self.ports;
         let memory = tensor.memory();
         pins.add([memory.as_slice().address()]);
+        self.region.keep(memory.as_slice().address());
         let mut outputs = outputs.borrow_mut();
         outputs.push(memory.bytes());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
@@ -267,10 +269,10 @@ impl Ports {
         })
     }
 
-    /// What the recorded function sees of them.
-    pub(super) fn slots(&self) -> Slots<'_> {
+    /// What the recorded function, whose step has this region, sees of them.
+    pub(super) fn slots<'r>(&'r self, region: &'r Region) -> Slots<'r> {
         let inputs = self.inputs.iter().map(|port| port.memory).zip(self.key.forms.iter().copied()).collect();
-        Slots { ports: self, batch: Batch { inputs, brand: PhantomData } }
+        Slots { ports: self, region, batch: Batch { inputs, brand: PhantomData } }
     }
 
     /// What the recording was made for.

@@ -187,6 +187,13 @@ impl Region {
         Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
     }
 
+    /// The tensor at this address is read when the step is over: it may be given back, and keeps its memory.
+    pub(crate) fn keep(&self, address: u64) {
+        if let Some(offset) = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok()) {
+            self.reuse.keep(offset);
+        }
+    }
+
     /// Takes the memory of a tensor of the running step back, for the next one of the same size. In checked mode nothing is handed out twice:
     /// a guard must stay until it is looked at.
     pub(crate) fn give_back<S: Stored>(&self, tensor: Tensor<'_, S>, site: &'static Location<'static>) {

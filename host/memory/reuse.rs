@@ -15,6 +15,8 @@ pub(super) struct Reuse {
     /// Of all scopes that run, the innermost one's last.
     blocks: RefCell<Vec<Range<usize>>>,
     scope: Cell<Option<Scope>>,
+    /// Where tensors lie that are read when the step is over.
+    kept: RefCell<Vec<usize>>,
 }
 
 /// A scope that runs.
@@ -52,10 +54,16 @@ impl Reuse {
         let Some(Scope { start, end, .. }) = self.scope.get() else { return false };
         let (offset, bytes) = now.since(start)[end as usize];
         let own = !block.is_empty() && offset <= block.start && block.end <= offset + bytes;
+        let own = own && !self.kept.borrow().contains(&block.start);
         if own {
             self.blocks.borrow_mut().push(block);
         }
         own
+    }
+
+    /// The tensor at this offset is never taken back.
+    pub(super) fn keep(&self, offset: usize) {
+        self.kept.borrow_mut().push(offset);
     }
 
     /// The offset of a block for `bytes`: the last that was given back of those that fit exactly.
@@ -96,6 +104,8 @@ mod tests {
         assert!(!reuse.give(now, 896..1280), "partly");
         assert!(!reuse.give(now, 256..256), "an empty tensor shares its place with the next");
         assert!(!reuse.give(now, usize::MAX - 255..usize::MAX), "of the overflow");
+        reuse.keep(256);
+        assert!(!reuse.give(now, 256..512), "read later");
         assert!(!Reuse::default().give(now, 0..256), "between steps");
     }
 
