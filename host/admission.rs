@@ -38,20 +38,24 @@ impl MemInfo {
     }
 }
 
-/// The bytes that the line `name: <digits> kB` states. The kernel's `kB` is 1024 bytes.
 fn field(text: &str, name: &str) -> Result<u64, String> {
+    bytes_of_line(text, name).map_err(|reason| format!("/proc/meminfo: {reason}"))
+}
+
+/// The bytes that the line `name: <digits> kB` of a file of `/proc` states. The kernel's `kB` is 1024 bytes.
+pub(crate) fn bytes_of_line(text: &str, name: &str) -> Result<u64, String> {
     let mut lines =
         text.lines().filter_map(|line| Some((line, line.split_once(':').filter(|(key, _)| *key == name)?.1)));
-    let (line, value) = lines.next().ok_or_else(|| format!("/proc/meminfo: no line `{name}:`"))?;
+    let (line, value) = lines.next().ok_or_else(|| format!("no line `{name}:`"))?;
     if let Some((again, _)) = lines.next() {
-        return Err(format!("/proc/meminfo: a second line `{again}` after `{line}`"));
+        return Err(format!("a second line `{again}` after `{line}`"));
     }
-    let malformed = || format!("/proc/meminfo: expected `{name}: <digits> kB`, got `{line}`");
+    let malformed = || format!("expected `{name}: <digits> kB`, got `{line}`");
     let digits = value.trim_start().strip_suffix(" kB").ok_or_else(malformed)?;
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(malformed());
     }
-    let too_large = || format!("/proc/meminfo: more than 2^64 bytes in `{line}`");
+    let too_large = || format!("more than 2^64 bytes in `{line}`");
     digits.parse::<u64>().ok().and_then(|kib| kib.checked_mul(KIB)).ok_or_else(too_large)
 }
 

@@ -9,7 +9,7 @@ use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::{replace_file_by, sweep};
 use crate::finite::Numbers;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, PIECE_BYTES};
 use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::Shape;
@@ -31,8 +31,8 @@ const FIRST_OPTIMIZER: &str = "adamw";
 const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note that tells a damaged file.
 const DIGEST: &str = "stepscope.sha256";
-/// Values that are read from a device at once while a file is written: 16 MiB.
-const PIECE: usize = 4 << 20;
+/// Bytes of small tensors that wait to be written together.
+const WAITING_BYTES: usize = 1 << 20;
 
 /// What a checkpoint's file held when it was loaded, known to be whole. It takes as much of the host's memory as the file has bytes: drop
 /// it when all is restored. What becomes of the file does not matter any more.
@@ -232,10 +232,8 @@ struct Part<'p> {
 }
 
 impl Part<'_> {
-    /// Its values in pieces.
     fn pieces(&self) -> impl Iterator<Item = Result<Vec<f32>>> {
-        let starts = self.range.clone().step_by(PIECE);
-        starts.map(|start| self.buffer.read_range(start, PIECE.min(self.range.end - start)))
+        self.buffer.pieces(self.range.clone())
     }
 }
 
@@ -260,6 +258,12 @@ struct NewFile<'p> {
     update: Option<u64>,
 }
 
+/// The most of the host's memory that writing a file of such tensors takes: a piece as numbers and as bytes, and what waits to be written.
+pub(crate) fn writing_bytes(layout: &Layout) -> u64 {
+    let largest = layout.entries().iter().map(|entry| size_of::<f32>() * entry.range().len()).max().unwrap_or(0);
+    (2 * PIECE_BYTES.min(largest) + WAITING_BYTES) as u64
+}
+
 impl NewFile<'_> {
     /// Reads each tensor once: its bytes go to the file and into the digest, which stands before them and is written last.
     fn write(&self, mut notes: BTreeMap<String, String>) -> Result<()> {
@@ -276,7 +280,7 @@ impl NewFile<'_> {
         // An error that is not the file's.
         let mut stopped = None;
         let written = replace_file_by(self.path, |file| {
-            let mut to = BufWriter::with_capacity(size_of::<f32>() * PIECE, file);
+            let mut to = BufWriter::with_capacity(WAITING_BYTES, file);
             to.write_all(&header)?;
             for part in &parts {
                 digest.begin(&part.name, part.shape.extents());

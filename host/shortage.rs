@@ -3,7 +3,7 @@
 //! Plain figures and one rule: [`HostMemory::shortage`]. Invariant: the figures that decided are those that are told.
 #![forbid(unsafe_code)]
 
-use crate::admission::{MemInfo, Situation, Size};
+use crate::admission::{MemInfo, Situation, Size, bytes_of_line};
 use crate::cgroup::{CgroupMemory, Cgroups};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -50,7 +50,14 @@ impl HostMemory {
 
     /// The shortage, if less than `floor_bytes` is available.
     pub fn shortage(&self, floor_bytes: u64) -> Option<MemoryShortage> {
-        let short = |available: u64, floor: u64| (available < floor).then_some((available, floor));
+        self.shortage_for(floor_bytes, 0)
+    }
+
+    /// The shortage, if less than `floor_bytes` would be available once so many more bytes are taken.
+    pub(crate) fn shortage_for(&self, floor_bytes: u64, still_wanted_bytes: u64) -> Option<MemoryShortage> {
+        let short = |available: u64, floor: u64| {
+            (available < floor.saturating_add(still_wanted_bytes)).then_some((available, floor))
+        };
         let of_cgroup = |cgroup: CgroupMemory| short(cgroup.available_bytes(), Self::floor_of(cgroup, floor_bytes));
         let cgroup = self.cgroup.and_then(of_cgroup);
         let found = cgroup.or_else(|| self.host.and_then(|host| short(host.available_bytes, floor_bytes)));
@@ -58,9 +65,28 @@ impl HostMemory {
             rank: None,
             available_bytes,
             floor_bytes,
+            still_wanted_bytes,
             of_cgroup: cgroup.is_some(),
             memory: *self,
         })
+    }
+}
+
+/// What this process has of the host's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessMemory {
+    /// Now (`VmRSS`).
+    pub resident_bytes: u64,
+    /// At most so far (`VmHWM`).
+    pub peak_bytes: u64,
+}
+
+impl ProcessMemory {
+    /// From `/proc/self/status`; none where that is not to be had.
+    pub fn read() -> Option<Self> {
+        let status = fs::read_to_string("/proc/self/status").ok()?;
+        let line = |name| bytes_of_line(&status, name).ok();
+        Some(Self { resident_bytes: line("VmRSS")?, peak_bytes: line("VmHWM")? })
     }
 }
 
@@ -81,6 +107,8 @@ pub struct MemoryShortage {
     pub available_bytes: u64,
     /// What should be.
     pub floor_bytes: u64,
+    /// What the run will still take beyond what it has, by its [`MemoryForecast`](crate::MemoryForecast); 0 where less than the floor is available already.
+    pub still_wanted_bytes: u64,
     /// Whether both are the cgroup's, and not the host's.
     pub of_cgroup: bool,
     /// All figures.
@@ -89,12 +117,15 @@ pub struct MemoryShortage {
 
 impl fmt::Display for MemoryShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, available_bytes, floor_bytes, of_cgroup, memory } = self;
+        let Self { rank, available_bytes, floor_bytes, still_wanted_bytes, of_cgroup, memory } = self;
         if let Some(rank) = rank {
             write!(f, "rank {rank}: ")?;
         }
         let whose = if *of_cgroup { "this process's memory cgroup" } else { "the host" };
         write!(f, "{whose} has {} available, less than the floor of {}", Size(*available_bytes), Size(*floor_bytes))?;
+        if *still_wanted_bytes > 0 {
+            write!(f, " and the {} that this run will still take", Size(*still_wanted_bytes))?;
+        }
         if let Some(host) = memory.host {
             write!(f, ": MemFree {}, MemAvailable {}", Size(host.free_bytes), Size(host.available_bytes))?;
         }
@@ -135,6 +166,9 @@ mod tests {
             assert!(text.contains(figure), "{figure}: {text}");
         }
         assert_eq!(memory(511, None).shortage(0), None, "no floor");
+        assert_eq!(memory(512, None).shortage_for(500 * MIB, 12 * MIB), None);
+        let text = memory(512, None).shortage_for(500 * MIB, 13 * MIB).unwrap().to_string();
+        assert!(text.contains("the floor of 500.0 MiB") && text.contains("13.0 MiB (13631488 bytes) that this run"), "{text}");
         assert_eq!(HostMemory::default().shortage(u64::MAX), None, "nobody tells");
     }
 

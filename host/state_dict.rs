@@ -78,7 +78,7 @@ impl Parameters {
     pub fn save_state_dict_as<S: Stored>(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let values: Vec<f32> = self.flat().read()?.into_iter().map(|value| S::narrow(value).widen()).collect();
-        Numbers::Finite.check((None, Quantity::Weight), self.layout().finite("", &values))?;
+        Numbers::Finite.check((None, Quantity::Weight), self.layout().finite(&values))?;
         let dtype = if <S as Element>::NAME == <bf16 as Element>::NAME { Dtype::BF16 } else { Dtype::F32 };
         let tensor = |(name, entry): (String, &LayoutEntry)| {
             let values = transposed(entry, &values[entry.range()], entry.shape().extents(), S::narrow);

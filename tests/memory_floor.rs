@@ -1,5 +1,5 @@
 //! A floor under the host's memory: below it no step begins, and a trainer ends with a checkpoint from which the run goes on to the same
-//! weights. `ci/pressure` does the same by real pressure.
+//! weights; and what a trainer tells of the memory that is to come. `ci/pressure` does the same by real pressure.
 
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
@@ -135,6 +135,81 @@ on_each_device! {
             assert_eq!(train(device, None, &path, captured, None).unwrap(), whole);
         }
     }
+}
+
+struct Wide(Linear, Linear);
+
+impl Model for Wide {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let hidden = self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
+        self.1.forward(tape, &hidden)
+    }
+}
+
+/// A trainer of a million weights.
+fn wide<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Wide>> {
+    const HIDDEN: usize = 100_000;
+    let mut layout = Layout::builder();
+    let up = Linear::new(layout.names().at("up"), INPUTS, HIDDEN);
+    let model = Wide(up, Linear::new(layout.names().at("head"), HIDDEN, 2));
+    let learner = Learner::new(arena.device(), model, &layout.build()?, 7, AdamWConfig::default())?;
+    Ok(Trainer::captured(arena, learner, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
+}
+
+#[test]
+fn the_peak_of_a_run_is_known_behind_its_first_update() -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let device = Device::open(DeviceKind::Emulated)?;
+    // What captured steps and an evaluation need.
+    const ARENA: usize = 4_900_000;
+    let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA)).build()?;
+    let mut trainer = wide(&mut arena, &folder.path().join("model"))?;
+    let mut progress = EpochProgress::default();
+    let mut left = batches().into_iter().map(Ok);
+    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    assert_eq!(trainer.memory_forecast(), None, "before the second update");
+    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    let forecast = trainer.memory_forecast().unwrap();
+    trainer.epoch(left, &mut progress, &mut ())?;
+    trainer.evaluate(&batches()[0][0], |_, _| Ok(()))?;
+    let peak = ProcessMemory::read().unwrap().peak_bytes as f64;
+    let report = trainer.arena().report();
+    let used = report.captured_bytes + report.high_water_bytes;
+    assert!(used > ARENA * 97 / 100, "{used}");
+    let error = forecast.peak_bytes() as f64 / peak - 1.0;
+    assert!(error.abs() < 0.02, "{error}: {forecast:?}, {peak}");
+    Ok(())
+}
+
+#[test]
+fn a_run_that_will_not_fit_ends_behind_its_first_update_with_a_checkpoint() -> Result<()> {
+    const ARENA: u64 = 2 << 30;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    // Others take and give memory meanwhile: a floor that is met for want of theirs says nothing.
+    for _ in 0..20 {
+        let device = Device::open(DeviceKind::Emulated)?;
+        let available = Situation::read_host().unwrap().available_bytes;
+        let floor = available.saturating_sub(ARENA / 2);
+        let arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA as usize)).reserve_bytes(0);
+        let mut arena = arena.memory_floor(floor).build()?;
+        let mut progress = EpochProgress::default();
+        let ended = wide(&mut arena, &path)?.epoch(batches().into_iter().map(Ok), &mut progress, &mut ());
+        let Err(Error::MemoryShortage(shortage)) = &ended else { panic!("{ended:?}") };
+        if shortage.still_wanted_bytes == 0 {
+            continue;
+        }
+        assert!(shortage.available_bytes >= floor && shortage.still_wanted_bytes > ARENA * 9 / 10, "{shortage:?}");
+        assert!(shortage.to_string().contains("that this run will still take"), "{shortage}");
+        assert_eq!((progress.updates, EpochProgress::of(&Checkpoint::load(&path)?)?.updates), (1, 1));
+        // With room it goes on from there.
+        arena.set_memory_floor(0);
+        let mut trainer = wide(&mut arena, &path)?;
+        let mut progress = trainer.restore(&Checkpoint::load(&path)?)?;
+        assert_eq!(trainer.epoch(batches().into_iter().skip(1).map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
+        return Ok(());
+    }
+    panic!("the host's memory never stood still")
 }
 
 /// Ranks of a group, each a thread: what they say.

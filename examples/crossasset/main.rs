@@ -180,6 +180,7 @@ fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Scree
         epochs: run.position.epochs,
         batches: run.position.batches,
         arena: ArenaUse::from(arena.report()),
+        memory: run.memory_use,
         capture: run.captured,
         weights_sha256,
     };

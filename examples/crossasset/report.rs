@@ -10,7 +10,7 @@ use stepscope::{Result, replace_file};
 
 use crate::dataset::CLASSES;
 use crate::shared::loss_svg::{Part, Picture};
-use crate::shared::usage::{ArenaUse, CaptureUse, ModelSize};
+use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
 /// Batches of which the report keeps loss and gradient.
 pub(crate) const BATCHES_KEPT: usize = 8;
@@ -34,6 +34,8 @@ pub(crate) struct Report {
     pub(crate) batches: Vec<BatchResult>,
     /// What the step arena did over the whole run.
     pub(crate) arena: ArenaUse,
+    /// Memory of the process; on the emulator the device's is in it.
+    pub(crate) memory: MemoryUse,
     /// What captured steps did; none with `--capture off`.
     pub(crate) capture: Option<CaptureUse>,
     /// SHA-256 of the final weights (`Parameters::sha256`).

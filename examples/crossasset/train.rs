@@ -19,7 +19,7 @@ use crate::samples::{self, Cut, MicroBatch};
 use crate::shared::log::Log;
 use crate::shared::progress::Progress;
 use crate::shared::ranks::Rank;
-use crate::shared::usage::CaptureUse;
+use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
 
 /// The checkpoint's note with [`Position`].
@@ -56,6 +56,7 @@ pub(crate) struct Run<'r> {
     pub(crate) position: Position,
     /// What captured steps did.
     pub(crate) captured: Option<CaptureUse>,
+    pub(crate) memory_use: MemoryUse,
     /// Whether the memory of a batch is still to be written.
     memory: Option<&'r PathBuf>,
 }
@@ -107,6 +108,7 @@ impl<'r> Run<'r> {
             checkpoint,
             position,
             captured: None,
+            memory_use: MemoryUse::default(),
             memory: args.memory.as_ref(),
         })
     }
@@ -153,6 +155,7 @@ impl<'r> Run<'r> {
             if let Some(report) = trainer.capture_report() {
                 self.captured = Some(CaptureUse::after(self.captured, report));
             }
+            self.memory_use = MemoryUse::of(trainer.memory_forecast());
             sha256 = Some(trainer.learner().parameters.sha256()?);
         }
         Ok(sha256)

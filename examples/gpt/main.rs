@@ -47,7 +47,7 @@ use shared::exit::{self, INTERRUPTED};
 use shared::log::{self, Log};
 use shared::ranks::{self, Rank};
 use shared::screen::Screen;
-use shared::usage::{ArenaUse, CaptureUse, ModelSize};
+use shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use stepscope::{Device, Learner, Parameters, RunLock, bf16};
 use train::Trained;
@@ -138,6 +138,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         return Ok(true);
     }
 
+    let memory = MemoryUse::of(trainer.memory_forecast());
     let Learner { model, parameters, .. } = trainer.learner();
     let sample = written(plan, &device, model, parameters)?;
     weights::write(&args.out.join("transformers"), parameters, &sizes)?;
@@ -154,6 +155,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         sample,
         bytes: Bytes { steps: arena.capacity_bytes + arena.captured_bytes, ..bytes },
         arena: ArenaUse::from(arena),
+        memory,
         capture,
         position,
         seconds,

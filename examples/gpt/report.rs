@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use stepscope::{Result, replace_file};
 
 use crate::shared::loss_svg::{Part, Picture};
-use crate::shared::usage::{ArenaUse, CaptureUse, ModelSize};
+use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
 /// Dots of a curve at most: each is the mean of as many updates as it takes.
 const DOTS: usize = 100;
@@ -30,6 +30,8 @@ pub(crate) struct Report {
     pub(crate) sample: String,
     pub(crate) bytes: Bytes,
     pub(crate) arena: ArenaUse,
+    /// Memory of the process; on the emulator the device's is in it.
+    pub(crate) memory: MemoryUse,
     /// What captured steps did; none with `--eager`.
     pub(crate) capture: Option<CaptureUse>,
     #[serde(flatten)]

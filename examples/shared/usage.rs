@@ -1,7 +1,7 @@
 //! What a report says of the model, the memory and the graphs of a run.
 
 use serde::Serialize;
-use stepscope::{ArenaReport, CaptureReport};
+use stepscope::{ArenaReport, CaptureReport, MemoryForecast, ProcessMemory};
 
 /// The size of the model.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -27,6 +27,25 @@ pub(crate) struct ArenaUse {
     pub(crate) overflow_allocations: u64,
     /// The whole of what it knows: phases, call sites, overflow, memory of device and host.
     pub(crate) report: Option<ArenaReport>,
+}
+
+/// What the process took of the host's memory to train.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct MemoryUse {
+    /// What it would take at most, as told behind the first update.
+    pub(crate) predicted_peak_bytes: Option<u64>,
+    /// What it took at most.
+    pub(crate) peak_bytes: Option<u64>,
+}
+
+impl MemoryUse {
+    /// What was told of a trainer's run, and what was taken until now.
+    pub(crate) fn of(forecast: Option<MemoryForecast>) -> Self {
+        Self {
+            predicted_peak_bytes: forecast.map(|forecast| forecast.peak_bytes()),
+            peak_bytes: ProcessMemory::read().map(|process| process.peak_bytes),
+        }
+    }
 }
 
 /// What captured steps did over the whole run.

@@ -61,7 +61,7 @@ pub struct DeviceBuilder {
     ordinal: u32,
     deadline: Duration,
     faults: Option<FaultPlan>,
-    ring: RingSize,
+    ring: Option<RingSize>,
     checked: bool,
     kernels: Vec<Kernels>,
     self_test: SelfTest,
@@ -84,7 +84,7 @@ impl Device {
 
 impl DeviceBuilder {
     fn new(kind: DeviceKind) -> Self {
-        let (deadline, ring) = (DEFAULT_DEADLINE, RingSize::default());
+        let (deadline, ring) = (DEFAULT_DEADLINE, None);
         let self_test = SelfTest::default();
         Self { kind, ordinal: 0, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }
     }
@@ -104,10 +104,10 @@ impl DeviceBuilder {
     }
 
     /// Page-locked host memory that uploads pass through: `slots` of `slot_bytes` each, at least one of at least 4 KiB (default:
-    /// two of 64 MiB). Each is taken from the system when it is first needed.
+    /// two of 64 MiB, on the emulator of 1 MiB). Each is taken from the system when it is first needed.
     #[must_use]
     pub fn staging(mut self, slots: usize, slot_bytes: usize) -> Self {
-        self.ring = RingSize { slots: slots.max(1), slot_bytes: slot_bytes.max(4096).next_multiple_of(256) };
+        self.ring = Some(RingSize { slots: slots.max(1), slot_bytes: slot_bytes.max(4096).next_multiple_of(256) });
         self
     }
 
@@ -178,7 +178,8 @@ impl DeviceBuilder {
         if let Some(plan) = self.faults {
             driver = Arc::new(Faulty::new(driver, plan));
         }
-        Ok(Device::new(driver, lane, self.deadline, Staging::new(self.ring), checks))
+        let ring = self.ring.unwrap_or_else(|| RingSize::of(driver.description().kind));
+        Ok(Device::new(driver, lane, self.deadline, Staging::new(ring), checks))
     }
 }
 

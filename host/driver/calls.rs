@@ -78,6 +78,11 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Bytes that the driver calls free now.
     fn free_bytes(&self) -> Result<u64>;
 
+    /// Bytes of allocations that the system has not backed with memory yet, as far as that can be known. A GPU has all of its own.
+    fn unbacked_bytes(&self) -> Option<u64> {
+        Some(0)
+    }
+
     /// Takes `bytes` (not zero) of device memory.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 

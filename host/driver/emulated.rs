@@ -193,6 +193,18 @@ unsafe impl Driver for Emulated {
         Ok(Situation::read_host().map_or(u64::MAX, |host| host.free_bytes))
     }
 
+    #[cfg(target_os = "linux")]
+    fn unbacked_bytes(&self) -> Option<u64> {
+        let memory = self.memory();
+        let mappings = memory.used.iter().map(|(&start, mapping)| start..start + mapping.len() as u64);
+        super::backing::unbacked_bytes(mappings).ok()
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn unbacked_bytes(&self) -> Option<u64> {
+        None
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
         self.outside_capture("cuMemAlloc")?;
         let mapping = self.map(bytes)?;

@@ -264,6 +264,10 @@ unsafe impl Driver for Faulty {
         self.driver.free_bytes()
     }
 
+    fn unbacked_bytes(&self) -> Option<u64> {
+        self.driver.unbacked_bytes()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
         self.meet(Call::Allocate)?;
         self.driver.allocate(bytes)

@@ -5,6 +5,8 @@
 //! ordered on one stream, so that a later call sees what an earlier one wrote; above this folder nothing can wait without
 //! a deadline.
 
+#[cfg(target_os = "linux")]
+mod backing;
 mod builder;
 mod calls;
 #[cfg(feature = "cuda")]

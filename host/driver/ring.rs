@@ -4,6 +4,7 @@
 //! together.
 
 use super::calls::{Driver, Fence};
+use super::description::DeviceKind;
 use crate::error::Result;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -17,16 +18,18 @@ const PART_BYTES: usize = 128 << 10;
 /// Where a piece starts within its slot.
 pub(super) const ALIGN_BYTES: usize = 256;
 
-/// Slots of a ring, and the bytes of each.
-#[derive(Clone, Copy, Debug)]
+/// Slots of a ring, and the bytes of each. By default none.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RingSize {
     pub(super) slots: usize,
     pub(super) slot_bytes: usize,
 }
 
-impl Default for RingSize {
-    fn default() -> Self {
-        Self { slots: 2, slot_bytes: 64 << 20 }
+impl RingSize {
+    /// What such a device has unless someone says otherwise. The emulator copies at once: large slots would only take the host's memory.
+    pub(super) fn of(kind: DeviceKind) -> Self {
+        let slot_bytes = if kind == DeviceKind::Emulated { 1 << 20 } else { 64 << 20 };
+        Self { slots: 2, slot_bytes }
     }
 }
 
@@ -52,6 +55,11 @@ pub(crate) struct Slot {
 impl Staging {
     pub(super) fn new(size: RingSize) -> Self {
         Self { size, ..Self::default() }
+    }
+
+    /// Bytes of the slots that have not been needed yet.
+    pub(super) fn unmade_bytes(&self) -> u64 {
+        ((self.size.slots - self.slots.len()) * self.size.slot_bytes) as u64
     }
 
     /// The slots, to be given back, and the bytes of each.

@@ -63,6 +63,14 @@ impl Device {
     }
 }
 
+impl Device {
+    /// Bytes that uploads may still take from the system.
+    pub(super) fn unmade_slots_bytes(&self) -> Result<u64> {
+        let ring = self.staging().map(|ring| lock(self, ring, self.deadline())).transpose()?;
+        Ok(ring.map_or(0, |ring| ring.unmade_bytes()))
+    }
+}
+
 /// The ring, once no other thread uses it.
 fn lock<'r>(device: &Device, ring: &'r Mutex<Staging>, deadline: Duration) -> Result<MutexGuard<'r, Staging>> {
     device.until("upload", deadline, |_| {

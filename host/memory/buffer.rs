@@ -8,9 +8,12 @@ use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
 use kernels::fill::fill;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Bytes of a word, which a buffer's last elements may leave room in.
 const WORD: usize = size_of::<u32>();
+/// What is read at once of a region that may be larger than the host's memory.
+pub(crate) const PIECE_BYTES: usize = 16 << 20;
 
 /// `len` elements of device memory, owned.
 #[derive(Debug)]
@@ -93,6 +96,13 @@ impl<T: Element> Buffer<T> {
     pub fn read_range(&self, start: usize, len: usize) -> Result<Vec<T>> {
         self.check("buffer.read", start, len)?;
         self.memory().part(start, len).download(&self.device, self.device.deadline())
+    }
+
+    /// The elements of a range that exist, read piece by piece. Waits for each.
+    pub(crate) fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = Result<Vec<T>>> {
+        let most = PIECE_BYTES / size_of::<T>();
+        let starts = range.clone().step_by(most);
+        starts.map(move |start| self.read_range(start, most.min(range.end - start)))
     }
 
     /// An error in the name of `op` unless so many elements from `start` on exist.

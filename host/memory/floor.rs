@@ -124,6 +124,14 @@ impl Floor {
         HostMemory::read(&watch.cgroups).shortage(self.0.bytes.load(Ordering::Relaxed))
     }
 
+    /// The shortage, if less would be available once so many more bytes are taken. None without a floor.
+    pub(crate) fn shortage_for(&self, still_wanted_bytes: u64) -> Option<MemoryShortage> {
+        let watch = self.0.watch.get()?;
+        let floor_bytes = self.0.bytes.load(Ordering::Relaxed);
+        let floor = (floor_bytes > 0).then_some(floor_bytes)?;
+        HostMemory::read(&watch.cgroups).shortage_for(floor, still_wanted_bytes)
+    }
+
     /// An error when less is available now.
     ///
     /// # Errors

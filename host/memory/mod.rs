@@ -21,6 +21,7 @@ mod snapshot;
 
 pub use arena::Arena;
 pub use buffer::Buffer;
+pub(crate) use buffer::PIECE_BYTES;
 pub use builder::ArenaBuilder;
 pub(crate) use checked::Checks;
 pub(crate) use conditions::{Labels, Turns};

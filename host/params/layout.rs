@@ -306,13 +306,13 @@ impl Layout {
         self.entry(*first)
     }
 
-    /// The parameters of a flat region: what stands before the name and the name, and whether each is finite.
-    pub(crate) fn finite(&self, prefix: &str, region: &[f32]) -> impl Iterator<Item = (String, bool)> {
+    /// The parameters of a flat region: the name, and whether each is finite.
+    pub(crate) fn finite(&self, region: &[f32]) -> impl Iterator<Item = (String, bool)> {
         let all = |values: &[f32]| values.iter().all(|value| value.is_finite());
-        self.entries().iter().map(move |entry| (format!("{prefix}{}", entry.name()), all(&region[entry.range()])))
+        self.entries().iter().map(move |entry| (entry.name().to_owned(), all(&region[entry.range()])))
     }
 
-    /// The same of each parameter's bytes, little-endian.
+    /// The same of each parameter's bytes, little-endian; `prefix` stands before the name.
     pub(crate) fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {
         let all = |bytes: &[u8]| bytes.as_chunks().0.iter().all(|&word| f32::from_le_bytes(word).is_finite());
         self.entries().iter().zip(region).map(move |(entry, bytes)| (format!("{prefix}{}", entry.name()), all(bytes)))

@@ -70,6 +70,20 @@ impl<S: Stored> Flat<S> {
     }
 }
 
+impl Flat {
+    /// The first parameter that is not finite. Waits; takes a piece's bytes of the host's memory.
+    fn first_not_finite(&self) -> Result<Option<&str>> {
+        for entry in self.layout.entries() {
+            for piece in self.values.pieces(entry.range()) {
+                if !piece?.iter().all(|value| value.is_finite()) {
+                    return Ok(Some(entry.name()));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
 /// A model's weights on a device.
 #[derive(Debug)]
 pub struct Parameters {
@@ -200,13 +214,20 @@ impl Parameters {
     /// The first tensor that is not finite, of the gradients and then of the weights, as an error tells it; behind it `seen`, which says
     /// when. Waits.
     pub(crate) fn first_not_finite(&self, gradients: &Gradients, seen: &str) -> Result<String> {
-        for (whose, flat) in [("the gradient of ", gradients.flat()), ("", self.flat())] {
-            let flat = flat.read()?;
-            if let Some((name, _)) = self.layout().finite("", &flat).find(|(_, finite)| !finite) {
+        for (whose, flat) in [("the gradient of ", &gradients.flat), ("", &self.flat)] {
+            if let Some(name) = flat.first_not_finite()? {
                 return Ok(format!("{whose}`{name}`{seen}"));
             }
         }
         Ok(format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"))
+    }
+
+    /// An error that names the first tensor that is not finite, behind so many updates. Waits.
+    pub(crate) fn check_finite(&self, update: u64) -> Result<()> {
+        let named = |name| {
+            Err(Error::NotFinite { update: Some(update), what: Quantity::Weight, tensor: format!("`{name}`") })
+        };
+        self.flat.first_not_finite()?.map_or(Ok(()), named)
     }
 
     /// One parameter's weights, for kernels of a step.
@@ -316,12 +337,13 @@ impl Parameters {
     /// # Errors
     /// As for [`Buffer::read`].
     pub fn sha256(&self) -> Result<String> {
-        let values = self.flat.values.read()?;
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
-            let words: Vec<[u8; 4]> = values[entry.range()].iter().map(|value| value.to_le_bytes()).collect();
-            hash.update(words.as_flattened());
+            for piece in self.flat.values.pieces(entry.range()) {
+                let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
+                hash.update(words.as_flattened());
+            }
         }
         Ok(hex(&hash.finalize()))
     }

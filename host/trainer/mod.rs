@@ -9,6 +9,7 @@
 
 mod batch;
 mod epoch;
+mod forecast;
 mod model;
 mod run;
 mod setup;
@@ -17,6 +18,7 @@ mod stage;
 
 pub use batch::{EpochProgress, Samples, Update};
 pub use epoch::{Ended, Observer};
+pub use forecast::MemoryForecast;
 pub use model::{Learner, Model};
 pub use setup::Trainer;
 pub use shards::Shards;

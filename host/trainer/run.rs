@@ -164,8 +164,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if self.numbers == Numbers::Any {
             return Ok(());
         }
-        let weights = parameters.flat().read()?;
-        self.numbers.check((Some(optimizer.updates()), Quantity::Weight), parameters.layout().finite("", &weights))
+        parameters.check_finite(optimizer.updates())
     }
 
     /// What of a batch runs here, once all ranks have agreed on the update and the optimiser is set up for it.
@@ -178,18 +177,22 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
+        let short = self.shortage()?;
         let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
         let learner = self.stage.learner_mut();
         let shards = match &learner.shards {
-            None => std::iter::once(0..batch.len()).collect(),
+            None => match short {
+                Some(shortage) => return Err(Error::MemoryShortage(Box::new(shortage))),
+                None => std::iter::once(0..batch.len()).collect(),
+            },
             Some(shards) => {
                 shards.check(&learner.parameters, &learner.optimizer)?;
                 let own = shards.own(&batch.iter().map(Samples::len).collect::<Vec<_>>())?;
-                let short = self.arena.shortage();
                 self.stopped = shards.agree_on_update(samples, stop, short)?;
                 own
             }
         };
+        self.updates_begun += 1;
         let (number, sharded) = (learner.advance(shards[0].start)?, learner.shards.is_some());
         Ok(Plan { number, samples, shards, sharded, updates: update })
     }

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::batch::{MicroBatch, Samples};
+use super::forecast::MemoryForecast;
 use super::model::{Learner, Model};
 use super::stage::Stage;
 use crate::capture::CaptureReport;
@@ -71,6 +72,9 @@ pub struct Trainer<'a, M, R = AdamWConfig> {
     pub(super) numbers: Numbers,
     /// Whether the gradients are those of a whole batch, for [`Trainer::apply`].
     pub(super) accumulated: bool,
+    pub(super) updates_begun: u64,
+    /// Made before the second update; none where the system does not tell what it is made of.
+    pub(super) forecast: Option<MemoryForecast>,
 }
 
 impl<M: fmt::Debug, R: fmt::Debug> fmt::Debug for Trainer<'_, M, R> {
@@ -108,6 +112,8 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
             stopped: false,
             numbers: Numbers::Finite,
             accumulated: false,
+            updates_begun: 0,
+            forecast: None,
         }
     }
 
@@ -141,6 +147,11 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
     /// The arena that the steps run on.
     pub fn arena(&mut self) -> &mut Arena {
         self.arena
+    }
+
+    /// How much of the host's memory the run will take at most. None before the second update begins, and where the host does not tell.
+    pub fn memory_forecast(&self) -> Option<MemoryForecast> {
+        self.forecast
     }
 
     /// What captured steps did; none when steps run launch by launch.
