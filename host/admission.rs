@@ -73,6 +73,8 @@ pub struct Situation {
     /// The memory cgroup that limits what is asked for: on the emulator, whose memory is this process's. That of a GPU's driver is not
     /// counted by a cgroup.
     pub cgroup: Option<CgroupMemory>,
+    /// Device memory that this process was promised by the emulator and has not touched yet: it is still free, and must not be promised twice.
+    pub promised_bytes: u64,
     /// What is left to everybody else, by default a sixteenth of the memory and at most 2 GiB (256 MiB on a discrete GPU).
     pub reserve_bytes: u64,
 }
@@ -104,7 +106,7 @@ impl Situation {
     /// after the other and may disagree. Swap is never counted: getting memory by swapping is the stall to be avoided.
     ///
     /// On a discrete GPU, and on an integrated one whose host figures are unknown, it is driver free - reserve. Where a cgroup counts it is
-    /// no more than what that has left, less the reserve or a sixteenth of the limit, the smaller one.
+    /// no more than what that has left, less the reserve or a sixteenth of the limit, the smaller one. What was promised before is taken off.
     pub fn available_bytes(&self) -> u64 {
         let usable = match self.host {
             Some(host) if self.integrated => {
@@ -113,7 +115,8 @@ impl Situation {
             _ => self.driver_free_bytes,
         };
         let usable = usable.saturating_sub(self.reserve_bytes);
-        self.cgroup.map_or(usable, |cgroup| usable.min(self.available_in(cgroup)))
+        let usable = self.cgroup.map_or(usable, |cgroup| usable.min(self.available_in(cgroup)));
+        usable.saturating_sub(self.promised_bytes)
     }
 
     fn available_in(&self, cgroup: CgroupMemory) -> u64 {
@@ -122,7 +125,8 @@ impl Situation {
 
     /// The cgroup, if it is what decides.
     fn deciding_cgroup(&self) -> Option<CgroupMemory> {
-        self.cgroup.filter(|&cgroup| self.available_in(cgroup) == self.available_bytes())
+        self.cgroup
+            .filter(|&cgroup| self.available_in(cgroup).saturating_sub(self.promised_bytes) == self.available_bytes())
     }
 
     /// Whether `requested_bytes` may be asked for.
@@ -185,8 +189,15 @@ impl Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes } =
-            self.situation;
+        let Situation {
+            integrated,
+            driver_free_bytes,
+            driver_total_bytes,
+            host,
+            cgroup,
+            promised_bytes,
+            reserve_bytes,
+        } = self.situation;
         write!(
             f,
             "{} of device memory refused, {} may be asked for: the driver says {} free of {}",
@@ -206,9 +217,12 @@ impl fmt::Display for Refusal {
             (true, None) => f.write_str(", the host's figures are unknown")?,
             (false, _) => {}
         }
-        if let Some(CgroupMemory { version, limit_bytes, used_bytes }) = cgroup {
+        if let Some(CgroupMemory { version, limit_bytes, used_bytes, .. }) = cgroup {
             let (limit, used) = (Size(limit_bytes), Size(used_bytes));
             write!(f, ", the memory cgroup (version {version}) says limit {limit}, in use {used}")?;
+        }
+        if promised_bytes > 0 {
+            write!(f, ", {} are promised already and not touched yet", Size(promised_bytes))?;
         }
         write!(f, ", the reserve is {}; {}", Size(reserve_bytes), self.advice())
     }
@@ -277,6 +291,7 @@ mod tests {
             driver_total_bytes: GB10_TOTAL,
             host: Some(host),
             cgroup: None,
+            promised_bytes: 0,
             reserve_bytes: default_reserve_bytes(true, GB10_TOTAL),
         }
     }
@@ -439,11 +454,12 @@ mod tests {
             driver_total_bytes in figure(),
             host in prop::option::of((figure(), figure())),
             cgroup in prop::option::of((figure(), figure())),
+            promised_bytes in figure(),
             reserve_bytes in figure(),
         ) -> Situation {
             let host = host.map(|(free_bytes, available_bytes)| MemInfo { free_bytes, available_bytes });
-            let cgroup = cgroup.map(|(limit_bytes, used_bytes)| CgroupMemory { version: 2, limit_bytes, used_bytes });
-            Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes }
+            let cgroup = cgroup.map(|(limit_bytes, used_bytes)| CgroupMemory { version: 2, limit_bytes, used_bytes, dirty_bytes: 0 });
+            Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, promised_bytes, reserve_bytes }
         }
     }
 
@@ -464,6 +480,7 @@ mod tests {
                 let left = (wide(limit_bytes) - wide(used_bytes)).max(0);
                 available = available.min((left - wide(situation.reserve_bytes).min(wide(limit_bytes) / 16)).max(0));
             }
+            let available = (available - wide(situation.promised_bytes)).max(0);
             prop_assert_eq!(wide(situation.available_bytes()), available);
             prop_assert_eq!(situation.admit(requested).is_ok(), wide(requested) <= available);
             prop_assert_eq!(situation.admit(situation.available_bytes()), Ok(()));
@@ -489,9 +506,10 @@ mod tests {
         fn every_refusal_can_be_shown(situation in situation(), requested in figure()) {
             if let Err(refusal) = situation.admit(requested) {
                 let text = refusal.to_string();
-                let Situation { driver_free_bytes, driver_total_bytes, cgroup, reserve_bytes, .. } = situation;
+                let Situation { driver_free_bytes, driver_total_bytes, cgroup, promised_bytes, reserve_bytes, .. } = situation;
+                let promised = (promised_bytes > 0).then_some(promised_bytes);
                 let of_cgroup = cgroup.map_or([requested; 2], |cgroup| [cgroup.limit_bytes, cgroup.used_bytes]);
-                for bytes in [requested, driver_free_bytes, driver_total_bytes, reserve_bytes].into_iter().chain(of_cgroup) {
+                for bytes in [requested, driver_free_bytes, driver_total_bytes, reserve_bytes].into_iter().chain(of_cgroup).chain(promised) {
                     let shown = text.contains(&format!("({bytes} bytes)"));
                     prop_assert!(shown, "{}: {}", bytes, text);
                 }

@@ -17,6 +17,8 @@ pub struct CgroupMemory {
     pub limit_bytes: u64,
     /// What they have, without the page cache that the kernel can take from them: pages of files that are on the disk already.
     pub used_bytes: u64,
+    /// Of that, page cache that the kernel can take once it is written to the disk.
+    pub dirty_bytes: u64,
 }
 
 impl CgroupMemory {
@@ -148,9 +150,10 @@ impl Version {
         };
         let limits = self.limits.iter().filter_map(|name| number(name)).chain(sum([ABOVE; 2]));
         let limit_bytes = limits.filter(|&limit| limit < NO_LIMIT).min()?;
-        let reclaimable_bytes = sum(self.cache).unwrap_or(0).saturating_sub(sum(self.dirty).unwrap_or(0));
-        let used_bytes = number(self.usage)?.saturating_sub(reclaimable_bytes);
-        Some(CgroupMemory { version: self.number, limit_bytes, used_bytes })
+        let (cache_bytes, dirty_bytes) = (sum(self.cache).unwrap_or(0), sum(self.dirty).unwrap_or(0));
+        let used_bytes = number(self.usage)?.saturating_sub(cache_bytes.saturating_sub(dirty_bytes));
+        let dirty_bytes = dirty_bytes.min(cache_bytes).min(used_bytes);
+        Some(CgroupMemory { version: self.number, limit_bytes, used_bytes, dirty_bytes })
     }
 }
 
@@ -193,7 +196,7 @@ mod tests {
     }
 
     fn of(version: u8, limit_bytes: u64, used_bytes: u64) -> Option<CgroupMemory> {
-        Some(CgroupMemory { version, limit_bytes, used_bytes })
+        Some(CgroupMemory { version, limit_bytes, used_bytes, dirty_bytes: 0 })
     }
 
     #[test]
@@ -209,7 +212,9 @@ mod tests {
                 "anon 300000\nfile 400000\nfile_dirty 50000\nfile_writeback 7\ninactive_file 250000\nactive_file 100000\nslab 9\n",
             ),
         ]);
-        assert_eq!(figures, of(2, 1_000_000, 700_000 - (350_000 - 50_007)));
+        let expected =
+            of(2, 1_000_000, 700_000 - (350_000 - 50_007)).map(|of| CgroupMemory { dirty_bytes: 50_007, ..of });
+        assert_eq!(figures, expected);
         assert_eq!(figures.unwrap().available_bytes(), 1_000_000 - 400_007);
     }
 

@@ -40,6 +40,13 @@ impl HostMemory {
         floor_bytes.min(cgroup.limit_bytes / CGROUP_SHARE)
     }
 
+    /// What all others leave to this process, which has `resident_bytes`: page cache that is still to be written is not theirs.
+    pub(crate) fn left_by_others(&self, resident_bytes: u64) -> Option<u64> {
+        let of_host = self.host.map(|host| host.available_bytes);
+        let of_cgroup = self.cgroup.map(|cgroup| cgroup.available_bytes().saturating_add(cgroup.dirty_bytes));
+        Some(of_host.into_iter().chain(of_cgroup).min()?.saturating_add(resident_bytes))
+    }
+
     /// What is left above the floor: the host's available memory less `floor_bytes`, or the cgroup's less its floor, the smaller one.
     pub(crate) fn above(&self, floor_bytes: u64) -> u64 {
         let of_host = self.host.map(|host| host.available_bytes.saturating_sub(floor_bytes));
@@ -50,14 +57,18 @@ impl HostMemory {
 
     /// The shortage, if less than `floor_bytes` is available.
     pub fn shortage(&self, floor_bytes: u64) -> Option<MemoryShortage> {
-        self.shortage_for(floor_bytes, 0)
+        self.shortage_for(floor_bytes, [0, 0])
     }
 
-    /// The shortage, if less than `floor_bytes` would be available once so many more bytes are taken.
-    pub(crate) fn shortage_for(&self, floor_bytes: u64, still_wanted_bytes: u64) -> Option<MemoryShortage> {
-        let short = |available: u64, floor: u64| {
-            (available < floor.saturating_add(still_wanted_bytes)).then_some((available, floor))
-        };
+    /// The shortage, if less than `floor_bytes` would be available once so many more bytes are taken, by the run and by others.
+    pub(crate) fn shortage_for(
+        &self,
+        floor_bytes: u64,
+        [still_wanted_bytes, others_take_bytes]: [u64; 2],
+    ) -> Option<MemoryShortage> {
+        let taken = still_wanted_bytes.saturating_add(others_take_bytes);
+        let short =
+            |available: u64, floor: u64| (available < floor.saturating_add(taken)).then_some((available, floor));
         let of_cgroup = |cgroup: CgroupMemory| short(cgroup.available_bytes(), Self::floor_of(cgroup, floor_bytes));
         let cgroup = self.cgroup.and_then(of_cgroup);
         let found = cgroup.or_else(|| self.host.and_then(|host| short(host.available_bytes, floor_bytes)));
@@ -66,6 +77,7 @@ impl HostMemory {
             available_bytes,
             floor_bytes,
             still_wanted_bytes,
+            others_take_bytes,
             of_cgroup: cgroup.is_some(),
             memory: *self,
         })
@@ -109,6 +121,8 @@ pub struct MemoryShortage {
     pub floor_bytes: u64,
     /// What the run will still take beyond what it has, by its [`MemoryForecast`](crate::MemoryForecast); 0 where less than the floor is available already.
     pub still_wanted_bytes: u64,
+    /// What others will take until the next steps are done, if they go on as fast as they take now.
+    pub others_take_bytes: u64,
     /// Whether both are the cgroup's, and not the host's.
     pub of_cgroup: bool,
     /// All figures.
@@ -117,7 +131,8 @@ pub struct MemoryShortage {
 
 impl fmt::Display for MemoryShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, available_bytes, floor_bytes, still_wanted_bytes, of_cgroup, memory } = self;
+        let Self { rank, available_bytes, floor_bytes, still_wanted_bytes, others_take_bytes, of_cgroup, memory } =
+            self;
         if let Some(rank) = rank {
             write!(f, "rank {rank}: ")?;
         }
@@ -125,6 +140,13 @@ impl fmt::Display for MemoryShortage {
         write!(f, "{whose} has {} available, less than the floor of {}", Size(*available_bytes), Size(*floor_bytes))?;
         if *still_wanted_bytes > 0 {
             write!(f, " and the {} that this run will still take", Size(*still_wanted_bytes))?;
+        }
+        if *others_take_bytes > 0 {
+            write!(
+                f,
+                " and the {} that others take until a step is done, as fast as they take now",
+                Size(*others_take_bytes)
+            )?;
         }
         if let Some(host) = memory.host {
             write!(f, ": MemFree {}, MemAvailable {}", Size(host.free_bytes), Size(host.available_bytes))?;
@@ -151,8 +173,12 @@ mod tests {
 
     fn memory(available_mib: u64, cgroup: Option<(u64, u64)>) -> HostMemory {
         let host = Some(MemInfo { free_bytes: MIB, available_bytes: available_mib * MIB });
-        let cgroup =
-            cgroup.map(|(limit, used)| CgroupMemory { version: 2, limit_bytes: limit * MIB, used_bytes: used * MIB });
+        let cgroup = cgroup.map(|(limit, used)| CgroupMemory {
+            version: 2,
+            limit_bytes: limit * MIB,
+            used_bytes: used * MIB,
+            dirty_bytes: 0,
+        });
         HostMemory { host, cgroup, stalled_percent: Some(12.5) }
     }
 
@@ -166,9 +192,13 @@ mod tests {
             assert!(text.contains(figure), "{figure}: {text}");
         }
         assert_eq!(memory(511, None).shortage(0), None, "no floor");
-        assert_eq!(memory(512, None).shortage_for(500 * MIB, 12 * MIB), None);
-        let text = memory(512, None).shortage_for(500 * MIB, 13 * MIB).unwrap().to_string();
-        assert!(text.contains("the floor of 500.0 MiB") && text.contains("13.0 MiB (13631488 bytes) that this run"), "{text}");
+        assert_eq!(memory(512, None).shortage_for(500 * MIB, [5 * MIB, 7 * MIB]), None);
+        let text = memory(512, None).shortage_for(500 * MIB, [5 * MIB, 8 * MIB]).unwrap().to_string();
+        for part in
+            ["the floor of 500.0 MiB", "5.0 MiB (5242880 bytes) that this run", "8.0 MiB (8388608 bytes) that others"]
+        {
+            assert!(text.contains(part), "{part}: {text}");
+        }
         assert_eq!(HostMemory::default().shortage(u64::MAX), None, "nobody tells");
     }
 
@@ -192,6 +222,16 @@ mod tests {
         assert_eq!(memory(600, Some((320, 300))).above(512 * MIB), 10 * MIB);
         assert_eq!(memory(600, Some((320, 400))).above(512 * MIB), 0);
         assert_eq!(HostMemory::default().above(7), u64::MAX);
+    }
+
+    #[test]
+    fn what_others_leave_does_not_depend_on_what_this_process_has_or_writes() {
+        let before = memory(600, Some((320, 200)));
+        let mut after = memory(570, Some((320, 240)));
+        after.cgroup.as_mut().unwrap().dirty_bytes = 10 * MIB;
+        assert_eq!(before.left_by_others(50 * MIB), Some(170 * MIB));
+        assert_eq!(after.left_by_others(80 * MIB), Some(170 * MIB), "30 MiB more of its own, 10 MiB to be written");
+        assert_eq!(HostMemory::default().left_by_others(1), None);
     }
 
     #[test]

@@ -221,7 +221,7 @@ impl<S, R> Captured<S, R> {
         let recording = self.recordings.last_mut().expect("one is always kept");
         let (key, kernels) = (recording.ports.key(), recording.graph.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
-        self.place.floor.check()?;
+        self.place.floor.begin_step()?;
         let outcome = recording.replay(device, inputs, self.place.deadline);
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;

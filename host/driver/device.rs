@@ -279,7 +279,9 @@ impl Device {
     /// Bytes that the system still has to find: of its memory, and of slots for uploads. None where that cannot be known.
     pub(crate) fn unbacked_bytes(&self) -> Result<Option<u64>> {
         let slots = self.unmade_slots_bytes()?;
-        self.call("unbacked_bytes", self.deadline(), move |driver| Ok(driver.unbacked_bytes().map(|bytes| bytes + slots)))
+        self.call("unbacked_bytes", self.deadline(), move |driver| {
+            Ok(driver.unbacked_bytes().map(|bytes| bytes + slots))
+        })
     }
 
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64> {

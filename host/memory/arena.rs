@@ -42,7 +42,7 @@ impl Arena {
     /// Lends the region to one step, and takes its memory back when the closure has returned, failed or panicked, and only then.
     pub(crate) fn run_step<R>(&mut self, run: impl FnOnce(&Region) -> Result<R>) -> Result<R> {
         self.device().check("step")?;
-        self.floor.check()?;
+        self.floor.begin_step()?;
         let region = &self.region;
         let span = tracing::debug_span!("step", number = region.steps(), bytes = Empty, tensors = Empty).entered();
         let step = region.step_begins(self.step_deadline);

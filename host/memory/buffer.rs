@@ -2,6 +2,7 @@
 //!
 //! Invariant: a buffer owns its memory, whole words of it, and no reset reaches it.
 
+use super::situation::admit;
 use crate::driver::{Device, Retired};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
@@ -28,7 +29,8 @@ impl<T: Element> Buffer<T> {
     /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when there is no room; [`Error::Misuse`] for no elements.
+    /// [`Error::Refused`] for a MiB or more that is not available, with every number; [`Error::DeviceMemory`] when the driver has no room;
+    /// [`Error::Misuse`] for no elements.
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
         let buffer = Self::allocate(device, len)?;
         // The bits of zero are the same in every element type.
@@ -47,6 +49,7 @@ impl<T: Element> Buffer<T> {
                 len.to_string(),
             ));
         };
+        admit(device, bytes)?;
         let address = device.allocate(bytes)?;
         Ok(Self { device: device.clone(), address, len, element: PhantomData })
     }

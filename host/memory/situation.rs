@@ -5,8 +5,11 @@
 use crate::admission::{Situation, default_reserve_bytes};
 use crate::cgroup::CgroupMemory;
 use crate::driver::{Description, Device, DeviceKind};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::time::Duration;
+
+/// Less than this is a part of the reserve, and not worth the question.
+const LEAST_ADMITTED_BYTES: usize = 1 << 20;
 
 /// Memory that can be had on the device now.
 pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>, deadline: Duration) -> Result<Situation> {
@@ -15,6 +18,19 @@ pub(super) fn situation(device: &Device, reserve_bytes: Option<u64>, deadline: D
     let driver_total_bytes = memory_bytes.unwrap_or(driver_free_bytes);
     let reserve_bytes = reserve_bytes.unwrap_or_else(|| default_reserve_bytes(integrated, driver_total_bytes));
     let host = Situation::read_host();
-    let cgroup = if kind == DeviceKind::Emulated { CgroupMemory::read() } else { None };
-    Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, reserve_bytes })
+    // The emulator's memory is this process's.
+    let (cgroup, promised_bytes) = match kind {
+        DeviceKind::Emulated => (CgroupMemory::read(), device.unbacked_bytes()?.unwrap_or(0)),
+        _ => (None, 0),
+    };
+    Ok(Situation { integrated, driver_free_bytes, driver_total_bytes, host, cgroup, promised_bytes, reserve_bytes })
+}
+
+/// An error unless so many bytes may be asked for, for a buffer. A rehearsal takes none.
+pub(super) fn admit(device: &Device, bytes: usize) -> Result<()> {
+    if bytes < LEAST_ADMITTED_BYTES || device.rehearses() {
+        return Ok(());
+    }
+    let situation = situation(device, None, device.deadline())?;
+    situation.admit(bytes as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))
 }

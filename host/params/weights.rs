@@ -224,9 +224,8 @@ impl Parameters {
 
     /// An error that names the first tensor that is not finite, behind so many updates. Waits.
     pub(crate) fn check_finite(&self, update: u64) -> Result<()> {
-        let named = |name| {
-            Err(Error::NotFinite { update: Some(update), what: Quantity::Weight, tensor: format!("`{name}`") })
-        };
+        let named =
+            |name| Err(Error::NotFinite { update: Some(update), what: Quantity::Weight, tensor: format!("`{name}`") });
         self.flat.first_not_finite()?.map_or(Ok(()), named)
     }
 
