@@ -18,6 +18,7 @@ pub struct CgroupMemory {
     /// What they have, without the page cache that the kernel can take from them: pages of files that are on the disk already.
     pub used_bytes: u64,
     /// Of that, page cache that the kernel can take once it is written to the disk.
+    #[serde(default)]
     pub dirty_bytes: u64,
 }
 
@@ -196,7 +197,11 @@ mod tests {
     }
 
     fn of(version: u8, limit_bytes: u64, used_bytes: u64) -> Option<CgroupMemory> {
-        Some(CgroupMemory { version, limit_bytes, used_bytes, dirty_bytes: 0 })
+        with_dirty(version, limit_bytes, used_bytes, 0)
+    }
+
+    fn with_dirty(version: u8, limit_bytes: u64, used_bytes: u64, dirty_bytes: u64) -> Option<CgroupMemory> {
+        Some(CgroupMemory { version, limit_bytes, used_bytes, dirty_bytes })
     }
 
     #[test]
@@ -212,9 +217,7 @@ mod tests {
                 "anon 300000\nfile 400000\nfile_dirty 50000\nfile_writeback 7\ninactive_file 250000\nactive_file 100000\nslab 9\n",
             ),
         ]);
-        let expected =
-            of(2, 1_000_000, 700_000 - (350_000 - 50_007)).map(|of| CgroupMemory { dirty_bytes: 50_007, ..of });
-        assert_eq!(figures, expected);
+        assert_eq!(figures, with_dirty(2, 1_000_000, 700_000 - (350_000 - 50_007), 50_007));
         assert_eq!(figures.unwrap().available_bytes(), 1_000_000 - 400_007);
     }
 
@@ -266,7 +269,7 @@ mod tests {
                 ("sys/fs/cgroup/memory/memory.usage_in_bytes", "99999999"),
             ]
         };
-        assert_eq!(tightest(&files("4096\n")), of(1, 4096, 750));
+        assert_eq!(tightest(&files("4096\n")), with_dirty(1, 4096, 750, 50));
         assert_eq!(tightest(&files("9223372036854771712\n")), None, "the largest number of pages is no limit");
         let stat = ("sys/fs/cgroup/memory/job/7/memory.stat", "hierarchical_memory_limit 2048\ntotal_dirty 50\n");
         let hidden = files("4096").map(|file| if file.0 == stat.0 { stat } else { file });

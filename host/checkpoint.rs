@@ -22,7 +22,9 @@ use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-const FORMAT: &str = "stepscope.format";
+pub(crate) const FORMAT: &str = "stepscope.format";
+/// The note that says how the weights of linear layers lie, for whoever looks into a file.
+pub(crate) const ORIENTATION: &str = "stepscope.linear_weights";
 const UPDATES: &str = "stepscope.updates";
 /// The note that names the optimiser. Files from before it are AdamW's.
 const OPTIMIZER: &str = "stepscope.optimizer";
@@ -87,6 +89,7 @@ impl Checkpoint {
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
+        notes.insert(ORIENTATION.into(), "inputs x outputs".into());
         let mut parts = parts(layout, ("", Quantity::Weight), parameters.flat());
         if let Some(optimizer) = optimizer {
             optimizer.check_layout(layout)?;
@@ -116,6 +119,12 @@ impl Checkpoint {
             let reason = || format!("{wrong}: expected `{key}` `{expected}`, got `{}`", short(found));
             if found == expected { Ok(()) } else { Err(Error::file(&path, reason())) }
         };
+        if !tensors.notes().contains_key(FORMAT) {
+            let reason = format!(
+                "no checkpoint: it has no `{FORMAT}`. A file of weights alone, as PyTorch writes it, is read by `Parameters::load_state_dict`"
+            );
+            return Err(Error::file(&path, reason));
+        }
         check(FORMAT, "1", "not a checkpoint of this version")?;
         let mut digest = FileDigest::of_notes(tensors.notes());
         for (name, shape, bytes) in tensors.iter() {

@@ -88,14 +88,17 @@ pub enum Error {
     },
     /// A step that is to be captured needs more of the arena than there is; nothing was captured.
     #[error(
-        "capture: the step needs {bytes} bytes of the arena, and {available} can be had: raise the capacity, end other captured \
-         steps, or capture the largest shapes first"
+        "capture: the step needs {bytes} bytes of the arena, and {available} can be had{}: raise the capacity, end other captured \
+         steps, or capture the largest shapes first",
+        no_overflow(*.overflow_bytes)
     )]
     CaptureNeeds {
         /// Bytes that the step and its inputs need, as far as it came.
         bytes: usize,
         /// Bytes that a captured step could have.
         available: usize,
+        /// The overflow's cap, of which a captured step has nothing: a graph's memory must stay where it is.
+        overflow_bytes: usize,
     },
     /// Checked mode: something wrote behind a tensor.
     #[error(
@@ -263,6 +266,16 @@ impl fmt::Display for Quantity {
             Self::Weight => "a weight",
             Self::OptimizerState => "the optimiser's state",
         })
+    }
+}
+
+/// What a capture's error adds where the arena has an overflow.
+fn no_overflow(overflow_bytes: usize) -> String {
+    match overflow_bytes {
+        0 => String::new(),
+        bytes => format!(
+            " (the overflow of {bytes} bytes is for steps that are not captured: run those eagerly, or use a larger arena)"
+        ),
     }
 }
 

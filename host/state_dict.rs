@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::checkpoint::{FORMAT, ORIENTATION};
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::replace_file;
 use crate::finite::Numbers;
@@ -92,7 +93,8 @@ impl Parameters {
             views.push((name, TensorView::new(dtype, shape.clone(), bytes).map_err(refused)?));
         }
         // What PyTorch's own files say of themselves, and some of its readers ask for.
-        let notes = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let notes = [("format", "pt"), (ORIENTATION, "outputs x inputs")];
+        let notes = HashMap::from(notes.map(|(key, value)| (key.to_owned(), value.to_owned())));
         replace_file(path, &safetensors::serialize(views, Some(notes)).map_err(refused)?)
     }
 
@@ -108,6 +110,10 @@ impl Parameters {
         let path = path.as_ref();
         let names = names(self.layout())?;
         let file = Tensors::read(path)?;
+        if file.notes().contains_key(FORMAT) {
+            let reason = "a checkpoint, whose weights of linear layers lie the other way: `Checkpoint::load` and `restore` read it";
+            return Err(Error::file(path, reason));
+        }
         let mut sources = HashMap::new();
         for (name, entry) in &names {
             let shape = shape(entry);

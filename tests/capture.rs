@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use stepscope::faults::{Call, FaultPlan};
 use stepscope::{
     AdamW, AdamWConfig, Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Gradients, Growth, Initializer,
-    Inputs, Layout, Output, Parameter, Parameters, Record, Result, Saved, Slots, Step, Tape, Target, ops,
+    Inputs, Layout, Output, Overflow, Parameter, Parameters, Record, Result, Saved, Slots, Step, Tape, Target, ops,
 };
 use support::{Random, bits, on_each_device};
 
@@ -257,13 +257,19 @@ on_each_device! {
         let before = Call::ALL.map(|call| plan.count(call));
         let error = small.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
         assert_eq!(Call::ALL.map(|call| plan.count(call)), before, "no call of the driver: {:?}", Call::ALL);
-        let Error::CaptureNeeds { bytes, available } = error else { panic!("{error}") };
-        assert_eq!(available, 1024);
+        let Error::CaptureNeeds { bytes, available, overflow_bytes } = error else { panic!("{error}") };
+        assert_eq!((available, overflow_bytes), (1024, 0));
         assert!(error.to_string().contains(&bytes.to_string()), "{error}");
         works(&mut small, 100);
         let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes - 256)).build().unwrap();
         let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
-        assert_eq!(error, Error::CaptureNeeds { bytes, available: bytes - 256 });
+        assert_eq!(error, Error::CaptureNeeds { bytes, available: bytes - 256, overflow_bytes: 0 });
+        // An overflow is no help, which the error says.
+        let overflow = Overflow::pool(1 << 20);
+        let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(1024)).overflow(overflow).build().unwrap();
+        let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
+        assert_eq!(error, Error::CaptureNeeds { bytes, available: 1024, overflow_bytes: 1 << 20 });
+        assert!(error.to_string().contains("steps that are not captured"), "{error}");
         let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes)).build().unwrap();
         memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap();
         works(&mut memory, 100);
@@ -277,7 +283,7 @@ on_each_device! {
             **runs += 1;
             ops::fill(step, [64 * **runs], 1.0).map(drop)
         }).unwrap_err();
-        assert_eq!(error, Error::CaptureNeeds { bytes: 512, available: 256 });
+        assert_eq!(error, Error::CaptureNeeds { bytes: 512, available: 256, overflow_bytes: 0 });
         works(&mut memory, 100);
     }
 
@@ -372,7 +378,7 @@ on_each_device! {
         let mut random = Random::new(5);
         let longer = (random.normals(64 * COLS), random.belows(64, CLASSES as u32));
         let error = captured.replay(&inputs(&longer)).unwrap_err();
-        assert!(matches!(error, Error::CaptureNeeds { bytes, available } if available == owned && bytes > owned), "{error}");
+        assert!(matches!(error, Error::CaptureNeeds { bytes, available, .. } if available == owned && bytes > owned), "{error}");
         captured.state_mut().adamw.advance().unwrap();
         loss(&mut captured, short);
         drop(captured);

@@ -458,3 +458,23 @@ fn a_save_that_is_cut_off_leaves_the_old_file() {
     assert!(killed.signal().is_some(), "{killed}");
     assert_eq!(fs::read(&path).unwrap(), old);
 }
+
+#[test]
+fn a_file_of_the_other_kind_is_refused_with_the_name_of_what_reads_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let [checkpoint, weights] = ["checkpoint", "weights"].map(|name| folder.path().join(name));
+    let mut training = Training::new(&Device::open(DeviceKind::Emulated).unwrap(), 3);
+    Checkpoint::save(&checkpoint, &training.parameters, None, &[]).unwrap();
+    training.parameters.save_state_dict(&weights).unwrap();
+    let reason = file_error(Checkpoint::load(&weights), &weights);
+    assert!(reason.contains("`Parameters::load_state_dict`"), "{reason}");
+    let reason = file_error(training.parameters.load_state_dict(&checkpoint), &checkpoint);
+    assert!(reason.contains("`Checkpoint::load`"), "{reason}");
+    // Each says how its matrices lie.
+    for (path, lies) in [(&checkpoint, "inputs x outputs"), (&weights, "outputs x inputs")] {
+        let bytes = fs::read(path).unwrap();
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let notes = header.metadata().as_ref().unwrap();
+        assert_eq!(notes.get("stepscope.linear_weights").map(String::as_str), Some(lies));
+    }
+}

@@ -192,6 +192,7 @@ mod tests {
                 "capacity_bytes": 0, "high_water_bytes": 0, "resets": 0, "allocations": 0, "overflow_allocations": 0,
                 "report": null,
             },
+            "memory": { "predicted_peak_bytes": null, "peak_bytes": null },
             "capture": null,
             "weights_sha256": "",
         });

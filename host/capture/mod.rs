@@ -145,7 +145,7 @@ impl Arena {
         let (bytes, tensors) = Place::needs(&device, guard_bytes, &key, &mut state, record)?;
         let available = self.available_bytes();
         let Some((section, address)) = self.reserve(bytes) else {
-            return Err(Error::CaptureNeeds { bytes, available });
+            return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: self.overflow_bytes() });
         };
         let place = Place { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
         let first = place.record(&key, tensors, &mut state, record)?;
@@ -240,7 +240,7 @@ impl<S, R> Captured<S, R> {
         let (bytes, tensors) = Place::needs(device, *guard_bytes, &key, &mut self.state, self.record)?;
         let available = section.bytes();
         if bytes > available {
-            return Err(Error::CaptureNeeds { bytes, available });
+            return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: 0 });
         }
         let recording = self.place.record(&key, tensors, &mut self.state, self.record)?;
         while self.recordings.len() >= self.kept {

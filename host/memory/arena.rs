@@ -113,6 +113,11 @@ impl Arena {
         self.region.recording()
     }
 
+    /// The overflow's cap; zero without one.
+    pub(crate) fn overflow_bytes(&self) -> usize {
+        self.region.overflow.as_ref().map_or(0, |overflow| overflow.borrow().cap_bytes)
+    }
+
     /// Bytes at the arena's end for a captured step, and their address.
     pub(crate) fn reserve(&mut self, bytes: usize) -> Option<(Arc<Section>, u64)> {
         self.region.reserve(bytes)

@@ -24,7 +24,7 @@ impl Region {
         let needed = self.bump.get().taken().saturating_add(self.overflowed.get()).saturating_add(padded);
         self.needed.set(self.needed.get().max(needed));
         if self.is_lent() {
-            return Err(Error::CaptureNeeds { bytes: needed, available: capacity });
+            return Err(Error::CaptureNeeds { bytes: needed, available: capacity, overflow_bytes: 0 });
         }
         let Some(overflow) = &self.overflow else { return Err(self.full(padded, cause, site, None)) };
         let mut overflow = overflow.borrow_mut();
