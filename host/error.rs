@@ -234,6 +234,22 @@ pub enum Error {
         /// The one whose state it is.
         got: String,
     },
+    /// A backward pass and finite differences do not agree.
+    #[error(
+        "gradcheck: input {input}, element {element}: the backward pass has {backward}, finite differences {difference}; they may be {tolerance} apart"
+    )]
+    Gradient {
+        /// Which input.
+        input: usize,
+        /// Which of its elements, row-major.
+        element: usize,
+        /// The backward pass's derivative.
+        backward: f32,
+        /// That of finite differences.
+        difference: f64,
+        /// How far apart they may be.
+        tolerance: f64,
+    },
     /// A file could not be read or written, or does not hold what it should.
     #[error("{}: {reason}", path.display())]
     File {

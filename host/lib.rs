@@ -16,6 +16,7 @@ mod driver;
 mod error;
 mod files;
 mod finite;
+mod gradcheck;
 mod group;
 mod initializer;
 mod launch;
@@ -64,6 +65,7 @@ pub use driver::{
 pub use error::{Error, Quantity, Result};
 pub use files::{PlainFile, RunLock, replace_file};
 pub use finite::Numbers;
+pub use gradcheck::GradCheck;
 pub use group::{Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub use half::bf16;
 pub use initializer::Initializer;

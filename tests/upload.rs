@@ -19,6 +19,8 @@ use witness::Watch;
 
 /// Bytes of a slot, unless a test says otherwise.
 const SLOT: usize = 4096;
+/// Bytes of a slot on a GPU, unless someone says otherwise.
+const GPU_SLOT: usize = 64 << 20;
 /// The most that is copied at once, and the part of it that a thread writes.
 const PIECE: usize = 8 << 20;
 const PART: usize = 128 << 10;
@@ -172,7 +174,7 @@ on_each_device! {
 
     fn small_parameters_share_a_copy_and_large_ones_take_several(device: &Device) {
         let plan = FaultPlan::new();
-        let device = builder(device, &plan).open().unwrap();
+        let device = builder(device, &plan).staging(2, GPU_SLOT).open().unwrap();
         let copies = |lengths: Vec<usize>| {
             let layout = layout(lengths);
             let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
@@ -455,7 +457,7 @@ on_each_device! {
     fn many_small_tensors_are_few_copies(device: &Device) {
         const TENSORS: usize = 213_304;
         let plan = FaultPlan::new();
-        let device = builder(device, &plan).checked(true).open().unwrap();
+        let device = builder(device, &plan).staging(2, GPU_SLOT).checked(true).open().unwrap();
         let layout = layout(vec![256; TENSORS]);
         let mut parameters = Parameters::new(&device, &layout, 1).unwrap();
         let bytes = random_bytes(&mut Random::new(11), 1 << 20);

@@ -1,0 +1,71 @@
+//! `GradCheck`: right backward passes pass, and wrong ones are named by input and element.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use stepscope::*;
+use support::{Random, on_each_device};
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
+}
+
+/// x^2 by a backward pass of one's own: dy times what `derivative` makes of x.
+fn square<'s>(
+    tape: &Tape<'_, 's>,
+    x: &Var<'s>,
+    derivative: impl FnOnce(&Step<'s>, &Saved<'s>) -> Result<Tensor<'s>> + 'static,
+) -> Result<Var<'s>> {
+    let value = ops::mul(tape.step(), x.value(), x.value())?.save();
+    let x = *x;
+    Ok(tape.op("square", [&x])?.record(value, move |back, dy| {
+        let derivative = derivative(back.step(), x.value())?;
+        back.add(&x, ops::mul(back.step(), &derivative, &dy)?)
+    }))
+}
+
+on_each_device! {
+    fn right_backward_passes_pass(device: &Device) {
+        let mut random = Random::new(3);
+        let (x, y, rows) = (random.normals(12), random.normals(12), random.normals(400));
+        let mut arena = arena(device);
+        let two: [(&[f32], Shape); 2] = [(&x, [3, 4].into()), (&y, [3, 4].into())];
+        let worst = GradCheck::default().run(&mut arena, &two, |tape, inputs| {
+            let both = tape.concat(&[tape.gelu(&inputs[0])?, tape.mul(&inputs[0], &inputs[1])?], 1)?;
+            tape.softmax(&both)
+        }).unwrap();
+        assert!(worst > 0.0 && worst < 1e-4, "{worst}");
+        // More elements than are tried, and one that nothing depends on.
+        let inputs: [(&[f32], Shape); 2] = [(&rows, [20, 20].into()), (&x, [12].into())];
+        GradCheck::default().run(&mut arena, &inputs, |tape, inputs| tape.tanh(&inputs[0])).unwrap();
+        GradCheck::default().run(&mut arena, &two, |tape, inputs| {
+            square(tape, &inputs[1], |step, x| ops::scale(step, x, 2.0))
+        }).unwrap();
+    }
+
+    fn a_wrong_one_is_named_by_input_and_element(device: &Device) {
+        let mut arena = arena(device);
+        let inputs: [(&[f32], Shape); 2] = [(&[1.0], [1].into()), (&[0.5, 2.0, -1.5, 3.0], [2, 2].into())];
+        // Nothing for a negative x.
+        let error = GradCheck::default().run(&mut arena, &inputs, |tape, inputs| {
+            square(tape, &inputs[1], |step, x| ops::scale(step, &ops::relu(step, x)?, 2.0))
+        }).unwrap_err();
+        let Error::Gradient { input: 1, element: 2, backward, difference, .. } = error else { panic!("{error}") };
+        assert!(backward == 0.0 && difference != 0.0, "{error}");
+        // A percent too much; and no number.
+        for factor in [2.02, f32::NAN] {
+            let error = GradCheck::default().run(&mut arena, &inputs, |tape, inputs| {
+                square(tape, &inputs[1], move |step, x| ops::scale(step, x, factor))
+            }).unwrap_err();
+            assert!(matches!(error, Error::Gradient { input: 1, .. }), "{factor}: {error}");
+            assert!(error.to_string().contains("input 1, element"), "{error}");
+        }
+    }
+
+    fn values_that_do_not_fit_their_shape_are_refused(device: &Device) {
+        let inputs: [(&[f32], Shape); 1] = [(&[1.0, 2.0], [3].into())];
+        let refused = GradCheck::default().run(&mut arena(device), &inputs, |tape, x| tape.tanh(&x[0]));
+        assert!(matches!(refused, Err(Error::Misuse { .. })), "{refused:?}");
+    }
+}
