@@ -73,7 +73,8 @@ impl GradCheck {
                 let difference = checked.difference(input, element, self.step, &factors)?;
                 let share = (f64::from(gradient[element]) - difference).abs() / largest;
                 // Not `share > tolerance`: NaN is no success.
-                if !(share <= self.tolerance) {
+                let agree = share <= self.tolerance;
+                if !agree {
                     let (backward, tolerance) = (gradient[element], self.tolerance * largest);
                     return Err(Error::Gradient { input, element, backward, difference, tolerance });
                 }

@@ -81,10 +81,10 @@ pub use params::{Gradients, Layout, LayoutBuilder, LayoutEntry, Parameter, Param
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
-pub use shortage::{HostMemory, MemoryShortage, ProcessMemory};
+pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
-pub use trainer::{Ended, EpochProgress, Learner, MemoryForecast, Model, Observer, Samples, Shards, Trainer, Update};
+pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Shards, Trainer, Update};
 pub use upload::{Progress, Transfer};
 pub use windows::Windows;
 

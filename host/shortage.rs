@@ -102,6 +102,35 @@ impl ProcessMemory {
     }
 }
 
+/// The memory that a run takes of the host, as it stands behind the first update, and what is to come. See [`Trainer::memory_forecast`](crate::Trainer::memory_forecast).
+///
+/// The emulator's device memory is the process's own, and the system backs it page by page as it is touched: all of it counts, as on a GPU. A
+/// GPU's memory is taken whole by then, and no part of these figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct MemoryForecast {
+    /// What the process has.
+    pub process: ProcessMemory,
+    /// What the system has still to back: of the emulator's device memory, and of slots for uploads that have not been needed yet.
+    pub unbacked_bytes: u64,
+    /// What a checkpoint takes while it is written, where there is a path for one.
+    pub checkpoint_bytes: u64,
+}
+
+impl MemoryForecast {
+    /// The most that the process will have.
+    #[must_use]
+    pub fn peak_bytes(&self) -> u64 {
+        self.process.peak_bytes.max(self.process.resident_bytes + self.still_wanted_bytes())
+    }
+
+    /// What it will have beyond what it has.
+    #[must_use]
+    pub fn still_wanted_bytes(&self) -> u64 {
+        self.unbacked_bytes + self.checkpoint_bytes
+    }
+}
+
 /// The percentage that a text as of `/proc/pressure/memory` gives.
 fn stalled_percent(text: &str) -> Option<f32> {
     let some = text.lines().find_map(|line| line.strip_prefix("some "))?;

@@ -11,6 +11,10 @@ pub(super) mod sealed {
     pub trait Sealed {}
 }
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is nothing that a kernel of this step can read as `{T}`",
+    note = "a kernel reads a `Tensor` or `Saved` of its own step, or what a buffer lends the step (`lend`)"
+)]
 /// What a kernel of the step `'s` can read: a [`Tensor`](super::Tensor), a [`Saved`](super::Saved) one, or something lent to the step.
 pub trait Source<'s, T: Element>: sealed::Sealed {
     /// The extents.
@@ -34,6 +38,10 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
     }
 }
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is nothing that a kernel of this step can write as `{T}`",
+    note = "a `Saved` tensor is kept for the backward pass, so nothing overwrites it: write to a `Tensor` of its own"
+)]
 /// What a kernel of the step `'s` can write.
 pub trait Target<'s, T: Element>: Source<'s, T> {
     /// A kernel's `*mut T`.

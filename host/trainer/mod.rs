@@ -18,7 +18,6 @@ mod stage;
 
 pub use batch::{EpochProgress, Samples, Update};
 pub use epoch::{Ended, Observer};
-pub use forecast::MemoryForecast;
 pub use model::{Learner, Model};
 pub use setup::Trainer;
 pub use shards::Shards;

@@ -3,7 +3,6 @@
 #![forbid(unsafe_code)]
 
 use super::batch::{MicroBatch, Samples};
-use super::forecast::MemoryForecast;
 use super::model::{Learner, Model};
 use super::stage::Stage;
 use crate::capture::CaptureReport;
@@ -12,6 +11,7 @@ use crate::error::Result;
 use crate::finite::Numbers;
 use crate::memory::Arena;
 use crate::optim::{AdamWConfig, UpdateRule};
+use crate::shortage::MemoryForecast;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;

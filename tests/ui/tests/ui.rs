@@ -69,3 +69,23 @@ fn each_forbidden_program_states_its_guarantee_and_has_errors_of_one_kind() {
 fn the_legal_program_runs() {
     legal::main();
 }
+
+/// What docs/compiler.md quotes, line by line, is what the compiler prints of the program that is named above it.
+#[test]
+fn the_page_on_the_compilers_messages_quotes_them_as_they_are() {
+    let page = fs::read_to_string("../../docs/compiler.md").unwrap();
+    let sections: Vec<&str> = page.split("\n`tests/ui/programs/").skip(1).collect();
+    assert!(sections.len() >= 8, "{} messages", sections.len());
+    // The compiler puts numbers and bars before a line, and indents it as the program does.
+    let plain =
+        |line: &str| line.trim_start_matches(|c: char| c.is_ascii_digit() || " |".contains(c)).trim_end().to_owned();
+    for section in sections {
+        let (name, text) = section.split_once(".rs`").expect("a program's name");
+        let quoted = text.split("```text\n").nth(1).and_then(|text| text.split("```").next()).expect("a message");
+        let errors = fs::read_to_string(format!("programs/{name}.stderr")).unwrap();
+        let printed: Vec<String> = errors.lines().map(plain).collect();
+        for line in quoted.lines().map(plain) {
+            assert!(printed.contains(&line), "{name}: the compiler does not print `{line}`");
+        }
+    }
+}
