@@ -159,6 +159,8 @@ pub struct ArenaReport {
     pub offset_bytes: usize,
     /// The most bytes that a step had in use, the overflow's included.
     pub high_water_bytes: usize,
+    /// The most bytes in use at once, by a step, its overflow and captured steps beside it.
+    pub peak_bytes: usize,
     /// Steps that have ended.
     pub resets: u64,
     /// Backward passes since the last reset.
@@ -194,8 +196,8 @@ impl fmt::Display for ArenaReport {
         writeln!(
             f,
             "arena: {} at most in use of {}, {} tensors in {} steps, {} overflows",
-            size(self.high_water_bytes),
-            size(self.capacity_bytes),
+            size(self.peak_bytes),
+            size(self.capacity_bytes + self.captured_bytes),
             self.allocations,
             self.resets,
             self.overflow.allocations

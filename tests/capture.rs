@@ -275,6 +275,24 @@ on_each_device! {
         works(&mut memory, 100);
     }
 
+    fn the_report_tells_the_most_in_use_with_captured_steps(device: &Device) {
+        let mut memory = arena(device);
+        let fills = |memory: &mut Arena, bytes: usize| {
+            memory.step(|step| ops::fill(step, [bytes / 4], 1.0).map(drop)).unwrap();
+            memory.report()
+        };
+        assert_eq!(fills(&mut memory, 4096).peak_bytes, 4096);
+        let captured = memory.capture((), &Inputs::new(), |step, (), slots| {
+            Ok(slots.output(&ops::fill(step, [256], 1.0)?))
+        }).unwrap();
+        assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "not both at once");
+        let beside = fills(&mut memory, 8192);
+        assert_eq!((beside.high_water_bytes, beside.peak_bytes), (8192, 9216));
+        drop(captured);
+        let after = fills(&mut memory, 256);
+        assert_eq!((after.captured_bytes, after.high_water_bytes, after.peak_bytes), (0, 8192, 9216));
+    }
+
     /// A step that needs more the second time it is run cannot leave its part of the arena either.
     fn a_step_that_changes_its_mind_is_refused(device: &Device) {
         let mut memory = arena(device);

@@ -189,7 +189,7 @@ mod tests {
             }],
             "batches": batches,
             "arena": {
-                "capacity_bytes": 0, "high_water_bytes": 0, "resets": 0, "allocations": 0, "overflow_allocations": 0,
+                "capacity_bytes": 0, "peak_bytes": 0, "resets": 0, "allocations": 0, "overflow_allocations": 0,
                 "report": null,
             },
             "memory": { "predicted_peak_bytes": null, "peak_bytes": null },

@@ -81,7 +81,7 @@ impl Progress {
             unit: self.unit,
             per_second: self.done as f64 / self.start.elapsed().as_secs_f64(),
             loss,
-            memory_bytes: report.high_water_bytes + report.captured_bytes,
+            memory_bytes: report.peak_bytes,
             overflows: report.overflow.allocations,
         };
         (self.shown, self.updates) = (Instant::now(), 0);

@@ -17,8 +17,8 @@ pub(crate) struct ModelSize {
 pub(crate) struct ArenaUse {
     /// Its size.
     pub(crate) capacity_bytes: u64,
-    /// The most that one step took, the overflow's included.
-    pub(crate) high_water_bytes: u64,
+    /// The most in use at once: by a step, its overflow, and captured steps beside it.
+    pub(crate) peak_bytes: u64,
     /// Steps ended.
     pub(crate) resets: u64,
     /// Tensors that steps allocated.
@@ -80,8 +80,8 @@ impl CaptureUse {
 impl From<ArenaReport> for ArenaUse {
     fn from(report: ArenaReport) -> Self {
         Self {
-            capacity_bytes: report.capacity_bytes as u64,
-            high_water_bytes: report.high_water_bytes as u64,
+            capacity_bytes: (report.capacity_bytes + report.captured_bytes) as u64,
+            peak_bytes: report.peak_bytes as u64,
             resets: report.resets,
             allocations: report.allocations,
             overflow_allocations: report.overflow.allocations,

@@ -74,6 +74,7 @@ impl Counters {
             captured_bytes: 0,
             offset_bytes: 0,
             high_water_bytes: 0,
+            peak_bytes: 0,
             resets: 0,
             passes_since_reset: self.passes,
             allocations: self.allocations,

@@ -54,7 +54,7 @@ impl Region {
                 counters.overflow.peak_bytes = counters.overflow.peak_bytes.max(used as u64);
                 counters.overflow.live_blocks += 1;
                 self.overflowed.set(used);
-                self.high_water.set(self.high_water.get().max(self.bump.get().taken() + used));
+                self.peak.step_has(self.bump.get().taken() + used);
                 Ok(address)
             }
             Err(NotGiven::Cap) => {

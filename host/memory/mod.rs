@@ -10,6 +10,7 @@ mod floor;
 mod full;
 mod layout;
 mod overflow;
+mod peak;
 mod region;
 mod request;
 mod reuse;

@@ -7,6 +7,7 @@ use super::conditions::Conditions;
 use super::counters::Counters;
 use super::layout::{Bump, End, padded};
 use super::overflow::OverflowPool;
+use super::peak::Peak;
 use super::request::Request;
 use super::reuse::Reuse;
 use super::sections::{Section, Sections};
@@ -42,7 +43,7 @@ pub(crate) struct Region {
     pub(super) end: Cell<End>,
     /// What the running scope's tensors have left to others of their size.
     pub(super) reuse: Reuse,
-    pub(super) high_water: Cell<usize>,
+    pub(super) peak: Peak,
     /// Bytes that the running step has from the overflow pool.
     pub(super) overflowed: Cell<usize>,
     /// The most that a step would have had in use, what was refused included: what the arena grows to.
@@ -92,7 +93,7 @@ impl Region {
             bump: Cell::new(Bump::new(capacity)),
             end: Cell::new(End::Front),
             reuse: Reuse::default(),
-            high_water: Cell::new(0),
+            peak: Peak::default(),
             overflowed: Cell::new(0),
             needed: Cell::new(0),
             warned: Cell::new(false),
@@ -156,9 +157,15 @@ impl Region {
     fn refresh_capacity(&self) {
         let limit = self.sections.limit(self.owned_bytes);
         if limit != self.capacity.get() {
+            self.peak.captured_changes(self.captured_bytes());
             self.capacity.set(limit);
             self.bump.set(Bump::new(limit));
         }
+    }
+
+    /// Bytes at the end that steps may not fill.
+    fn captured_bytes(&self) -> usize {
+        self.owned_bytes.saturating_sub(self.capacity.get())
     }
 
     /// Memory for a recorded step's input, before the step begins: no scope gives it back, and checked mode leaves it alone.
@@ -240,7 +247,7 @@ impl Region {
 
     /// The most bytes that a scope has had in use.
     pub(crate) fn high_water_bytes(&self) -> usize {
-        self.high_water.get()
+        self.peak.step_bytes()
     }
 
     /// Starts to record events, or stops.
@@ -311,7 +318,7 @@ impl Region {
         let before = self.bump.get();
         let Some((offset, next)) = before.take(self.end.get(), bytes) else { return self.take_beyond(bytes, site) };
         self.bump.set(next);
-        self.high_water.set(self.high_water.get().max(next.taken() + self.overflowed.get()));
+        self.peak.step_has(next.taken() + self.overflowed.get());
         self.counters.borrow_mut().allocated(site, next.taken() - before.taken());
         Ok(self.address + offset as u64)
     }
@@ -362,7 +369,7 @@ impl Region {
 
     /// Grows to what the steps have needed, up to `max_bytes`, if there is room.
     pub(super) fn grow(&mut self, max_bytes: usize) -> Result<()> {
-        let needed = self.needed.get().max(self.high_water.get());
+        let needed = self.needed.get().max(self.high_water_bytes());
         if needed <= self.capacity.get() {
             return Ok(());
         }
@@ -390,6 +397,7 @@ impl Region {
         let old = Retired::Memory { address: self.address, bytes: self.owned_bytes };
         // SAFETY: the region owns its old memory, and no step is alive: `&mut self`. Captured steps that have a part of it pin it.
         unsafe { self.device.retire(old) };
+        self.peak.captured_changes(self.captured_bytes());
         (self.address, self.owned_bytes) = (address, wanted);
         self.sections.forget();
         self.capacity.set(wanted);
@@ -424,7 +432,8 @@ impl Region {
             capacity_bytes: self.available_bytes(),
             captured_bytes: self.sections.bytes(),
             offset_bytes: self.bump.get().taken(),
-            high_water_bytes: self.high_water.get(),
+            high_water_bytes: self.high_water_bytes(),
+            peak_bytes: self.peak.whole_bytes(self.captured_bytes()),
             resets: self.resets.get(),
             growths: self.growths,
             memory,
