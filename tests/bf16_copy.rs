@@ -68,7 +68,7 @@ impl<R: UpdateRule> Trained<R> {
     fn update(&mut self, step: &Step<'_>) -> Result<()> {
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, 0.3)?;
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.b)?, -0.7)?;
-        self.optimizer.apply(step, &mut self.weights, &self.gradients).map(drop)
+        self.optimizer.apply(step, &mut self.weights, &self.gradients)
     }
 
     /// After eager updates, and after as many replays: the weights with and without a copy, of which the copy is the rounding.

@@ -137,7 +137,7 @@ impl Tower {
         }
         let loss = tape.cross_entropy(&h, labels, 0.5)?;
         tape.backward(&loss, &mut self.gradients)?;
-        self.adamw.apply(step, &mut self.weights, &self.gradients).map(drop)
+        self.adamw.apply(step, &mut self.weights, &self.gradients)
     }
 }
 

@@ -70,7 +70,7 @@ impl Training {
                 let loss = tape.cross_entropy(&logits, labels, 1.0 / ROWS as f32)?;
                 tape.backward(&loss, gradients)?;
                 optimizer.advance()?;
-                let _norm = optimizer.apply(step, parameters, gradients)?;
+                optimizer.apply(step, parameters, gradients)?;
                 Ok(())
             })
             .unwrap();

@@ -130,7 +130,7 @@ on_each_device! {
                 .step(|step| {
                     model.pass(step)?;
                     make(step, LARGE)?;
-                    model.optimizer.apply(step, &mut model.parameters, &model.gradients).map(drop)
+                    model.optimizer.apply(step, &mut model.parameters, &model.gradients)
                 })
                 .unwrap();
         }

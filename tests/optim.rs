@@ -33,7 +33,7 @@ impl Model {
     /// An update by gradients that are all the same.
     fn apply(&mut self, step: &Step<'_>, gradient: f32) -> Result<()> {
         ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, gradient)?;
-        self.optimizer.apply(step, &mut self.weights, &self.gradients).map(drop)
+        self.optimizer.apply(step, &mut self.weights, &self.gradients)
     }
 
     /// The weights, and the updates made.
@@ -280,16 +280,16 @@ on_each_device! {
         // What was not queued is no update, and still set up.
         fails.advance().unwrap();
         for _ in 0..2 {
-            let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap_err();
+            let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients)).unwrap_err();
             assert!(failed.to_string().contains("a failure"), "{failed}");
             assert_eq!(fails.updates(), 0);
         }
-        arena.step(|step| more.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        arena.step(|step| more.apply(step, &mut model.weights, &model.gradients)).unwrap();
         assert!(more.advance().unwrap_err().to_string().contains("1 settings for each update, got 2"));
         assert_eq!(model.state().0, [0.0; LEN]);
         model.weights.write(model.w, &[1.0; LEN]).unwrap();
         sound.advance().unwrap();
-        arena.step(|step| sound.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        arena.step(|step| sound.apply(step, &mut model.weights, &model.gradients)).unwrap();
         assert_eq!((sound.updates(), model.state().0), (1, vec![0.0; LEN]));
     }
 
@@ -322,7 +322,7 @@ on_each_device! {
         let mut model = Model::new(device);
         let mut sgd = Sgd::new(&model.weights, SgdConfig { momentum: 0.9, ..SgdConfig::default() }).unwrap();
         sgd.advance().unwrap();
-        arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients).map(drop)).unwrap();
+        arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients)).unwrap();
         Checkpoint::save(&path, &model.weights, Some(&sgd), &[]).unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         let before = model.state();

@@ -62,7 +62,7 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
                     let values = gradient(update, number, place.shape().elements());
                     ops::copy_into(step, &step.upload(&values, place.shape())?, &mut place)?;
                 }
-                optimizer.apply(step, &mut weights, &gradients).map(drop)
+                optimizer.apply(step, &mut weights, &gradients)
             })
             .unwrap();
     }

@@ -103,8 +103,7 @@ impl<R: UpdateRule> Optimizer<R> {
     }
 
     /// Queues the update that [`Optimizer::advance`] has set up: the squared norm of all gradients, then what the rule queues, for those
-    /// of the library one launch over all weights. Returns the squared norm, `[1]`, before clipping. In a step that is captured, each
-    /// replay makes the update that was set up before it.
+    /// of the library one launch over all weights. In a step that is captured, each replay makes the update that was set up before it.
     ///
     /// A norm that is not finite is not looked at here: the weights are worthless then. A [`Trainer`](crate::Trainer) looks.
     ///
@@ -112,7 +111,16 @@ impl<R: UpdateRule> Optimizer<R> {
     /// [`Error::Misuse`] when parameters, gradients and state do not belong together, and when no update is set up: then the replay's
     /// error, where this is captured.
     #[track_caller]
-    pub fn apply<'s>(
+    pub fn apply(&mut self, step: &Step<'_>, parameters: &mut Parameters, gradients: &Gradients) -> Result<()> {
+        self.apply_with_norm(step, parameters, gradients).map(drop)
+    }
+
+    /// [`Optimizer::apply`], and the squared norm of all gradients, `[1]`, before clipping.
+    ///
+    /// # Errors
+    /// As for [`Optimizer::apply`].
+    #[track_caller]
+    pub fn apply_with_norm<'s>(
         &mut self,
         step: &Step<'s>,
         parameters: &mut Parameters,

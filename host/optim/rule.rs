@@ -47,7 +47,7 @@ use half::bf16;
 /// optimizer.advance()?;
 /// arena.step(|step| {
 ///     ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 1.0)?;
-///     optimizer.apply(step, &mut weights, &gradients).map(drop)
+///     optimizer.apply(step, &mut weights, &gradients)
 /// })?;
 /// assert_eq!(weights.read(w)?, [0.5; 3]);
 /// # Ok(())

@@ -54,7 +54,7 @@ impl<R: UpdateRule> Optimizer<R> {
             let tape = Tape::new(step, weights);
             let loss = loss(step, &tape)?;
             tape.backward_afresh(&loss, gradients)?;
-            let squared_norm = self.apply(step, weights, gradients)?;
+            let squared_norm = self.apply_with_norm(step, weights, gradients)?;
             Ok([step.read_scalar(loss.value())?, step.read_scalar(&squared_norm)?])
         })?;
         for (what, value) in [(Quantity::Loss, loss), (Quantity::GradientNorm, squared_norm)] {

@@ -217,7 +217,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Ok(metrics[0]);
         }
         let Learner { parameters, gradients, optimizer, .. } = learner;
-        arena.step(|step| step.read_scalar(&optimizer.apply(step, parameters, gradients)?))
+        arena.step(|step| step.read_scalar(&optimizer.apply_with_norm(step, parameters, gradients)?))
     }
 
     /// The same result. In a group an error is told to all ranks.

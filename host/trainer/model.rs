@@ -184,7 +184,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
             Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
             None => None,
         };
-        let squared = part.update.then(|| optimizer.apply(step, parameters, gradients)).transpose()?;
+        let squared = part.update.then(|| optimizer.apply_with_norm(step, parameters, gradients)).transpose()?;
         Ok(StepMetrics { loss: *loss.value(), gradients: squared, watched })
     }
 

@@ -238,7 +238,7 @@ impl Shards {
             });
             let watched = watched.transpose()?;
             let norm = match &self.among {
-                None => optimizer.apply(step, parameters, gradients)?,
+                None => optimizer.apply_with_norm(step, parameters, gradients)?,
                 Some(Among { norms, .. }) => {
                     let _phase = step.enter(Phase::Optimizer);
                     let norm = ops::sum(step, &step.lend(norms, [norms.len()])?)?;

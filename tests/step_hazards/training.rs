@@ -137,7 +137,7 @@ impl Trainer {
     /// The update that ends a batch.
     pub(crate) fn update(&mut self, step: &Step<'_>, loss: f32) -> Result<()> {
         self.optimizer.advance()?;
-        let _squared_norm = self.optimizer.apply(step, &mut self.parameters, &self.gradients)?;
+        self.optimizer.apply(step, &mut self.parameters, &self.gradients)?;
         self.note(loss);
         Ok(())
     }
@@ -159,7 +159,7 @@ impl Trainer {
     fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &Slots<'s>) -> Result<Output> {
         trainer.gradients.zero(step)?;
         let loss = trainer.learn(step, (slots.input(0)?, slots.input(1)?))?;
-        let _squared_norm = trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
+        trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
         Ok(slots.output(&loss))
     }
 }

@@ -93,7 +93,7 @@ fn a_step_trains(arena: &mut Arena, device: &Device) -> Result<()> {
             tape.backward(&loss, &mut gradients)?;
         }
         optimizer.advance()?;
-        let _norm = optimizer.apply(step, &mut parameters, &gradients)?;
+        optimizer.apply(step, &mut parameters, &gradients)?;
         Ok(())
     })?;
     let weights = parameters.read(weight)?;
