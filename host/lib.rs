@@ -42,10 +42,10 @@ mod trainer;
 mod upload;
 mod windows;
 
-/// The programs of the guide, as tests.
-#[cfg(doctest)]
+/// The guide, whose programs are tests.
+#[cfg(any(doc, doctest))]
 #[doc = include_str!("../docs/guide.md")]
-mod guide {}
+pub mod guide {}
 
 pub use admission::{MemInfo, Refusal, Situation};
 pub use autograd::{AnyVar, Backward, Kept, Op, Tape, Var};
