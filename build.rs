@@ -29,6 +29,8 @@ mod ptx {
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
+    /// The folder of the package of kernels, as its build script says.
+    const KERNELS: &str = "DEP_STEPSCOPE_KERNELS_ROOT";
 
     pub(super) fn build() -> Result<(), Box<dyn Error>> {
         println!("cargo::rerun-if-changed=build.rs");
@@ -64,7 +66,10 @@ mod ptx {
     }
 
     fn compiled(arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {
-        CudaBuilder::new("device")
+        // Beside the repository's other folders, or in cargo's registry.
+        let kernels =
+            env::var_os(KERNELS).ok_or(format!("{KERNELS} is not set: the build script of stepscope-kernels does"))?;
+        CudaBuilder::new(kernels)
             .arch(arch)
             .fma_contraction(false)
             .target_dir(shared_target(out).join(arch.sm()))
