@@ -21,7 +21,8 @@ fn words() -> Vec<usize> {
 }
 
 fn small() -> Vec<usize> {
-    let around = |unit: usize| [(unit * ALIGN_BYTES).checked_sub(1), Some(unit * ALIGN_BYTES), Some(unit * ALIGN_BYTES + 1)];
+    let around =
+        |unit: usize| [(unit * ALIGN_BYTES).checked_sub(1), Some(unit * ALIGN_BYTES), Some(unit * ALIGN_BYTES + 1)];
     (0..5).flat_map(around).flatten().collect()
 }
 
