@@ -29,16 +29,21 @@ mod ptx {
 
     const ARCHS: &str = "STEPSCOPE_ARCHS";
     const PTX_DIR: &str = "STEPSCOPE_PTX_DIR";
+    /// The folder of the package of kernels, as its build script says.
+    const KERNELS: &str = "DEP_STEPSCOPE_KERNELS_ROOT";
 
     pub(super) fn build() -> Result<(), Box<dyn Error>> {
         println!("cargo::rerun-if-changed=build.rs");
         println!("cargo::rerun-if-env-changed={ARCHS}");
         println!("cargo::rerun-if-env-changed={PTX_DIR}");
         let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: cargo runs this")?);
+        // Beside the repository's other folders, or in cargo's registry.
+        let kernels = env::var_os(KERNELS).map(PathBuf::from);
+        let kernels = kernels.ok_or(format!("{KERNELS} is not set: the build script of stepscope-kernels sets it"))?;
         let made_elsewhere = env::var_os(PTX_DIR).filter(|path| !path.is_empty()).map(PathBuf::from);
         let made = |arch: NvvmArch| match &made_elsewhere {
             Some(folder) => copied(folder, arch, &out),
-            None => compiled(arch, &out),
+            None => compiled(&kernels, arch, &out),
         };
 
         let archs = archs(&env::var(ARCHS).unwrap_or_default())?;
@@ -48,7 +53,7 @@ mod ptx {
                 archs.iter().map(|&arch| scope.spawn(move || made(arch).map(|ptx| (arch, ptx)))).collect();
             threads.into_iter().map(|thread| thread.join().expect("a compilation panicked")).collect()
         });
-        Ok(write_table("device", &ptx?)?)
+        Ok(write_table(&kernels, &ptx?)?)
     }
 
     /// The architectures asked for, each once; the project's own two when none is.
@@ -63,8 +68,8 @@ mod ptx {
         Ok(if archs.is_empty() { vec![NvvmArch::Compute121, NvvmArch::Compute90] } else { archs })
     }
 
-    fn compiled(arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {
-        CudaBuilder::new("device")
+    fn compiled(kernels: &Path, arch: NvvmArch, out: &Path) -> Result<PathBuf, String> {
+        CudaBuilder::new(kernels)
             .arch(arch)
             .fma_contraction(false)
             .target_dir(shared_target(out).join(arch.sm()))

@@ -7,7 +7,8 @@
 #   nix flake check                         lint, the rules of the PTX, the tests on the emulator
 #
 # flake.lock pins what was known when it was written; rust-cuda is pinned by its revision here, and `nix flake lock` adds its
-# hash. ci/flake evaluates every output against the stand-ins of nix/, and builds nothing.
+# hash. ci/flake evaluates every output against the stand-ins of nix/, and builds nothing. docs/nix.md lists what the inputs must have, and says
+# how to check that.
 {
   description = "A training runtime in Rust for one NVIDIA GPU";
 

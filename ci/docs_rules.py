@@ -160,6 +160,9 @@ def package(manifest, files):
     unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
     if unwanted:
         yield f"{name}: {len(unwanted)} files that nobody builds from, such as {unwanted[0]}"
+    # Whoever copies the package must copy them.
+    for text in {"LICENSE-APACHE", "LICENSE-MIT"} - {path for path, _ in files}:
+        yield f"{name}: no {text}"
     total = sum(size for _, size in files)
     if total > PACKAGE_LIMIT_BYTES:
         yield f"{name}: {total} bytes, at most {PACKAGE_LIMIT_BYTES} are wanted"
@@ -239,16 +242,16 @@ def self_test():
     plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
     plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
     plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
-    files = [("src/lib.rs", 10)]
+    files = [("src/lib.rs", 10), ("LICENSE-APACHE", 10), ("LICENSE-MIT", 10)]
     if problems := list(package(good, files)):
         raise SystemExit(f"refused a good package: {problems}")
     for plant in plants:
         if not list(package(plant, files)):
             raise SystemExit(f"passed a package with bad metadata: {plant}")
-    for plant in ([("benches/runs/a.json", 1)], [("src/lib.rs", PACKAGE_LIMIT_BYTES + 1)]):
+    for plant in ([("benches/runs/a.json", 1), *files], [("src/lib.rs", PACKAGE_LIMIT_BYTES + 1), *files], files[:2]):
         if not list(package(good, plant)):
             raise SystemExit(f"passed a package with {plant}")
-    print("refused: packages without metadata, with measurements, too large")
+    print("refused: packages without metadata, with measurements, too large, without a licence's text")
 
 
 def main(arguments):

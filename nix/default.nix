@@ -76,7 +76,9 @@ let
   };
   # The names of the library's kernels.
   kernels = cargo "kernels" {
-    buildPhaseCargoCommand = "cargo run --locked --example same_bits -- --list > $out";
+    buildPhaseCargoCommand = "cargo run --locked --example same_bits -- --list > kernels.txt";
+    # crane's own makes a folder of $out.
+    installPhaseCommand = "cp kernels.txt $out";
   };
   withCuda = linkCuda // {
     STEPSCOPE_PTX_DIR = ptx;

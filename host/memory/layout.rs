@@ -1,9 +1,13 @@
 //! Pure arithmetic of a bump arena with two ends.
 //!
 //! Invariant: two allocations between resets never overlap, from whichever ends they are; every offset is a multiple of [`ALIGN_BYTES`].
+//! `ci/layout` proves it for all arguments, by a model of these functions that `layout_rows.rs` compares with them.
 
 /// The alignment of every tensor: what the widest device access needs, and a cache line's multiple.
 pub(crate) const ALIGN_BYTES: usize = 256;
+
+/// A grown arena's capacity is a multiple of this: what large pages come in.
+const GROWTH_BYTES: usize = 2 << 20;
 
 /// An end of an arena, from which tensors are taken towards the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +78,16 @@ impl Bump {
 /// `bytes` rounded up to the alignment.
 pub(crate) fn padded(bytes: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(ALIGN_BYTES)
+}
+
+/// What a tensor of so many bytes takes with a guard behind it: more than any arena has, where no number says it.
+pub(super) fn guarded(bytes: usize, guard_bytes: usize) -> usize {
+    padded(bytes).and_then(|bytes| bytes.checked_add(guard_bytes)).unwrap_or(usize::MAX)
+}
+
+/// The capacity that an arena grows to when steps have needed so much.
+pub(super) fn grown(needed: usize, max_bytes: usize) -> usize {
+    needed.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(usize::MAX).min(max_bytes)
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ mod counters;
 mod floor;
 mod full;
 mod layout;
+#[cfg(test)]
+mod layout_rows;
 mod overflow;
 mod peak;
 mod region;

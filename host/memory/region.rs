@@ -5,7 +5,7 @@
 use super::checked::{Checks, GUARD_BYTES};
 use super::conditions::Conditions;
 use super::counters::Counters;
-use super::layout::{Bump, End, padded};
+use super::layout::{Bump, End, grown, guarded, padded};
 use super::overflow::OverflowPool;
 use super::peak::Peak;
 use super::request::Request;
@@ -24,9 +24,6 @@ use std::cell::{Cell, RefCell};
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-
-/// A grown arena's capacity is a multiple of this: what large pages come in.
-const GROWTH_BYTES: usize = 2 << 20;
 
 /// The memory of an arena and where it stands. Steps borrow it.
 #[derive(Debug)]
@@ -326,7 +323,7 @@ impl Region {
     /// With a guard behind and poisoned in checked mode, and noted where events are recorded.
     #[cold]
     fn take_watched(&self, request: Request, site: &'static Location<'static>) -> Result<u64> {
-        let bytes = padded(request.bytes).and_then(|bytes| bytes.checked_add(self.guard_bytes)).unwrap_or(usize::MAX);
+        let bytes = guarded(request.bytes, self.guard_bytes);
         let label = || Cow::from(format!("{}{}", request.element, request.shape));
         let address = self.take_bytes(bytes, site).inspect_err(|_| {
             let free_bytes = self.device.free_bytes(self.device.deadline()).unwrap_or(0);
@@ -373,7 +370,7 @@ impl Region {
         if needed <= self.capacity.get() {
             return Ok(());
         }
-        let wanted = needed.checked_next_multiple_of(GROWTH_BYTES).unwrap_or(usize::MAX).min(max_bytes);
+        let wanted = grown(needed, max_bytes);
         if wanted <= self.capacity.get() || self.device.lost().is_some() {
             return Ok(());
         }
