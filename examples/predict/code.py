@@ -1,0 +1,190 @@
+"""What the assembled kernels are made of, for the cost model: registers, and instructions by kind.
+
+    ci/ptx                                             # compiles target/ptx/sm_90.ptx and sm_121.ptx
+    python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
+
+Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
+most matrix instructions, else the most multiply-adds; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
+shortest that passes all that multiplies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
+operand that `.reuse` keeps; each takes one cycle more. `stall` is the sum of the cycles that the assembler itself makes a warp wait.
+`nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
+"""
+
+import collections
+import heapq
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+KINDS = {
+    "mma": {"HMMA"},
+    "fma": {"FFMA", "FADD", "FMUL"},
+    "special": {"MUFU", "F2I", "I2F", "F2F", "FRND", "POPC", "FLO"},
+    "shared": {"LDS", "LDSM", "STS"},
+    "copies": {"LDGSTS"},
+    "loads": {"LDG"},
+    "stores": {"STG"},
+    "shuffles": {"SHFL"},
+    "barriers": {"BAR"},
+}
+
+
+def operation(text):
+    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
+
+
+def parse(listing):
+    """{kernel: [(labels, text, control bits)]}; each instruction is two lines of hexadecimals."""
+    kernels, current, labels = {}, None, []
+    for line in listing.splitlines():
+        if match := re.match(r"\.text\.(\w+):", line):
+            current, labels = kernels.setdefault(match.group(1), []), []
+        elif line.startswith("//----"):
+            current = None
+        elif current is None:
+            continue
+        elif match := re.match(r"(\.L_x_\d+):", line):
+            labels.append(match.group(1))
+        elif match := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);\s+/\* 0x[0-9a-f]+ \*/", line):
+            current.append([labels, match.group(1).strip(), None])
+            labels = []
+        elif (match := re.match(r"\s+/\* 0x([0-9a-f]+) \*/", line)) and current and current[-1][2] is None:
+            current[-1][2] = int(match.group(1), 16)
+    return kernels
+
+
+def conflicts(instructions):
+    found, kept = 0, {}
+    for _, text, _ in instructions:
+        if operation(text) != "FFMA":
+            kept = {}
+            continue
+        operands = re.sub(r"^@!?U?P\w+\s+", "", text).split(None, 1)[1].split(",")[1:]
+        read, keep = set(), {}
+        for slot, operand in enumerate(operands):
+            if match := re.match(r"\s*-?\|?R(\d+)(\.reuse)?", operand):
+                register = int(match.group(1))
+                if kept.get(slot) != register:
+                    read.add(register)
+                if match.group(2):
+                    keep[slot] = register
+        kept = keep
+        found += max(sum(1 for register in read if register % 2 == bank) for bank in (0, 1)) > 1
+    return found
+
+
+def count(instructions):
+    kinds = collections.Counter()
+    for _, text, _ in instructions:
+        name = operation(text)
+        kinds.update(kind for kind, names in KINDS.items() if name in names)
+    stall = sum(control >> 41 & 15 for _, _, control in instructions)
+    return {"all": len(instructions), **dict(sorted(kinds.items())), "conflicts": conflicts(instructions), "stall": stall}
+
+
+def target(text):
+    match = re.search(r"BRA(?:\.\w+)*\s.*?(\.L_x_\d+)", text)
+    return match and match.group(1)
+
+
+def blocks_of(instructions):
+    """[(first, end)] of what runs as one, and to which of them each may go."""
+    places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
+    last = len(instructions)
+    jumps = {at: places.get(target(text)) for at, (_, text, _) in enumerate(instructions) if target(text)}
+    exits = {at + 1 for at, (_, text, _) in enumerate(instructions) if "EXIT" in text and at + 1 < last}
+    starts = sorted({0, last, *places.values(), *exits, *(at + 1 for at in jumps if at + 1 < last)})
+    blocks = list(zip(starts, starts[1:]))
+    number = {start: at for at, (start, _) in enumerate(blocks)}
+    follows = []
+    for start, end in blocks:
+        to = jumps.get(end - 1)
+        always = re.match(r"(?:BRA `|EXIT)", instructions[end - 1][1])
+        follows.append({number[to]} if to is not None else set())
+        if end < last and not always:
+            follows[-1].add(number[end])
+    return blocks, follows
+
+
+def way_through(instructions, within, ends):
+    """The shortest way from the first instruction to a block that `ends`, by all that multiplies `within` a range: without copies of what
+    may not be there, and without what may follow a sum."""
+    blocks, follows = blocks_of(instructions)
+    weight = lambda at: sum(count(instructions[slice(*blocks[at])]).get(kind, 0) for kind in ("mma", "fma"))
+    inside = [at for at, (start, end) in enumerate(blocks) if within[0] <= start and end <= within[1]]
+    most = max(map(weight, inside), default=0)
+    goals = [{at} for at in inside if most and 2 * weight(at) >= most]
+    goals.append({at for at, (_, end) in enumerate(blocks) if ends(end - 1)})
+    way = [0]
+    for goal in goals:
+        # Dijkstra's search; the first block is not entered again.
+        seen, queue = set(), [(0, [way[-1]])]
+        while queue and queue[0][1][-1] not in goal:
+            length, path = heapq.heappop(queue)
+            if path[-1] not in seen:
+                seen.add(path[-1])
+                for to in follows[path[-1]] - seen - {0}:
+                    heapq.heappush(queue, (length + blocks[to][1] - blocks[to][0], [*path, to]))
+        if queue:
+            way += queue[0][1][1:]
+    return [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
+
+
+def hot_loop(instructions):
+    places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
+    ends = {}
+    for at, (_, text, _) in enumerate(instructions):
+        start = places.get(target(text), at)
+        if start < at:
+            ends[start] = max(ends.get(start, 0), at)
+    loops = {(start, end): count(instructions[start : end + 1]) for start, end in ends.items()}
+    kind = "mma" if any("mma" in kinds for kinds in loops.values()) else "fma"
+    multiplies = lambda loop: loops[loop].get(kind, 0)
+    within = lambda inner, outer: inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+    leaves = [
+        loop
+        for loop in loops
+        if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
+    ]
+    return max(leaves, key=lambda loop: (multiplies(loop), -loop[1] + loop[0])) if leaves else None
+
+
+def code(registers, instructions):
+    """Of a kernel."""
+    loop = hot_loop(instructions)
+    is_exit = lambda at: "EXIT" in instructions[at][1] and not instructions[at][1].startswith("@")
+    start, end = (loop[0], loop[1] + 1) if loop else (0, len(instructions))
+    found = {"registers": registers, "way": count(way_through(instructions, (start, end), is_exit))}
+    if loop:
+        body = instructions[start:end]
+        found["hot"] = count(way_through(body, (0, len(body)), lambda at: at == len(body) - 1))
+    return found
+
+
+def main(ptxas, nvdisasm, folder):
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*.ptx")):
+        with tempfile.TemporaryDirectory() as scratch:
+            binary = pathlib.Path(scratch) / "kernels.cubin"
+            run = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True)
+            log = run(ptxas, f"-arch={path.stem}", "-v", path, "-o", binary).stderr
+            listing = run(nvdisasm, "-c", "-hex", binary).stdout
+        registers = dict(re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", log, flags=re.S))
+        kernels = parse(listing)
+        if not kernels or set(kernels) - set(registers):
+            raise SystemExit(f"{path}: kernels without registers: {sorted(set(kernels) - set(registers))}")
+        found[path.stem] = {
+            name: code(int(registers[name]), body) for name, body in sorted(kernels.items())
+        }
+    lines = [
+        f' "{arch}": {{\n' + ",\n".join(f'  "{name}": {json.dumps(found)}' for name, found in kernels.items()) + "\n }"
+        for arch, kernels in found.items()
+    ]
+    print("{\n" + ",\n".join(lines) + "\n}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,108 @@
+//! Products: what follows from the tile, the form and the loop of a kernel.
+
+use stepscope::Launch;
+
+use crate::code::Code;
+use crate::work::Work;
+
+/// Cycles from a barrier to the first factors.
+const LATENCY: f64 = 30.0;
+
+/// The numbers of a launch.
+struct Extents {
+    m: f64,
+    n: f64,
+    k: f64,
+    chunk: f64,
+    batches: f64,
+    /// Of a and b; none of fragments.
+    strides: [f64; 2],
+    flags: u64,
+}
+
+impl Extents {
+    fn of(launch: &Launch) -> Self {
+        let words = launch.words.as_slice();
+        // a, b and bias have two words, c, out and pre one. Fragments have no strides of rows.
+        let fragments = launch.entry.name.starts_with("matmul_tf32") || launch.entry.name.starts_with("matmul_bf16");
+        let number = |at: usize| words[at] as f64;
+        let chunk = if fragments { 13 } else { 15 };
+        Self {
+            m: number(9),
+            n: number(10),
+            k: number(11),
+            chunk: number(chunk).min(number(11)),
+            batches: number(chunk + 1),
+            strides: if fragments { [0.0; 2] } else { [number(12), number(13)] },
+            flags: words[words.len() - 1],
+        }
+    }
+}
+
+/// What a product does.
+pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
+    let Extents { m, n, k, chunk, batches, strides, flags } = Extents::of(launch);
+    let name = launch.entry.name;
+    let hot = code.hot.unwrap_or_default();
+    let threads = f64::from(launch.entry.block);
+    let extents: Vec<f64> = name.split('_').find_map(tile).unwrap_or_default();
+    let [rows, cols] = [extents[0], extents[1]];
+    let warps = threads / 32.0;
+    let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.starts_with("matmul_of_bf16"));
+    let is_f32 = hot.mma == 0.0;
+    let mut work = Work::plain(launch, code);
+    work.turn = hot;
+    let turn_k = if is_f32 {
+        // A multiply-add of a thread is one output and one k.
+        let turn_k = hot.fma / (rows * cols / threads);
+        let stage = if rows >= 64.0 { 16.0 } else if rows >= 32.0 { 32.0 } else { 64.0 };
+        // Copies of a stage: of one element where it lies along k or where rows are no vectors, else of four.
+        let copies = |extent: f64, of: f64, along: bool, stride: f64| {
+            let vectors = !along && of % 4.0 == 0.0 && stride % 4.0 == 0.0;
+            extent * stage / threads / if vectors { 4.0 } else { 1.0 }
+        };
+        let copies = copies(rows, m, flags & 1 == 0, strides[0]) + copies(cols, n, flags & 2 != 0, strides[1]);
+        // A copy is an instruction, and its addresses are three.
+        work.turn.all += 4.0 * copies * turn_k / stage;
+        work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
+        work.turn_waits = (hot.stall - hot.all).max(0.0);
+        turn_k
+    } else {
+        // An instruction has 16 x 8 outputs of a warp; its k are 8 of TF32 and 16 of BF16.
+        let deep = if is_tf32 { 8.0 } else { 16.0 };
+        work.mma_flops = 2.0 * 16.0 * 8.0 * deep;
+        work.turn_shared = 4.0 * (hot.shared + hot.copies);
+        // A barrier, and what is read behind it.
+        work.turn_waits = LATENCY;
+        hot.mma / (rows * cols / warps / 128.0) * deep
+    };
+    let element = if is_f32 || is_tf32 { 4.0 } else { 2.0 };
+    work.turns = (chunk / turn_k).ceil();
+    if is_tensor && ([m % rows, n % cols] != [0.0; 2] || strides.iter().any(|stride| stride % 8.0 != 0.0)) {
+        // Chunks of 16 bytes that may not be there are read element by element, one chunk after another.
+        let chunks = (rows + cols) * turn_k / 8.0 / threads;
+        work.turn.all += 45.0 * chunks;
+        work.turn_memory_waits = chunks;
+    }
+    work.streamed = (rows + cols) * chunk * element;
+    let out_bytes = launch.words.extents().iter().filter(|extent| extent.written && extent.length > 0);
+    let out_bytes: f64 = out_bytes.map(|extent| extent.element_bytes as f64).sum();
+    work.moved = rows.min(m) * cols.min(n) * out_bytes;
+    // The first stage, and what is added at the end or the store.
+    work.waits = 2.0;
+    // What is there once for each two rows of a thread, or each pair of squares: three instructions for an output, on the way once.
+    work.ends = code.way.all - hot.all + rows * cols / threads * 3.0;
+    work.ends_alone = code.way.stall - hot.stall + rows * cols / threads * 3.0;
+    // Eight rows of tiles share what lies along the columns.
+    let groups = (m / rows / 8.0).ceil().max(1.0);
+    work.touches[1].passes = groups as u64;
+    let flops = 2.0 * m * n * k * batches;
+    work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
+    work
+}
+
+/// `128x256`.
+fn tile(part: &str) -> Option<Vec<f64>> {
+    let (rows, cols) = part.split_once('x')?;
+    Some(vec![rows.parse().ok()?, cols.parse().ok()?])
+}
