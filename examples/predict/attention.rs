@@ -44,7 +44,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         work.turns = tiles;
         work.turn = hot;
         work.turn_shared = 4.0 * (hot.shared + hot.copies);
-        work.turn_waits = 100.0;
+        work.turn_waits = hot.alone - hot.all;
         work.flops = [0.0, flops];
     } else {
         // A turn of the hot loop: 128 multiply-adds of a thread. Sums of rows and columns alike.
@@ -57,13 +57,13 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
         work.turn.all = turns * hot.all + 30.0 * exponentials + 60.0 * chunks;
         work.turn.conflicts = turns * hot.conflicts;
         work.turn_shared = turns * 2.0 * hot.shared;
-        work.turn_waits = turns * (hot.stall - hot.all) + chunks * 60.0;
+        work.turn_waits = turns * (hot.alone - hot.all) + chunks * 60.0;
         work.flops = [flops, 0.0];
     }
     work.streamed = tiles * tile * width * 2.0 * element;
     work.moved = own * width * element * products;
     work.waits = 2.0;
     work.ends = code.way.all - hot.all;
-    work.ends_alone = code.way.stall - hot.stall;
+    work.ends_alone = code.way.alone - hot.alone;
     work
 }

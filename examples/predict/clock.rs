@@ -16,6 +16,9 @@ pub(crate) struct Time {
 
 /// The time of one customer's round where `count` customers go round through stations with these demands, and wait `delay` besides.
 fn round(count: f64, demands: &[f64], delay: f64) -> f64 {
+    if delay + demands.iter().sum::<f64>() <= 0.0 {
+        return 0.0;
+    }
     let count = count.max(1.0).round() as u32;
     let mut queues = vec![0.0; demands.len()];
     let mut per_customer = 0.0;
@@ -55,7 +58,7 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let cycles = turns + ends;
         let bound = ["issue", "matrix", "shared memory", "special"];
         let at = (0..4).max_by(|&a, &b| stations[a].total_cmp(&stations[b])).unwrap_or(0);
-        (cycles / gpu.clock, bound[at])
+        (cycles / if work.is_hot { gpu.loaded_clock } else { gpu.clock }, bound[at])
     };
     // Of a block, at its share of the GPU.
     let share = processors.min(blocks);
@@ -68,7 +71,12 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
         let (compute, bound) = most(at_once);
         let streamed = by_cache(work.streamed).max(by_memory(work.streamed));
         let moved = by_cache(work.moved).max(by_memory(work.moved));
-        let time = round(at_once, &[compute.max(streamed), moved], work.waits * latency);
+        let (loops, waits) = (compute.max(streamed), work.waits * latency);
+        // Blocks whose threads wait for each other in a loop begin together and end together: none hides another's ends.
+        let time = match work.turns > 1.0 {
+            true => loops + moved + waits / at_once,
+            false => round(at_once, &[loops, moved], waits),
+        };
         let bound = if compute >= streamed.max(moved) { bound } else if by_memory(asked) >= by_cache(asked) { "memory" } else { "cache" };
         (time * at_once, bound)
     };

@@ -4,9 +4,10 @@
     python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
 
 Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
-most matrix instructions, else the most multiply-adds; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
+most matrix instructions, else the most multiply-adds; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
 shortest that passes all that multiplies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
-operand that `.reuse` keeps; each takes one cycle more. `stall` is the sum of the cycles that the assembler itself makes a warp wait.
+operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
+memory; `memory` is how often it waits for memory, one time after another.
 `nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
 """
 
@@ -30,6 +31,12 @@ KINDS = {
     "shuffles": {"SHFL"},
     "barriers": {"BAR"},
 }
+
+# Cycles until what an instruction of no fixed latency has made can be used: shared memory, the least of them, has some 30; and until
+# what it reads has been read.
+LATENCY, OPERANDS = 30, 10
+# More than all else of a kernel.
+FAR = 1_000_000
 
 
 def operation(text):
@@ -76,13 +83,31 @@ def conflicts(instructions):
     return found
 
 
+def alone(instructions, memory):
+    """Cycles of a lone warp, of which a read of memory takes so many: by the assembler's stalls and its six barriers."""
+    now, ready = 0, [0] * 6
+    for _, text, control in instructions:
+        bits = control >> 41
+        stall, written, read, waits = bits & 15, bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63
+        now = max([now, *(ready[barrier] for barrier in range(6) if waits >> barrier & 1)])
+        latency = memory if operation(text) == "LDG" else LATENCY
+        if written < 6:
+            ready[written] = max(ready[written], now + latency)
+        if read < 6:
+            ready[read] = max(ready[read], now + OPERANDS)
+        now += max(stall, 1)
+    return now
+
+
 def count(instructions):
     kinds = collections.Counter()
     for _, text, _ in instructions:
         name = operation(text)
         kinds.update(kind for kind, names in KINDS.items() if name in names)
-    stall = sum(control >> 41 & 15 for _, _, control in instructions)
-    return {"all": len(instructions), **dict(sorted(kinds.items())), "conflicts": conflicts(instructions), "stall": stall}
+    found = {"all": len(instructions), **dict(sorted(kinds.items())), "conflicts": conflicts(instructions)}
+    found["alone"] = alone(instructions, 0)
+    found["memory"] = (alone(instructions, FAR) - found["alone"] + FAR // 2) // FAR
+    return {kind: number for kind, number in found.items() if number}
 
 
 def target(text):
@@ -109,38 +134,37 @@ def blocks_of(instructions):
     return blocks, follows
 
 
-def way_through(instructions, within, ends):
-    """The shortest way from the first instruction to a block that `ends`, by all that multiplies `within` a range: without copies of what
-    may not be there, and without what may follow a sum."""
-    blocks, follows = blocks_of(instructions)
-    weight = lambda at: sum(count(instructions[slice(*blocks[at])]).get(kind, 0) for kind in ("mma", "fma"))
-    inside = [at for at, (start, end) in enumerate(blocks) if within[0] <= start and end <= within[1]]
-    most = max(map(weight, inside), default=0)
-    goals = [{at} for at in inside if most and 2 * weight(at) >= most]
-    goals.append({at for at, (_, end) in enumerate(blocks) if ends(end - 1)})
-    way = [0]
+def way_through(blocks, follows, goals, first=0):
+    """The shortest way from a block by these goals, each of them one of some blocks. The first block is not entered again."""
+    way = [first]
+    length = lambda at: blocks[at][1] - blocks[at][0]
     for goal in goals:
-        # Dijkstra's search; the first block is not entered again.
+        # Dijkstra's search.
         seen, queue = set(), [(0, [way[-1]])]
         while queue and queue[0][1][-1] not in goal:
-            length, path = heapq.heappop(queue)
+            so_far, path = heapq.heappop(queue)
             if path[-1] not in seen:
                 seen.add(path[-1])
-                for to in follows[path[-1]] - seen - {0}:
-                    heapq.heappush(queue, (length + blocks[to][1] - blocks[to][0], [*path, to]))
+                for to in follows[path[-1]] - seen - {first}:
+                    heapq.heappush(queue, (so_far + length(to), [*path, to]))
         if queue:
             way += queue[0][1][1:]
-    return [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
+    return way
 
 
-def hot_loop(instructions):
+def loops_of(instructions, behind=0):
+    """[(first, last)] of the loops that begin behind a place."""
     places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
     ends = {}
     for at, (_, text, _) in enumerate(instructions):
         start = places.get(target(text), at)
         if start < at:
             ends[start] = max(ends.get(start, 0), at)
-    loops = {(start, end): count(instructions[start : end + 1]) for start, end in ends.items()}
+    return [(start, last) for start, last in ends.items() if start >= behind]
+
+
+def hot_loop(instructions):
+    loops = {loop: count(instructions[loop[0] : loop[1] + 1]) for loop in loops_of(instructions)}
     kind = "mma" if any("mma" in kinds for kinds in loops.values()) else "fma"
     multiplies = lambda loop: loops[loop].get(kind, 0)
     within = lambda inner, outer: inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
@@ -149,18 +173,37 @@ def hot_loop(instructions):
         for loop in loops
         if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
     ]
-    return max(leaves, key=lambda loop: (multiplies(loop), -loop[1] + loop[0])) if leaves else None
+    # The last turns, when nothing is left to be copied, are a loop of their own.
+    copies = lambda loop: loops[loop].get("copies", 0) > 0
+    return max(leaves, key=lambda loop: (multiplies(loop), copies(loop), -loop[1] + loop[0])) if leaves else None
 
 
 def code(registers, instructions):
     """Of a kernel."""
+    blocks, follows = blocks_of(instructions)
+    take = lambda way: [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
+    weight = lambda at: sum(count(take([at])).get(kind, 0) for kind in ("mma", "fma"))
     loop = hot_loop(instructions)
-    is_exit = lambda at: "EXIT" in instructions[at][1] and not instructions[at][1].startswith("@")
     start, end = (loop[0], loop[1] + 1) if loop else (0, len(instructions))
-    found = {"registers": registers, "way": count(way_through(instructions, (start, end), is_exit))}
+    inside = [at for at, (first, last) in enumerate(blocks) if start <= first and last <= end]
+    most = max(map(weight, inside), default=0)
+    goals = [{at} for at in inside if most and 2 * weight(at) >= most]
+    found = {"registers": registers}
     if loop:
-        body = instructions[start:end]
-        found["hot"] = count(way_through(body, (0, len(body)), lambda at: at == len(body) - 1))
+        turn = way_through(blocks, follows, [*goals, {inside[-1]}], inside[0])
+        found["hot"] = count(take(turn))
+        goals = [{at} for at in turn]
+    # Behind it a loop stores what was summed up, some outputs a turn.
+    stores = lambda at: count(take([at])).get("stores", 0)
+    tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
+    if loop and tail:
+        within = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
+        most = max(map(stores, within))
+        if most:
+            goals_of_tail = [{at for at in within if stores(at) == most}, {within[-1]}]
+            found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, within[0])))
+    exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
+    found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
     return found
 
 

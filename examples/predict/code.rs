@@ -18,8 +18,10 @@ pub(crate) struct Count {
     pub(crate) stores: f64,
     /// Multiply-adds that read two registers of one bank: a cycle more.
     pub(crate) conflicts: f64,
-    /// Cycles that a lone warp takes, before it waits for what it has asked for.
-    pub(crate) stall: f64,
+    /// Cycles of a lone warp that finds in no time what it reads from memory.
+    pub(crate) alone: f64,
+    /// How often it waits for memory, one time after another.
+    pub(crate) memory: f64,
 }
 
 /// A kernel.
@@ -30,6 +32,8 @@ pub(crate) struct Code {
     pub(crate) way: Count,
     /// A turn of the loop that multiplies.
     pub(crate) hot: Option<Count>,
+    /// A turn of the loop behind it, that stores.
+    pub(crate) tail: Option<Count>,
 }
 
 /// The kernels of an architecture.

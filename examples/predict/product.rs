@@ -65,15 +65,16 @@ pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
         // A copy is an instruction, and its addresses are three.
         work.turn.all += 4.0 * copies * turn_k / stage;
         work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
-        work.turn_waits = (hot.stall - hot.all).max(0.0);
+        work.turn_waits = (hot.alone - hot.all).max(0.0);
         turn_k
     } else {
         // An instruction has 16 x 8 outputs of a warp; its k are 8 of TF32 and 16 of BF16.
         let deep = if is_tf32 { 8.0 } else { 16.0 };
         work.mma_flops = 2.0 * 16.0 * 8.0 * deep;
         work.turn_shared = 4.0 * (hot.shared + hot.copies);
-        // A barrier, and what is read behind it.
-        work.turn_waits = LATENCY;
+        // A barrier, and the first half of what is read behind it, for which
+        // all warps of a block ask at once.
+        work.turn_waits = LATENCY + (warps + 1.0) / 2.0 * (2.0 * hot.shared + 4.0 * hot.copies);
         hot.mma / (rows * cols / warps / 128.0) * deep
     };
     let element = if is_f32 || is_tf32 { 4.0 } else { 2.0 };
@@ -90,9 +91,12 @@ pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
     work.moved = rows.min(m) * cols.min(n) * out_bytes;
     // The first stage, and what is added at the end or the store.
     work.waits = 2.0;
-    // What is there once for each two rows of a thread, or each pair of squares: three instructions for an output, on the way once.
-    work.ends = code.way.all - hot.all + rows * cols / threads * 3.0;
-    work.ends_alone = code.way.stall - hot.stall + rows * cols / threads * 3.0;
+    // Two rows of a thread at once, or 16 of a warp, or a block of 32 x 32.
+    let outputs = rows * cols / threads;
+    let tail = code.tail.unwrap_or_default();
+    let tails = if is_f32 { outputs / 16.0 } else { outputs / 32.0 };
+    work.ends = code.way.all - hot.all + tails * tail.all;
+    work.ends_alone = code.way.alone - hot.alone + tails * tail.alone;
     // Eight rows of tiles share what lies along the columns.
     let groups = (m / rows / 8.0).ceil().max(1.0);
     work.touches[1].passes = groups as u64;

@@ -17,11 +17,13 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     match PER_ELEMENT.iter().find(|(known, _)| name.starts_with(known)) {
         Some(&(_, each)) => work.turn.all = elements * each,
         // A thread goes its way once.
-        None => work.turn = code.way,
+        None => work.turn.all = code.way.all,
     }
-    work.turn_waits = (work.turn.stall - work.turn.all).max(0.0);
+    work.turn.conflicts = if work.turn.all == code.way.all { code.way.conflicts } else { 0.0 };
+    work.turn_waits = (code.way.alone - code.way.all).max(0.0);
     work.moved = bytes / blocks;
-    work.waits = 1.0;
+    // A loop's way does not tell how rows are held: statistics and then the rest.
+    work.waits = if name.contains("norm_") { 2.0 } else { code.way.memory };
     work
 }
 

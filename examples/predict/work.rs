@@ -43,6 +43,8 @@ pub(crate) struct Work {
     /// How often a block waits for memory, one time after another.
     pub(crate) waits: f64,
     pub(crate) touches: Vec<Touch>,
+    /// Whether its matrix instructions take all the power that the GPU may have.
+    pub(crate) is_hot: bool,
     /// Operations, two for a multiply-add: in f32, by matrix instructions.
     pub(crate) flops: [f64; 2],
     /// Floating-point operations of an `mma` instruction of a warp.
@@ -56,6 +58,7 @@ impl Work {
             registers: 64,
             way: Count { all: 100.0, ..Count::default() },
             hot: None,
+            tail: None,
         });
         let name = launch.entry.name;
         if name.starts_with("matmul_") {
@@ -87,6 +90,7 @@ impl Work {
             moved: 0.0,
             waits: 0.0,
             touches: touches(launch),
+            is_hot: launch.entry.name.contains("_of_bf16_"),
             flops: [0.0; 2],
             mma_flops: 0.0,
         }
