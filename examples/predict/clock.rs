@@ -77,15 +77,18 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
             true => loops + moved + waits / at_once,
             false => round(at_once, &[loops, moved], waits),
         };
+        let ends = waits + at_once * loops.max(moved) + loops.min(moved);
         let bound = if compute >= streamed.max(moved) { bound } else if by_memory(asked) >= by_cache(asked) { "memory" } else { "cache" };
-        (time * at_once, bound)
+        (time * at_once, bound, ends)
     };
-    let (full, rest) = ((per_processor / resident).floor(), per_processor % resident);
-    let (one, mut bound) = batch(resident);
-    let mut body = full * one;
-    if rest > 0.0 {
-        body += batch(rest).0;
-    }
+    let (one, mut bound, ends) = batch(resident);
+    let mut body = if work.turns > 1.0 {
+        let rest = per_processor % resident;
+        (per_processor / resident).floor() * one + if rest > 0.0 { batch(rest).0 } else { 0.0 }
+    } else {
+        // As many as fit at once begin together; the others follow one by one.
+        (blocks / processors - resident).max(0.0) / resident * one + ends
+    };
     let least = memory_bytes / gpu.copy;
     if least > body {
         (body, bound) = (least, "memory");

@@ -4,7 +4,7 @@
     python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
 
 Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
-most matrix instructions, else the most multiply-adds; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
+most matrix instructions, else the most multiply-adds; `copy`, what else the loop has for each copy to shared memory, where copies are not made in each turn; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
 shortest that passes all that multiplies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
 operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
 memory; `memory` is how often it waits for memory, one time after another.
@@ -192,6 +192,9 @@ def code(registers, instructions):
     if loop:
         turn = way_through(blocks, follows, [*goals, {inside[-1]}], inside[0])
         found["hot"] = count(take(turn))
+        whole = count(instructions[start:end])
+        if whole.get("copies") and not found["hot"].get("copies"):
+            found["copy"] = round((whole["all"] - found["hot"]["all"]) / whole["copies"], 1)
         goals = [{at} for at in turn]
     # Behind it a loop stores what was summed up, some outputs a turn.
     stores = lambda at: count(take([at])).get("stores", 0)

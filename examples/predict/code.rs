@@ -32,6 +32,9 @@ pub(crate) struct Code {
     pub(crate) way: Count,
     /// A turn of the loop that multiplies.
     pub(crate) hot: Option<Count>,
+    /// Instructions for each copy to shared memory, where not every turn copies.
+    #[serde(default)]
+    pub(crate) copy: f64,
     /// A turn of the loop behind it, that stores.
     pub(crate) tail: Option<Count>,
 }

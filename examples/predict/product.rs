@@ -62,10 +62,10 @@ pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
             extent * stage / threads / if vectors { 4.0 } else { 1.0 }
         };
         let copies = copies(rows, m, flags & 1 == 0, strides[0]) + copies(cols, n, flags & 2 != 0, strides[1]);
-        // A copy is an instruction, and its addresses are three.
-        work.turn.all += 4.0 * copies * turn_k / stage;
+        work.turn.all += code.copy * copies * turn_k / stage;
         work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
-        work.turn_waits = (hot.alone - hot.all).max(0.0);
+        // A stage ends with a barrier, and the next begins with a read.
+        work.turn_waits = (hot.alone - hot.all).max(0.0) + 2.0 * LATENCY * turn_k / stage;
         turn_k
     } else {
         // An instruction has 16 x 8 outputs of a warp; its k are 8 of TF32 and 16 of BF16.

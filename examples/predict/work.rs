@@ -59,6 +59,7 @@ impl Work {
             way: Count { all: 100.0, ..Count::default() },
             hot: None,
             tail: None,
+            copy: 0.0,
         });
         let name = launch.entry.name;
         if name.starts_with("matmul_") {
