@@ -2,25 +2,29 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use serde_json::Value;
 use stepscope::ops::Precision;
 use stepscope::{Launch, Result, bf16};
 
 use crate::bench;
 use crate::cli::{Arch, Size};
-use crate::matmul_product::Case as Product;
+use crate::code::Kernels;
+use crate::forecast::Forecast;
 use crate::gpt::Sizes;
+use crate::gpu::Gpu;
+use crate::matmul_case::Case as Product;
 use crate::step::{self, Work};
 
 /// A line that was measured.
-pub(crate) struct Line {
+struct Line {
     /// What kind of line.
-    pub(crate) group: &'static str,
-    pub(crate) name: String,
-    pub(crate) measured_us: f64,
-    /// Twice what is in a row, and how many calls that is: the second half is timed.
-    pub(crate) launches: Vec<Launch>,
-    pub(crate) calls: usize,
+    group: &'static str,
+    name: String,
+    measured_us: f64,
+    /// What is in a row, again and again, and how many calls that is.
+    launches: Vec<Launch>,
+    calls: usize,
 }
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -29,6 +33,38 @@ fn read(folder: &Path, name: &str) -> Outcome<Value> {
     let path = folder.join(name);
     let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?)
+}
+
+/// A line, predicted and measured.
+#[derive(Debug, Serialize)]
+pub(crate) struct Compared {
+    pub(crate) group: &'static str,
+    pub(crate) name: String,
+    /// Microseconds of a call.
+    pub(crate) predicted: f64,
+    pub(crate) measured: f64,
+    /// What binds it, for the longest time.
+    pub(crate) bound: &'static str,
+}
+
+impl Compared {
+    pub(crate) fn error(&self) -> f64 {
+        self.predicted / self.measured - 1.0
+    }
+}
+
+/// Every line that was measured on an H200, as it is predicted.
+///
+/// # Errors
+/// When the samples cannot be read.
+pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+    let lines = all(folder, gpu.processors)?;
+    let compared = lines.into_iter().map(|Line { group, name, measured_us, launches, calls }| {
+        let forecast = Forecast::of(gpu, kernels, &launches);
+        let predicted = forecast.microseconds / calls as f64;
+        Compared { group, name, predicted, measured: measured_us, bound: forecast.bound }
+    });
+    Ok(compared.collect())
 }
 
 /// The median of some numbers.
@@ -53,7 +89,7 @@ const PRECISIONS: [(Precision, &str); 3] =
     [(Precision::Ieee, ""), (Precision::Tf32, "-tf32"), (Precision::Bf16, "-bf16")];
 
 /// Every line that was measured on an H200.
-pub(crate) fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut all = steps(folder, processors)?;
     all.extend(kernels(folder, processors)?);
     all.extend(products(folder, processors)?);
@@ -92,10 +128,8 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     Ok(found)
 }
 
-/// Steps in a row: what one leaves in the cache the next finds.
 fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
-    let launches = launches.iter().chain(&launches).cloned().collect();
-    Line { group: "step", name, measured_us, launches, calls: 2 }
+    Line { group: "step", name, measured_us, launches, calls: 1 }
 }
 
 fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
@@ -128,15 +162,15 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         for line in lines(&run, "stepscope") {
             let case: Product = serde_json::from_value(line.clone())?;
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches: launch(case)?, calls: 2 });
+            found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches: launch(case)?, calls: 1 });
         }
         Ok(())
     };
     for (precision, suffix) in PRECISIONS {
-        let launch = move |case| bench::product::<f32>(processors, case, precision, 2);
+        let launch = move |case| bench::product::<f32>(processors, case, precision);
         add(format!("2026-11-21-h200-matmul{suffix}.json"), &precision.to_string(), &launch)?;
     }
-    let launch = move |case| bench::product::<bf16>(processors, case, Precision::Ieee, 2);
+    let launch = move |case| bench::product::<bf16>(processors, case, Precision::Ieee);
     add("2026-11-22-h200-matmul-stored-bf16-beside-pytorch.json".into(), "BF16 tensors", &launch)?;
     Ok(found)
 }
@@ -150,10 +184,10 @@ fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         let [batch, tokens, heads, kv_heads, width] = case;
         for (both, name) in [(false, "forward"), (true, "both")] {
             let measured_us = median(&line[name]).ok_or("no samples")? / 1e3;
-            let launches = bench::attention::<bf16>(processors, case, (causal, both), 2)?;
+            let launches = bench::attention::<bf16>(processors, case, (causal, both))?;
             let sees = if causal { "causal" } else { "all" };
             let name = format!("{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}, {name}");
-            found.push(Line { group: "attention", name, measured_us, launches, calls: 2 });
+            found.push(Line { group: "attention", name, measured_us, launches, calls: 1 });
         }
     }
     Ok(found)

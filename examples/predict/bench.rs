@@ -1,26 +1,25 @@
 //! The launches of what the benches time: products, attention, and kernels that memory bounds.
 
 use stepscope::ops::{self, Attend, AttentionForm, Factor, Precision, QkNorm};
-use stepscope::{Launch, Result, Saved, Scratch, Step, Stored, Tensor, bf16};
+use stepscope::{Launch, Result, Saved, Step, Stored, Tensor, bf16};
 
-use crate::matmul_product::Case as Product;
+use crate::matmul_case::Case as Product;
 use crate::step::rehearse;
 
 /// Columns of what is taken as rows.
 const COLUMNS: usize = 1024;
 
-/// Products of one form, so many in a row.
+/// A product of one form.
 pub(crate) fn product<S: Factor<S>>(
     processors: u32,
     case: Product,
     precision: Precision,
-    calls: usize,
 ) -> Result<Vec<Launch>> {
     rehearse(processors, |step| {
         let [a, b, out] = case.elements();
         let (a, b, mut out) = (step.empty::<S>([a])?.save(), step.empty::<S>([b])?.save(), step.empty::<S>([out])?);
         let gemm = case.gemm().precision(precision);
-        (0..calls).try_for_each(|_| ops::gemm_into(step, &gemm, &a, &b, None::<&Tensor<'_>>, &mut out))
+        ops::gemm_into(step, &gemm, &a, &b, None::<&Tensor<'_>>, &mut out)
     })
 }
 
@@ -29,25 +28,22 @@ pub(crate) fn attention<S: Attend>(
     processors: u32,
     [batch, tokens, heads, kv_heads, width]: [usize; 5],
     (causal, backward): (bool, bool),
-    calls: usize,
 ) -> Result<Vec<Launch>> {
     rehearse(processors, |step| {
         let form = AttentionForm::new(heads).kv_heads(kv_heads);
         let form = if causal { form.causal() } else { form };
         let qkv = step.empty::<S>([batch, tokens, (heads + 2 * kv_heads) * width])?.save();
         let dout = step.empty::<S>([batch, tokens, heads * width])?.save();
-        for _ in 0..calls {
-            let made = ops::attention(step, &qkv, None, &form)?;
-            if backward {
-                let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-                ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
-            }
+        let made = ops::attention(step, &qkv, None, &form)?;
+        if backward {
+            let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+            ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
         }
         Ok(())
     })
 }
 
-/// Calls of an op on sets of tensors, as `benches/kernels` has them, by the bench's name and its number of elements: two rounds over all sets.
+/// Calls of an op on sets of tensors, as `benches/kernels` has them, by the bench's name and its number of elements: a round over all sets.
 /// None: the op is not known here. Also how many calls they are.
 ///
 /// # Errors
@@ -57,20 +53,15 @@ pub(crate) fn kernel(processors: u32, name: &str, elements: usize) -> Result<Opt
     let mut known = true;
     let launches = rehearse(processors, |step| {
         let sets: Vec<Set<'_>> = (0..sets).map(|_| Set::new(step, elements)).collect::<Result<_>>()?;
-        for _ in 0..2 {
-            step.scratch(|step| {
-                for set in &sets {
-                    known = match name.strip_suffix("_bf16") {
-                        Some(plain) => call(step, plain, set, [&set.x_bf16, &set.dy_bf16])?,
-                        None => call(step, name, set, [&set.x, &set.dy])?,
-                    };
-                }
-                Ok(())
-            })?;
+        for set in &sets {
+            known = match name.strip_suffix("_bf16") {
+                Some(plain) => call(step, plain, set, [&set.x_bf16, &set.dy_bf16])?,
+                None => call(step, name, set, [&set.x, &set.dy])?,
+            };
         }
         Ok(())
     })?;
-    Ok(known.then_some((launches, 2 * sets)))
+    Ok(known.then_some((launches, sets)))
 }
 
 /// The tensors of a call: `[n / 1024, 1024]`, and what belongs to their rows and columns.
@@ -100,40 +91,34 @@ impl<'s> Set<'s> {
 }
 
 /// One call; whether its name is known.
-fn call<'o, 's, S: Stored>(
-    step: &Scratch<'s, 'o>,
-    name: &str,
-    set: &Set<'o>,
-    [x, dy]: [&Saved<'o, S>; 2],
-) -> Result<bool> {
-    let (x, dy) = (step.lend(x), step.lend(dy));
-    let (rows, columns) = (step.lend(&set.rows), step.lend(&set.columns));
+fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Saved<'s, S>; 2]) -> Result<bool> {
+    let (rows, columns) = (&set.rows, &set.columns);
     let mut gains = [step.empty([COLUMNS])?, step.empty([COLUMNS])?];
     let [dgain, dbias] = &mut gains;
     match name {
         "fill" => drop(ops::fill(step, set.x.shape(), 1.0)?),
-        "copy" => drop(ops::copy(step, &x)?),
-        "tanh" => drop(ops::tanh(step, &x)?),
-        "tanh_backward" => drop(ops::tanh_backward(step, &x, &dy)?),
-        "gelu" => drop(ops::gelu(step, &x)?),
-        "gelu_backward" => drop(ops::gelu_backward(step, &x, &dy)?),
-        "silu" => drop(ops::silu(step, &x)?),
-        "silu_backward" => drop(ops::silu_backward(step, &x, &dy)?),
-        "swiglu" => drop(ops::swiglu(step, &x, &dy)?),
-        "swiglu_backward" => drop(ops::swiglu_backward(step, &x, &dy, &dy)?),
-        "softmax" => drop(ops::softmax(step, &x)?),
-        "rms_norm" => drop(ops::rms_norm(step, &x, &columns, 1e-6)?),
-        "rms_norm_backward" => drop(ops::rms_norm_backward(step, &x, &columns, &rows, &dy, None, dgain, true)?),
-        "layer_norm" => drop(ops::layer_norm(step, &x, &columns, &columns, 1e-6)?),
+        "copy" => drop(ops::copy(step, x)?),
+        "tanh" => drop(ops::tanh(step, x)?),
+        "tanh_backward" => drop(ops::tanh_backward(step, x, dy)?),
+        "gelu" => drop(ops::gelu(step, x)?),
+        "gelu_backward" => drop(ops::gelu_backward(step, x, dy)?),
+        "silu" => drop(ops::silu(step, x)?),
+        "silu_backward" => drop(ops::silu_backward(step, x, dy)?),
+        "swiglu" => drop(ops::swiglu(step, x, dy)?),
+        "swiglu_backward" => drop(ops::swiglu_backward(step, x, dy, dy)?),
+        "softmax" => drop(ops::softmax(step, x)?),
+        "rms_norm" => drop(ops::rms_norm(step, x, columns, 1e-6)?),
+        "rms_norm_backward" => drop(ops::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true)?),
+        "layer_norm" => drop(ops::layer_norm(step, x, columns, columns, 1e-6)?),
         "layer_norm_backward" => {
-            let rows = [&rows, &rows];
-            drop(ops::layer_norm_backward(step, &x, &columns, rows, &dy, None, [dgain, dbias], [true; 2])?);
+            let rows = [rows, rows];
+            drop(ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2])?);
         }
-        "cross_entropy_and_gradient" => drop(ops::cross_entropy(step, &x, &step.lend(&set.labels), 1.0)?),
-        "sum" => drop(ops::sum(step, &x)?),
-        "sum_columns" => drop(ops::sum_columns(step, &x)?),
-        "sum_rows" => drop(ops::sum_rows(step, &x)?),
-        "squared_norm" => drop(ops::squared_norm(step, &x)?),
+        "cross_entropy_and_gradient" => drop(ops::cross_entropy(step, x, &set.labels, 1.0)?),
+        "sum" => drop(ops::sum(step, x)?),
+        "sum_columns" => drop(ops::sum_columns(step, x)?),
+        "sum_rows" => drop(ops::sum_rows(step, x)?),
+        "squared_norm" => drop(ops::squared_norm(step, x)?),
         _ => return Ok(false),
     }
     Ok(true)

@@ -7,10 +7,10 @@
 use crate::gpu::Gpu;
 use crate::work::Work;
 
-/// What a launch takes, in ns.
+/// What a launch takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Time {
-    pub(crate) total: f64,
+    pub(crate) nanoseconds: f64,
     pub(crate) bound: &'static str,
 }
 
@@ -96,5 +96,5 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
     if body < gpu.launch {
         bound = "launch";
     }
-    Time { total: gpu.launch + body, bound }
+    Time { nanoseconds: gpu.launch + body, bound }
 }

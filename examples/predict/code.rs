@@ -53,6 +53,11 @@ impl Kernels {
         Self(all.remove(arch).expect("code.py has counted both"))
     }
 
+    /// Instructions of gelu, of an element.
+    pub(crate) fn gelu(&self) -> f64 {
+        self.get("gelu_forward_f32").map_or(0.0, |code| code.way.all / 4.0)
+    }
+
     /// The kernel of this name; none if it was not there when they were counted.
     pub(crate) fn get(&self, name: &str) -> Option<&Code> {
         self.0.get(name)

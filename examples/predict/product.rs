@@ -5,6 +5,8 @@ use stepscope::Launch;
 use crate::code::Code;
 use crate::work::Work;
 
+/// A product's flag: gelu follows the sum.
+const GELU: u32 = kernels::matmul::GELU;
 /// Cycles from a barrier to the first factors.
 const LATENCY: f64 = 30.0;
 
@@ -39,8 +41,8 @@ impl Extents {
     }
 }
 
-/// What a product does.
-pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
+/// What a product does; `gelu` are the instructions of one element's.
+pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     let Extents { m, n, k, chunk, batches, strides, flags } = Extents::of(launch);
     let name = launch.entry.name;
     let hot = code.hot.unwrap_or_default();
@@ -99,7 +101,21 @@ pub(crate) fn work(launch: &Launch, code: &Code, _processors: u32) -> Work {
     work.ends_alone = code.way.alone - hot.alone + tails * tail.alone;
     // Eight rows of tiles share what lies along the columns.
     let groups = (m / rows / 8.0).ceil().max(1.0);
-    work.touches[1].passes = groups as u64;
+    for touch in &mut work.touches {
+        touch.passes = if touch.name == "b" { groups as u64 } else { 1 };
+    }
+    // What was there before counts only where it is added: each turn reads it before it stores.
+    let [.., beta, _] = launch.words.as_slice() else { unreachable!("a product has twenty words") };
+    if f32::from_bits(*beta as u32) == 0.0 {
+        work.touches.retain(|touch| touch.name != "c");
+    } else {
+        work.waits += tails.max(1.0);
+        work.moved *= 2.0;
+    }
+    if flags & u64::from(GELU) != 0 {
+        work.ends += outputs * gelu;
+        work.ends_alone += outputs * gelu;
+    }
     let flops = 2.0 * m * n * k * batches;
     work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
     work

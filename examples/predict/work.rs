@@ -8,6 +8,8 @@ use crate::{attention, product, stream};
 /// Memory that a launch touches.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Touch {
+    /// The kernel's parameter.
+    pub(crate) name: &'static str,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     /// How often all of it is gone through, one time after another.
@@ -52,8 +54,8 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// The work of a launch whose code is known.
-    pub(crate) fn of(launch: &Launch, kernels: &Kernels, processors: u32) -> Self {
+    /// The work of a launch. A kernel that was not there when the code was counted, as another package's, is taken for a short one.
+    pub(crate) fn of(launch: &Launch, kernels: &Kernels) -> Self {
         let code = kernels.get(launch.entry.name).copied().unwrap_or(Code {
             registers: 64,
             way: Count { all: 100.0, ..Count::default() },
@@ -63,12 +65,22 @@ impl Work {
         });
         let name = launch.entry.name;
         if name.starts_with("matmul_") {
-            product::work(launch, &code, processors)
+            product::work(launch, &code, kernels.gelu())
         } else if name.starts_with("flash_") && !name.starts_with("flash_delta") {
             attention::work(launch, &code)
         } else {
             stream::work(launch, &code)
         }
+    }
+
+    /// Instructions of all warps.
+    pub(crate) fn instructions(&self) -> f64 {
+        self.blocks as f64 * self.warps * (self.turns * self.turn.all + self.ends)
+    }
+
+    /// Bytes that it touches, each once.
+    pub(crate) fn touched(&self) -> u64 {
+        self.touches.iter().map(|touch| touch.bytes).sum()
     }
 
     /// A launch that touches all of its arguments once; the rest is none.
@@ -98,11 +110,12 @@ impl Work {
     }
 }
 
-/// Each region once: what is read and written is both.
+/// Each region once.
 fn touches(launch: &Launch) -> Vec<Touch> {
-    let extents = launch.words.extents().iter().filter(|extent| extent.length > 0);
-    extents
-        .map(|extent| Touch {
+    let named = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(_, extent)| extent.length > 0);
+    named
+        .map(|(&name, extent)| Touch {
+            name,
             address: extent.address,
             bytes: extent.bytes() as u64,
             passes: 1,
