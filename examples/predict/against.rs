@@ -112,7 +112,11 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let gpt = |name: &str, size, arch, recompute, precision, batch, samples: &Value| -> Outcome<Line> {
         let work = Work::Gpt { sizes: Sizes::new(size, arch, 50_304, 1024), recompute };
         let measured_us = median(samples).ok_or("no samples")? * 1e6;
-        Ok(step_line(format!("{name}, {batch} x 1024, {precision}"), measured_us, step::launches(processors, work, precision, batch)?))
+        Ok(step_line(
+            format!("{name}, {batch} x 1024, {precision}"),
+            measured_us,
+            step::launches(processors, work, precision, batch)?,
+        ))
     };
     let (own, other) = (&run["seconds_of_updates"], &run["another_call"]["runs"]);
     let of = |options: &str| &other[format!("--size {options}")]["seconds_of_updates"];
@@ -136,7 +140,9 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (file, is_known) in [
         ("2026-11-21-h200-kernels.json", (|_| true) as fn(&str) -> bool),
-        ("2026-11-22-h200-kernels-both-types.json", |name| name.ends_with("_bf16") || name.starts_with("silu") || name.starts_with("swiglu")),
+        ("2026-11-22-h200-kernels-both-types.json", |name| {
+            name.ends_with("_bf16") || name.starts_with("silu") || name.starts_with("swiglu")
+        }),
     ] {
         let run = read(folder, file)?;
         for line in lines(&run, "stepscope") {
@@ -162,7 +168,13 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
         for line in lines(&run, "stepscope") {
             let case: Product = serde_json::from_value(line.clone())?;
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches: launch(case)?, calls: 1 });
+            found.push(Line {
+                group: "product",
+                name: format!("{case}, {named}"),
+                measured_us,
+                launches: launch(case)?,
+                calls: 1,
+            });
         }
         Ok(())
     };

@@ -19,7 +19,13 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let is_bf16 = name.contains("bf16");
     let mut work = Work::plain(launch, code);
     let (forward, keys) = (name.contains("forward"), name.contains("keys"));
-    let products = if forward { 2.0 } else if keys { 4.0 } else { 3.0 };
+    let products = if forward {
+        2.0
+    } else if keys {
+        4.0
+    } else {
+        3.0
+    };
     let held: f64 = name.rsplit('_').next().and_then(|text| text.parse().ok()).unwrap_or(64.0);
     let element = if is_bf16 { 2.0 } else { 4.0 };
     // Rows that a block owns, and of a tile.

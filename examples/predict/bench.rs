@@ -10,11 +10,7 @@ use crate::step::rehearse;
 const COLUMNS: usize = 1024;
 
 /// A product of one form.
-pub(crate) fn product<S: Factor<S>>(
-    processors: u32,
-    case: Product,
-    precision: Precision,
-) -> Result<Vec<Launch>> {
+pub(crate) fn product<S: Factor<S>>(processors: u32, case: Product, precision: Precision) -> Result<Vec<Launch>> {
     rehearse(processors, |step| {
         let [a, b, out] = case.elements();
         let (a, b, mut out) = (step.empty::<S>([a])?.save(), step.empty::<S>([b])?.save(), step.empty::<S>([out])?);

@@ -64,7 +64,8 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
     let share = processors.min(blocks);
     let asked = work.streamed + work.moved;
     let by_cache = |bytes: f64| bytes * share / gpu.cache_rate;
-    let by_memory = |bytes: f64| if asked > 0.0 { memory_bytes / blocks * bytes / asked * share / gpu.copy } else { 0.0 };
+    let by_memory =
+        |bytes: f64| if asked > 0.0 { memory_bytes / blocks * bytes / asked * share / gpu.copy } else { 0.0 };
     let is_cold = memory_bytes > 0.25 * asked * blocks;
     let latency = if is_cold { gpu.memory_latency } else { gpu.cache_latency };
     let batch = |at_once: f64| {
@@ -78,7 +79,13 @@ pub(crate) fn time(gpu: &Gpu, work: &Work, memory_bytes: f64) -> Time {
             false => round(at_once, &[loops, moved], waits),
         };
         let ends = waits + at_once * loops.max(moved) + loops.min(moved);
-        let bound = if compute >= streamed.max(moved) { bound } else if by_memory(asked) >= by_cache(asked) { "memory" } else { "cache" };
+        let bound = if compute >= streamed.max(moved) {
+            bound
+        } else if by_memory(asked) >= by_cache(asked) {
+            "memory"
+        } else {
+            "cache"
+        };
         (time * at_once, bound, ends)
     };
     let (one, mut bound, ends) = batch(resident);

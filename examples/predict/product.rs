@@ -3,7 +3,7 @@
 use stepscope::Launch;
 
 use crate::code::Code;
-use crate::work::Work;
+use crate::work::{Work, adds};
 
 /// A product's flag: gelu follows the sum.
 const GELU: u32 = kernels::matmul::GELU;
@@ -57,7 +57,13 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     let turn_k = if is_f32 {
         // A multiply-add of a thread is one output and one k.
         let turn_k = hot.fma / (rows * cols / threads);
-        let stage = if rows >= 64.0 { 16.0 } else if rows >= 32.0 { 32.0 } else { 64.0 };
+        let stage = if rows >= 64.0 {
+            16.0
+        } else if rows >= 32.0 {
+            32.0
+        } else {
+            64.0
+        };
         // Copies of a stage: of one element where it lies along k or where rows are no vectors, else of four.
         let copies = |extent: f64, of: f64, along: bool, stride: f64| {
             let vectors = !along && of % 4.0 == 0.0 && stride % 4.0 == 0.0;
@@ -104,11 +110,8 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     for touch in &mut work.touches {
         touch.passes = if touch.name == "b" { groups as u64 } else { 1 };
     }
-    // What was there before counts only where it is added: each turn reads it before it stores.
-    let [.., beta, _] = launch.words.as_slice() else { unreachable!("a product has twenty words") };
-    if f32::from_bits(*beta as u32) == 0.0 {
-        work.touches.retain(|touch| touch.name != "c");
-    } else {
+    // Where it adds, each turn reads what was there before it stores.
+    if adds(launch) {
         work.waits += tails.max(1.0);
         work.moved *= 2.0;
     }

@@ -53,7 +53,8 @@ pub(crate) fn comparison(compared: &[Compared]) -> String {
         let _ = writeln!(text, "| {group} | predicted, us | measured, us | error | bound by |\n|---|---|---|---|---|");
         for Compared { name, predicted, measured, bound, .. } in &lines {
             let error = 100.0 * (predicted / measured - 1.0);
-            let _ = writeln!(text, "| {name} | {} | {} | {error:+.1} % | {bound} |", figure(*predicted), figure(*measured));
+            let _ =
+                writeln!(text, "| {name} | {} | {} | {error:+.1} % | {bound} |", figure(*predicted), figure(*measured));
         }
         let within = |limit: f64| lines.iter().filter(|line| line.error().abs() <= limit).count();
         let [ten, twenty] = [within(0.1), within(0.2)];

@@ -24,12 +24,26 @@ pub(crate) enum Work {
 /// # Errors
 /// Those of the ops.
 pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch: usize) -> Result<Vec<Launch>> {
-    rehearse(processors, |step| match work {
+    // What makes the weights and the optimiser's state is no part of a step.
+    let before = rehearse(processors, |step| set_up(step, work, precision, batch, Until::Ready))?.len();
+    let mut launches = rehearse(processors, |step| set_up(step, work, precision, batch, Until::Updated))?;
+    Ok(launches.split_off(before))
+}
+
+/// How far a rehearsal goes.
+#[derive(Clone, Copy, PartialEq)]
+enum Until {
+    Ready,
+    Updated,
+}
+
+fn set_up(step: &Eager<'_>, work: Work, precision: Precision, batch: usize, until: Until) -> Result<()> {
+    match work {
         Work::CrossAsset => {
             let (model, layout) = crossasset::Model::<f32>::new()?;
             let (x, labels) = (vec![0.0; batch * SCALES.len() * FEATURES], vec![0; batch]);
             let inputs = Inputs::new().with(&x, [batch, SCALES.len(), FEATURES])?.with(&labels, [batch])?;
-            train(step, &model, &layout, &inputs, precision, (batch, false))
+            train(step, &model, &layout, &inputs, precision, (batch, false), until)
         }
         Work::Gpt { sizes, recompute } => {
             let mode = Mode { bf16: precision == Precision::Bf16, recompute, documents: false };
@@ -37,19 +51,16 @@ pub(crate) fn launches(processors: u32, work: Work, precision: Precision, batch:
             let tokens = vec![0; batch * sizes.context];
             let shape = [batch, sizes.context];
             let inputs = Inputs::new().with(&tokens, shape)?.with(&tokens, shape)?;
-            train(step, &model, &layout, &inputs, precision, (batch, mode.bf16))
+            train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
         }
-    })
+    }
 }
 
 /// What `run` launches.
 ///
 /// # Errors
 /// Those of `run`.
-pub(crate) fn rehearse(
-    processors: u32,
-    run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>,
-) -> Result<Vec<Launch>> {
+pub(crate) fn rehearse(processors: u32, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>) -> Result<Vec<Launch>> {
     let device = Device::open(DeviceKind::Emulated)?;
     let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };
     let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
@@ -64,6 +75,7 @@ fn train(
     inputs: &Inputs<'_>,
     precision: Precision,
     (samples, copied): (usize, bool),
+    until: Until,
 ) -> Result<()> {
     let mut parameters = Parameters::new(step.device(), layout, 7)?;
     if copied {
@@ -75,6 +87,9 @@ fn train(
     step.set_precision(precision);
     let batch = step.upload_inputs(inputs)?;
     optimizer.advance()?;
+    if until == Until::Ready {
+        return Ok(());
+    }
     let tape = Tape::new(step, &parameters);
     let output = model.forward(&tape, &batch)?;
     let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;

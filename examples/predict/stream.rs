@@ -12,7 +12,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let extents = launch.words.extents();
     let bytes: f64 = extents.iter().map(|extent| extent.bytes() as f64).sum();
     let blocks = work.blocks as f64;
-    let elements = extents.iter().map(|extent| extent.length).max().unwrap_or(0) as f64 / blocks / f64::from(work.threads);
+    let elements =
+        extents.iter().map(|extent| extent.length).max().unwrap_or(0) as f64 / blocks / f64::from(work.threads);
     work.turns = 1.0;
     work.waits = code.way.memory;
     let (mut all, mut alone) = (code.way.all, code.way.alone);

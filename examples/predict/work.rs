@@ -110,10 +110,18 @@ impl Work {
     }
 }
 
+/// Whether a product, or the sum of its chunks, adds what was there before: it reads `c` only where `beta`, its last parameter but one, is not 0.
+pub(crate) fn adds(launch: &Launch) -> bool {
+    let words = launch.words.as_slice();
+    launch.entry.pointers.contains(&"c") && f32::from_bits(words[words.len() - 2] as u32) != 0.0
+}
+
 /// Each region once.
 fn touches(launch: &Launch) -> Vec<Touch> {
     let named = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(_, extent)| extent.length > 0);
+    let (adds, is_product) = (adds(launch), launch.entry.pointers.contains(&"pre"));
     named
+        .filter(|(name, _)| adds || **name != "c" || !is_product)
         .map(|(&name, extent)| Touch {
             name,
             address: extent.address,
