@@ -1,7 +1,8 @@
 //! The launches of what the benches time: products, attention, and kernels that memory bounds.
 
-use stepscope::ops::{self, Attend, AttentionForm, Factor, Precision, QkNorm};
-use stepscope::{Launch, Result, Saved, Step, Stored, Tensor, bf16};
+use kernels::adamw::slot;
+use stepscope::ops::{self, Attend, AttentionForm, Factor, Generator, Precision, QkNorm};
+use stepscope::{Eager, Launch, Result, Saved, Step, Stored, Tensor, bf16};
 
 use crate::matmul_case::Case as Product;
 use crate::step::rehearse;
@@ -69,10 +70,11 @@ struct Set<'s> {
     rows: Saved<'s>,
     columns: Saved<'s>,
     labels: Saved<'s, u32>,
+    generator: Generator,
 }
 
 impl<'s> Set<'s> {
-    fn new(step: &Step<'s>, elements: usize) -> Result<Self> {
+    fn new(step: &Eager<'s>, elements: usize) -> Result<Self> {
         let (rows, shape) = (elements / COLUMNS, [elements / COLUMNS, COLUMNS]);
         Ok(Self {
             x: step.empty(shape)?.save(),
@@ -82,6 +84,7 @@ impl<'s> Set<'s> {
             rows: step.empty([rows])?.save(),
             columns: step.empty([COLUMNS])?.save(),
             labels: step.empty([rows])?.save(),
+            generator: Generator::new(step.device(), 7)?,
         })
     }
 }
@@ -91,31 +94,45 @@ fn call<'s, S: Stored>(step: &Step<'s>, name: &str, set: &Set<'s>, [x, dy]: [&Sa
     let (rows, columns) = (&set.rows, &set.columns);
     let mut gains = [step.empty([COLUMNS])?, step.empty([COLUMNS])?];
     let [dgain, dbias] = &mut gains;
-    match name {
-        "fill" => drop(ops::fill(step, set.x.shape(), 1.0)?),
-        "copy" => drop(ops::copy(step, x)?),
-        "tanh" => drop(ops::tanh(step, x)?),
-        "tanh_backward" => drop(ops::tanh_backward(step, x, dy)?),
-        "gelu" => drop(ops::gelu(step, x)?),
-        "gelu_backward" => drop(ops::gelu_backward(step, x, dy)?),
-        "silu" => drop(ops::silu(step, x)?),
-        "silu_backward" => drop(ops::silu_backward(step, x, dy)?),
-        "swiglu" => drop(ops::swiglu(step, x, dy)?),
-        "swiglu_backward" => drop(ops::swiglu_backward(step, x, dy, dy)?),
-        "softmax" => drop(ops::softmax(step, x)?),
-        "rms_norm" => drop(ops::rms_norm(step, x, columns, 1e-6)?),
-        "rms_norm_backward" => drop(ops::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true)?),
-        "layer_norm" => drop(ops::layer_norm(step, x, columns, columns, 1e-6)?),
+    let made = match name {
+        "fill" => ops::fill(step, set.x.shape(), 1.0).map(drop),
+        "copy" => ops::copy(step, x).map(drop),
+        "tanh" => ops::tanh(step, x).map(drop),
+        "tanh_backward" => ops::tanh_backward(step, x, dy).map(drop),
+        "gelu" => ops::gelu(step, x).map(drop),
+        "gelu_backward" => ops::gelu_backward(step, x, dy).map(drop),
+        "silu" => ops::silu(step, x).map(drop),
+        "silu_backward" => ops::silu_backward(step, x, dy).map(drop),
+        "swiglu" => ops::swiglu(step, x, dy).map(drop),
+        "swiglu_backward" => ops::swiglu_backward(step, x, dy, dy).map(drop),
+        "softmax" => ops::softmax(step, x).map(drop),
+        "rms_norm" => ops::rms_norm(step, x, columns, 1e-6).map(drop),
+        "rms_norm_backward" => ops::rms_norm_backward(step, x, columns, rows, dy, None, dgain, true).map(drop),
+        "layer_norm" => ops::layer_norm(step, x, columns, columns, 1e-6).map(drop),
         "layer_norm_backward" => {
             let rows = [rows, rows];
-            drop(ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2])?);
+            ops::layer_norm_backward(step, x, columns, rows, dy, None, [dgain, dbias], [true; 2]).map(drop)
         }
-        "cross_entropy_and_gradient" => drop(ops::cross_entropy(step, x, &set.labels, 1.0)?),
-        "sum" => drop(ops::sum(step, x)?),
-        "sum_columns" => drop(ops::sum_columns(step, x)?),
-        "sum_rows" => drop(ops::sum_rows(step, x)?),
-        "squared_norm" => drop(ops::squared_norm(step, x)?),
+        "cross_entropy_and_gradient" => ops::cross_entropy(step, x, &set.labels, 1.0).map(drop),
+        "sum" => ops::sum(step, x).map(drop),
+        "sum_columns" => ops::sum_columns(step, x).map(drop),
+        "sum_rows" => ops::sum_rows(step, x).map(drop),
+        "squared_norm" => ops::squared_norm(step, x).map(drop),
+        "dropout" => {
+            let draws = set.generator.draws(step)?;
+            ops::dropout(step, x, 0.1, &draws.next()).map(drop)
+        }
+        "embedding" => ops::embedding::<S>(step, &set.x, &set.labels).map(drop),
+        "embedding_backward" => ops::embedding_backward(step, dy, &set.labels, &mut step.empty(set.x.shape())?, false),
+        "adamw" => {
+            let shape = set.x.shape();
+            let (mut weights, mut first, mut second) = (step.empty(shape)?, step.empty(shape)?, step.empty(shape)?);
+            let (hyper, one) = (step.empty([slot::LEN])?, step.empty([1])?);
+            let none = None::<&mut Tensor<'_, bf16>>;
+            ops::adamw(step, &mut weights, none, &set.dy, &mut first, &mut second, &hyper, &one)
+        }
         _ => return Ok(false),
-    }
+    };
+    made?;
     Ok(true)
 }
