@@ -45,7 +45,7 @@ fn json(arguments: &str) -> Value {
 }
 
 /// The kernels of a forecast by name.
-fn kernels(forecast: &Value) -> BTreeMap<&str, &Value> {
+fn rows(forecast: &Value) -> BTreeMap<&str, &Value> {
     let rows = forecast["forecast"]["kernels"].as_array().unwrap();
     rows.iter().map(|row| (row["kernel"].as_str().unwrap(), row)).collect()
 }
@@ -58,7 +58,7 @@ fn number(value: &Value) -> f64 {
 fn a_slower_copy_slows_what_memory_binds_by_as_much() {
     let step = "--gpu gb10 --model gpt --precision bf16";
     let (whole, half) = (json(&format!("{step} --copy 200")), json(&format!("{step} --copy 100")));
-    let (whole, half) = (kernels(&whole), kernels(&half));
+    let (whole, half) = (rows(&whole), rows(&half));
     // Of products and attention some launches are bound by another thing.
     let is_bound = |(name, row): &(&str, &Value)| {
         row["bound"] == "memory"
@@ -80,7 +80,7 @@ fn a_slower_copy_slows_what_memory_binds_by_as_much() {
 fn what_the_cache_holds_does_not_come_from_memory() {
     let bytes = |cache: &str| {
         let step = json(&format!("--gpu h200 --model crossasset --batch 256 --cache {cache}"));
-        let touched: f64 = kernels(&step).values().map(|row| number(&row["touched_bytes"])).sum();
+        let touched: f64 = rows(&step).values().map(|row| number(&row["touched_bytes"])).sum();
         (number(&step["forecast"]["memory_bytes"]), touched)
     };
     let (all, touched) = bytes("1000000");
@@ -151,6 +151,22 @@ fn recorded_lines_that_were_near_stay_near() {
     }
 }
 
+/// The code of every kernel of the library has been counted, for both GPUs.
+#[test]
+fn every_kernel_has_been_counted() {
+    let code: Value = serde_json::from_str(include_str!("../examples/predict/code.json")).unwrap();
+    for arch in ["sm_90", "sm_121"] {
+        let counted = code[arch].as_object().unwrap();
+        // The emulator's own tile runs on no GPU.
+        for entry in kernels::entries().filter(|entry| !entry.name.ends_with("_on_cpu")) {
+            let way = &counted
+                .get(entry.name)
+                .unwrap_or_else(|| panic!("{}: run examples/predict/code.py", entry.name))["way"];
+            assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
+        }
+    }
+}
+
 /// The bytes that the model takes for touched are those that the emulator sees being touched, kernel by kernel.
 #[test]
 fn the_emulator_touches_the_bytes_that_are_counted() {
@@ -160,7 +176,7 @@ fn the_emulator_touches_the_bytes_that_are_counted() {
     // The emulator has a tile of its own.
     let family = |kernel: &str| if kernel.starts_with("matmul_") { "matmul".to_owned() } else { kernel.to_owned() };
     let mut counted: BTreeMap<String, f64> = BTreeMap::new();
-    for (kernel, row) in kernels(&step) {
+    for (kernel, row) in rows(&step) {
         *counted.entry(family(kernel)).or_default() += number(&row["touched_bytes"]);
     }
     let mut seen: BTreeMap<String, f64> = BTreeMap::new();
