@@ -39,16 +39,16 @@ pub(crate) struct Gpu {
     pub(crate) memory_latency: f64,
     /// From one launch of a graph to the next, when it does next to nothing, in ns.
     pub(crate) launch: f64,
-    /// Of a multiprocessor, and of that what a block loses.
+    /// Of a multiprocessor.
     pub(crate) shared_bytes: u32,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
 }
 
 impl Gpu {
-    /// Measured: the FFMA, TF32 and BF16 rates of `instruction_peak.cu` (65.3, 309.5, 618.9 TFLOP/s: FFMA at 1.93 GHz), copy and launch in
-    /// `benches/runs/2026-11-21-h200-kernels.json` (`copy` at 2^28; `fill` at 2^12, less nothing; the latencies are what `copy` at 2^12 and 2^20 takes
-    /// beyond that and beyond its bytes). Published: 132 multiprocessors, 50 MB of L2 cache, 228 KiB of shared memory. Assumed: 5,120 bytes a
+    /// Measured: FFMA, TF32 and BF16 from registers (65.3, 309.5, 618.9 TFLOP/s: FFMA at 1.93 GHz); the loaded clock in `docs/lab/matmul.md`, 8192 cubed by
+    /// tiles of 128 x 128; in `benches/runs/2026-11-21-h200-kernels.json` the copy's rate (2^28), the launch (`fill` at 2^12, less its own
+    /// instructions), and the latencies (`copy` at 2^12 and 2^20, less launch, instructions and bytes). Published: 132 multiprocessors, 50 MB of L2 cache, 228 KiB of shared memory. Assumed: 5,120 bytes a
     /// cycle of the L2 cache, which NVIDIA names for the A100.
     pub(crate) const H200: Self = Self {
         name: "H200",
@@ -69,8 +69,9 @@ impl Gpu {
         blocks: 32,
     };
 
-    /// Measured by others (`docs/gb10.md`): 219 GB/s copied, BF16 91 TFLOP/s. Published: 48 multiprocessors, 24 MB of L2 cache, 100 KiB of shared
-    /// memory, 31 TFLOP/s of f32, which is 2.52 GHz. Assumed: the L2 cache's bytes a cycle, latencies and the launch, as those of the H200.
+    /// Measured by others: 219 GB/s copied, BF16 91 TFLOP/s. Published: 48 multiprocessors, 24 MB of L2 cache, 100 KiB of shared
+    /// memory, 31 TFLOP/s of f32, which is 2.52 GHz. Assumed: that TF32 has half of BF16's rate, and that the
+    /// clock under load is 2.42 GHz; the L2 cache's bytes a cycle of a multiprocessor, latencies and the launch as those of the H200.
     pub(crate) const GB10: Self = Self {
         name: "GB10",
         sources: "by rates that others measured (219 GB/s copied, 91 TFLOP/s BF16); clocks, caches, latencies and launches are assumed",
@@ -96,9 +97,7 @@ impl Gpu {
             Model::H200 => Self::H200,
         }
     }
-}
 
-impl Gpu {
     /// Operations a cycle of a multiprocessor by matrix instructions of so many operations: those of 16 x 8 x 8 multiply TF32.
     pub(crate) fn matrix_rate(&self, of_one: f64) -> f64 {
         if of_one < 4096.0 { self.bf16_per_cycle / 2.0 } else { self.bf16_per_cycle }

@@ -1,14 +1,16 @@
 //! Products: what follows from the tile, the form and the loop of a kernel.
 
+use kernels::matmul::{GELU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::Launch;
 
 use crate::code::Code;
 use crate::work::{Work, adds};
 
-/// A product's flag: gelu follows the sum.
-const GELU: u32 = kernels::matmul::GELU;
 /// Cycles from a barrier to the first factors.
 const LATENCY: f64 = 30.0;
+
+/// Instructions of a chunk of eight elements that are copied one by one: such a loop of eight chunks has 366 in `sm_90`'s code.
+const OF_CHUNK: f64 = 366.0 / 8.0;
 
 /// The numbers of a launch.
 struct Extents {
@@ -19,7 +21,7 @@ struct Extents {
     batches: f64,
     /// Of a and b; none of fragments.
     strides: [f64; 2],
-    flags: u64,
+    flags: u32,
 }
 
 impl Extents {
@@ -36,7 +38,7 @@ impl Extents {
             chunk: number(chunk).min(number(11)),
             batches: number(chunk + 1),
             strides: if fragments { [0.0; 2] } else { [number(12), number(13)] },
-            flags: words[words.len() - 1],
+            flags: words[words.len() - 1] as u32,
         }
     }
 }
@@ -47,8 +49,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     let name = launch.entry.name;
     let hot = code.hot.unwrap_or_default();
     let threads = f64::from(launch.entry.block);
-    let extents: Vec<f64> = name.split('_').find_map(tile).unwrap_or_default();
-    let [rows, cols] = [extents[0], extents[1]];
+    let [rows, cols] = name.split('_').find_map(tile).expect("a product's kernel has its tile in its name");
     let warps = threads / 32.0;
     let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.starts_with("matmul_of_bf16"));
     let is_f32 = hot.mma == 0.0;
@@ -57,19 +58,15 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     let turn_k = if is_f32 {
         // A multiply-add of a thread is one output and one k.
         let turn_k = hot.fma / (rows * cols / threads);
-        let stage = if rows >= 64.0 {
-            16.0
-        } else if rows >= 32.0 {
-            32.0
-        } else {
-            64.0
-        };
+        let of_these = |tile: &&Tile| [f64::from(tile.rows()), f64::from(tile.cols())] == [rows, cols];
+        let stage = TILES.iter().find(of_these).map_or(16.0, |tile| f64::from(tile.depth));
         // Copies of a stage: of one element where it lies along k or where rows are no vectors, else of four.
         let copies = |extent: f64, of: f64, along: bool, stride: f64| {
             let vectors = !along && of % 4.0 == 0.0 && stride % 4.0 == 0.0;
             extent * stage / threads / if vectors { 4.0 } else { 1.0 }
         };
-        let copies = copies(rows, m, flags & 1 == 0, strides[0]) + copies(cols, n, flags & 2 != 0, strides[1]);
+        let copies = copies(rows, m, flags & TRANSPOSE_A == 0, strides[0])
+            + copies(cols, n, flags & TRANSPOSE_B != 0, strides[1]);
         work.turn.all += code.copy * copies * turn_k / stage;
         work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
         // A stage ends with a barrier, and the next begins with a read.
@@ -80,8 +77,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
         let deep = if is_tf32 { 8.0 } else { 16.0 };
         work.mma_flops = 2.0 * 16.0 * 8.0 * deep;
         work.turn_shared = 4.0 * (hot.shared + hot.copies);
-        // A barrier, and the first half of what is read behind it, for which
-        // all warps of a block ask at once.
+        // A barrier, and the first half of what is read behind it, for which all warps of a block ask at once.
         work.turn_waits = LATENCY + (warps + 1.0) / 2.0 * (2.0 * hot.shared + 4.0 * hot.copies);
         hot.mma / (rows * cols / warps / 128.0) * deep
     };
@@ -90,14 +86,14 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
     if is_tensor && ([m % rows, n % cols] != [0.0; 2] || strides.iter().any(|stride| stride % 8.0 != 0.0)) {
         // Chunks of 16 bytes that may not be there are read element by element, one chunk after another.
         let chunks = (rows + cols) * turn_k / 8.0 / threads;
-        work.turn.all += 45.0 * chunks;
+        work.turn.all += OF_CHUNK * chunks;
         work.turn_memory_waits = chunks;
     }
     work.streamed = (rows + cols) * chunk * element;
     let out_bytes = launch.words.extents().iter().filter(|extent| extent.written && extent.length > 0);
     let out_bytes: f64 = out_bytes.map(|extent| extent.element_bytes as f64).sum();
     work.moved = rows.min(m) * cols.min(n) * out_bytes;
-    // The first stage, and what is added at the end or the store.
+    // The first stage, and a bias or the store.
     work.waits = 2.0;
     // Two rows of a thread at once, or 16 of a warp, or a block of 32 x 32.
     let outputs = rows * cols / threads;
@@ -115,7 +111,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
         work.waits += tails.max(1.0);
         work.moved *= 2.0;
     }
-    if flags & u64::from(GELU) != 0 {
+    if flags & GELU != 0 {
         work.ends += outputs * gelu;
         work.ends_alone += outputs * gelu;
     }
@@ -125,7 +121,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
 }
 
 /// `128x256`.
-fn tile(part: &str) -> Option<Vec<f64>> {
+fn tile(part: &str) -> Option<[f64; 2]> {
     let (rows, cols) = part.split_once('x')?;
-    Some(vec![rows.parse().ok()?, cols.parse().ok()?])
+    Some([rows.parse().ok()?, cols.parse().ok()?])
 }
