@@ -58,6 +58,9 @@ pub use cuda_std::launch as kernel;
 pub mod of_core {
     pub use core::{concat, env, include};
 }
+/// What [`Arena::launches`] tells.
+#[doc(hidden)]
+pub use driver::Launch;
 pub use driver::{
     DEFAULT_DEADLINE, Description, Device, DeviceBuilder, DeviceKind, Driver, Kernels, Link, Piece, Pool, SelfTest,
     Wire, faults, ptx_builds,

@@ -4,7 +4,7 @@
 //! what must not happen in a recording: uploads and reads. Invariant: the brand `'s` is fresh for every step and
 //! invariant, so no tensor outlives its step or meets another arena's.
 
-use crate::driver::{Description, Device};
+use crate::driver::{Description, Device, Launch};
 use crate::error::{Error, Result};
 use crate::launch::launch_within;
 use crate::memory::{Arena, Aside, Buffer, Labels, Measured, Region, Turns};
@@ -341,6 +341,20 @@ impl Arena {
     /// Those of the closure.
     pub fn measure<R>(&self, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>) -> Result<Measured> {
         self.run_measured(|region| run(&mut Eager::new(region)))
+    }
+
+    /// The same as if the device were another, and what the step would launch there, in order: `examples/predict` computes from it what
+    /// the step takes on a GPU that is not here.
+    ///
+    /// # Errors
+    /// Those of the closure.
+    #[doc(hidden)]
+    pub fn launches<R>(
+        &self,
+        other: Description,
+        run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<R>,
+    ) -> Result<(Measured, Vec<Launch>)> {
+        self.run_listed(other, |region| run(&mut Eager::new(region)))
     }
 }
 

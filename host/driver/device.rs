@@ -200,18 +200,29 @@ impl Device {
         self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), rehearse)
     }
 
+    /// The same as if this were another device, and what was launched there, in order.
+    pub(crate) fn rehearse_as<R>(
+        &self,
+        other: Description,
+        rehearse: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<(R, Vec<Launch>)> {
+        let rehearsal = Arc::new(Rehearsal::listing(other, self.pins()));
+        let result = self.rehearse_on(Arc::clone(&rehearsal), rehearse)?;
+        Ok((result, rehearsal.take_launches()))
+    }
+
     /// Whether nothing that is launched on it runs.
     pub(crate) fn rehearses(&self) -> bool {
         self.shared.rehearsing.is_some()
     }
 
     fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
-        let Shared { description, lane, deadline, identity, pins, rehearsing, .. } = &*self.shared;
+        let Shared { lane, deadline, identity, pins, rehearsing, .. } = &*self.shared;
         let mut parents = vec![*identity];
         parents.extend(rehearsing.iter().flat_map(|rehearsing| &rehearsing.parents));
         let shared = Shared {
+            description: driver.description().clone(),
             driver,
-            description: description.clone(),
             lane: Arc::clone(lane),
             deadline: *deadline,
             identity: new_identity(),

@@ -38,6 +38,6 @@ pub(crate) use landing::Landing;
 pub(crate) use lends::Lending;
 pub(crate) use links::DeviceLink;
 pub(crate) use pins::Pins;
-pub(crate) use rehearsal::Launch;
+pub use rehearsal::Launch;
 pub(crate) use retired::Retired;
 pub(crate) use ring::Fill;

@@ -14,10 +14,15 @@ use std::time::Duration;
 
 /// A launch to be: its contract has been checked.
 #[derive(Clone, Debug)]
-pub(crate) struct Launch {
-    pub(crate) entry: Entry,
-    pub(crate) grid: Grid,
-    pub(crate) words: Words,
+#[doc(hidden)]
+#[non_exhaustive]
+pub struct Launch {
+    /// The kernel.
+    pub entry: Entry,
+    /// Its blocks.
+    pub grid: Grid,
+    /// Its arguments.
+    pub words: Words,
 }
 
 #[derive(Debug)]

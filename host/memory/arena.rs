@@ -9,7 +9,7 @@ use super::region::Region;
 use super::sections::Section;
 use super::settings::{Growth, Measured};
 use super::snapshot::Recording;
-use crate::driver::Device;
+use crate::driver::{Description, Device, Launch};
 use crate::error::Result;
 use crate::report::ArenaReport;
 use crate::shortage::MemoryShortage;
@@ -82,6 +82,19 @@ impl Arena {
     /// Lends a region without memory to one step, on a rehearsal of the device, and tells what the step took.
     pub(crate) fn run_measured<R>(&self, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
         self.device().rehearse(|rehearsal| {
+            let region = self.region.counting(rehearsal)?;
+            region.scope(|| run(&region).map(drop))?;
+            Ok(Measured { high_water_bytes: region.high_water_bytes() })
+        })
+    }
+
+    /// The same on a rehearsal of another device, and what the step would launch, in order.
+    pub(crate) fn run_listed<R>(
+        &self,
+        other: Description,
+        run: impl FnOnce(&Region) -> Result<R>,
+    ) -> Result<(Measured, Vec<Launch>)> {
+        self.device().rehearse_as(other, |rehearsal| {
             let region = self.region.counting(rehearsal)?;
             region.scope(|| run(&region).map(drop))?;
             Ok(Measured { high_water_bytes: region.high_water_bytes() })

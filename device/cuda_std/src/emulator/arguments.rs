@@ -8,6 +8,7 @@ use super::clock::Now;
 use super::detector::Wrong;
 use super::fault::{Kind, Place};
 use super::shadow::{Cell, Conflict};
+use super::tally::{self, Bytes, Touched};
 use crate::launch::{Entry, Extent, Words};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -17,6 +18,8 @@ const STRIPE: usize = 1024;
 
 /// The arguments of one launch, shared by its blocks.
 pub(super) struct Arguments {
+    /// The kernel, where what it touches is counted.
+    counted: Option<&'static str>,
     /// How far each argument reaches, for a quick look.
     pub(super) bounds: Bounds,
     /// The longest first, so that an empty argument never stands for another one at the same address.
@@ -28,6 +31,8 @@ struct Argument {
     extent: Extent,
     /// By stripe. An empty stripe has not been touched. There are none where the launch is not watched, or only reads the argument.
     cells: Vec<Mutex<Vec<Cell>>>,
+    /// None where nothing is counted.
+    touched: Bytes,
 }
 
 /// The bytes that a thread is about to touch.
@@ -50,14 +55,16 @@ impl Span {
 
 impl Arguments {
     pub(super) fn new(entry: &Entry, words: &Words, watched: bool) -> Self {
+        let counted = (watched && tally::is_on()).then_some(entry.name);
         let mut arguments: Vec<Argument> = (entry.pointers.iter().zip(words.extents()))
             .map(|(name, &extent)| {
                 let stripes = if watched && extent.written { extent.length.div_ceil(STRIPE) } else { 0 };
-                Argument { name, extent, cells: (0..stripes).map(|_| Mutex::default()).collect() }
+                let touched = Bytes::of(counted.map_or(0, |_| extent.bytes()));
+                Argument { name, extent, cells: (0..stripes).map(|_| Mutex::default()).collect(), touched }
             })
             .collect();
         arguments.sort_by_key(|argument| core::cmp::Reverse(argument.extent.bytes()));
-        Self { bounds: Bounds::new(words.extents()), arguments }
+        Self { counted, bounds: Bounds::new(words.extents()), arguments }
     }
 
     /// Ok when an access stays inside its argument. Else: where it goes, and where it may go.
@@ -97,6 +104,7 @@ impl Arguments {
     pub(super) fn touch(&self, span: Span, kind: Kind, now: &Now<'_>) -> Result<(), Wrong> {
         let argument = self.argument_of(span, kind).map_err(|(place, bounds)| Wrong::Outside { place, bounds })?;
         let address = span.base.wrapping_add(span.offset);
+        argument.touched.touch(address - argument.extent.address as usize, span.bytes);
         // Several arguments may name the same memory. Its cells belong to the one that may be written.
         let Some(written) = self.arguments.iter().find(|argument| argument.is_written_at(address)) else {
             return Ok(());
@@ -114,6 +122,16 @@ impl Arguments {
         let mut able = self.arguments.iter().filter(|argument| kind == Kind::Read || argument.extent.written);
         let inside = able.clone().find(|argument| argument.contains(base));
         able.find(|argument| argument.extent.address as usize == base).or(inside)
+    }
+}
+
+impl Drop for Arguments {
+    fn drop(&mut self) {
+        if let Some(kernel) = self.counted {
+            let full = self.arguments.iter().filter(|argument| argument.extent.length > 0);
+            let arguments = full.map(|argument| (argument.name, argument.touched.count())).collect();
+            tally::note(Touched { kernel, arguments });
+        }
     }
 }
 

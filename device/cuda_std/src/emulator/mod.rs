@@ -32,6 +32,7 @@ mod resolve;
 mod shadow;
 mod site;
 mod stack;
+mod tally;
 mod trap;
 
 pub use block::Block;
@@ -40,6 +41,8 @@ pub use fault::{Access, Cause, Fault, Kind, Place};
 pub use lanes::lanes;
 pub use machine::Machine;
 pub use mode::Mode;
+#[doc(hidden)]
+pub use tally::{Touched, tally};
 
 use std::cell::Cell;
 

@@ -1,0 +1,216 @@
+//! What was measured, beside what is predicted: the recorded samples of `benches/runs/`.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::Value;
+use stepscope::ops::Precision;
+use stepscope::{Launch, Result, bf16};
+
+use crate::bench;
+use crate::cli::{Arch, Size};
+use crate::code::Kernels;
+use crate::forecast::Forecast;
+use crate::gpt::Sizes;
+use crate::gpu::Gpu;
+use crate::matmul_case::Case as Product;
+use crate::step::{self, Work};
+
+/// A line that was measured.
+struct Line {
+    /// What kind of line.
+    group: &'static str,
+    name: String,
+    measured_us: f64,
+    /// What is in a row, again and again, and how many calls that is.
+    launches: Vec<Launch>,
+    calls: usize,
+}
+
+type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+fn read(folder: &Path, name: &str) -> Outcome<Value> {
+    let path = folder.join(name);
+    let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?)
+}
+
+/// A line, predicted and measured.
+#[derive(Debug, Serialize)]
+pub(crate) struct Compared {
+    pub(crate) group: &'static str,
+    pub(crate) name: String,
+    /// Microseconds of a call.
+    pub(crate) predicted: f64,
+    pub(crate) measured: f64,
+    /// What binds it, for the longest time.
+    pub(crate) bound: &'static str,
+}
+
+impl Compared {
+    pub(crate) fn error(&self) -> f64 {
+        self.predicted / self.measured - 1.0
+    }
+}
+
+/// Every line that was measured on an H200, as it is predicted.
+///
+/// # Errors
+/// When the samples cannot be read.
+pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+    let lines = all(folder, gpu.processors)?;
+    let compared = lines.into_iter().map(|Line { group, name, measured_us, launches, calls }| {
+        let forecast = Forecast::of(gpu, kernels, &launches);
+        let predicted = forecast.microseconds / calls as f64;
+        Compared { group, name, predicted, measured: measured_us, bound: forecast.bound }
+    });
+    Ok(compared.collect())
+}
+
+/// The median of some numbers.
+fn median(samples: &Value) -> Option<f64> {
+    let mut samples: Vec<f64> = samples.as_array()?.iter().filter_map(Value::as_f64).collect();
+    samples.sort_by(f64::total_cmp);
+    let (low, high) = (samples.get((samples.len().max(1) - 1) / 2)?, samples.get(samples.len() / 2)?);
+    Some((low + high) / 2.0)
+}
+
+/// The lines of a contender in a file of the benches.
+fn lines<'v>(run: &'v Value, contender: &'static str) -> impl Iterator<Item = &'v Value> {
+    let lines = run["lines"].as_array().map(Vec::as_slice).unwrap_or_default();
+    lines.iter().filter(move |line| line["contender"] == contender)
+}
+
+fn number(line: &Value, name: &str) -> usize {
+    line[name].as_u64().unwrap_or(0) as usize
+}
+
+const PRECISIONS: [(Precision, &str); 3] =
+    [(Precision::Ieee, ""), (Precision::Tf32, "-tf32"), (Precision::Bf16, "-bf16")];
+
+/// Every line that was measured on an H200.
+fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+    let mut all = steps(folder, processors)?;
+    all.extend(kernels(folder, processors)?);
+    all.extend(products(folder, processors)?);
+    all.extend(attention(folder, processors)?);
+    Ok(all)
+}
+
+fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+    let mut found = Vec::new();
+    for (precision, suffix) in PRECISIONS {
+        let run = read(folder, &format!("2026-11-21-h200-step{suffix}.json"))?;
+        for line in lines(&run, "stepscope captured").filter(|line| line["measure"] == "resident") {
+            let batch = number(line, "batch");
+            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
+            let launches = step::launches(processors, Work::CrossAsset, precision, batch)?;
+            found.push(step_line(format!("CrossAsset, batch {batch}, {precision}"), measured_us, launches));
+        }
+    }
+    let run = read(folder, "2026-11-23-h200-gpt2-124m.json")?;
+    let gpt = |name: &str, size, arch, recompute, precision, batch, samples: &Value| -> Outcome<Line> {
+        let work = Work::Gpt { sizes: Sizes::new(size, arch, 50_304, 1024), recompute };
+        let measured_us = median(samples).ok_or("no samples")? * 1e6;
+        Ok(step_line(
+            format!("{name}, {batch} x 1024, {precision}"),
+            measured_us,
+            step::launches(processors, work, precision, batch)?,
+        ))
+    };
+    let (own, other) = (&run["seconds_of_updates"], &run["another_call"]["runs"]);
+    let of = |options: &str| &other[format!("--size {options}")]["seconds_of_updates"];
+    let (small, gpt2) = (Size::Small, Arch::Gpt2);
+    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Ieee, 16, &own["ieee"])?);
+    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Tf32, 16, of("124m --precision tf32 --batch 16"))?);
+    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Bf16, 16, &own["bf16"])?);
+    let recomputed = "GPT-2 124M, recompute";
+    let bf16 = Precision::Bf16;
+    found.push(gpt(recomputed, small, gpt2, true, bf16, 16, of("124m --precision bf16 --batch 16 --recompute"))?);
+    found.push(gpt(recomputed, small, gpt2, true, bf16, 64, of("124m --precision bf16 --batch 64 --recompute"))?);
+    found.push(gpt("GPT-2 350M", Size::Medium, gpt2, false, bf16, 8, of("350m --precision bf16 --batch 8"))?);
+    Ok(found)
+}
+
+fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
+    Line { group: "step", name, measured_us, launches, calls: 1 }
+}
+
+fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+    let mut found = Vec::new();
+    for (file, is_known) in [
+        ("2026-11-21-h200-kernels.json", (|_| true) as fn(&str) -> bool),
+        ("2026-11-22-h200-kernels-both-types.json", |name| {
+            let new = ["silu", "swiglu", "layer_norm", "dropout", "embedding"];
+            name.ends_with("_bf16") || new.iter().any(|new| name.starts_with(new))
+        }),
+    ] {
+        let run = read(folder, file)?;
+        for line in lines(&run, "stepscope") {
+            let (name, elements) = (line["kernel"].as_str().unwrap_or_default(), number(line, "elements"));
+            // LayerNorm's backward pass has been written anew since, and measured: below.
+            if !is_known(name) || name.starts_with("layer_norm_backward") {
+                continue;
+            }
+            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
+            if let Some((launches, calls)) = bench::kernel(processors, name, elements)? {
+                let size =
+                    if elements.is_power_of_two() { format!("2^{}", elements.ilog2()) } else { elements.to_string() };
+                let name = format!("{name}, {size}");
+                found.push(Line { group: "kernel", name, measured_us, launches, calls });
+            }
+        }
+    }
+    let run = read(folder, "2026-11-23-h200-layer-norm.json")?;
+    for name in ["layer_norm_backward", "layer_norm_backward_bf16"] {
+        let measured_us = run["microseconds p50 p10 p90"][name][0].as_f64().ok_or("no samples")?;
+        if let Some((launches, calls)) = bench::kernel(processors, name, 1 << 28)? {
+            found.push(Line { group: "kernel", name: format!("{name}, 2^28"), measured_us, launches, calls });
+        }
+    }
+    Ok(found)
+}
+
+fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+    let mut found = Vec::new();
+    let mut add = |file: String, named: &str, launch: &dyn Fn(Product) -> Result<Vec<Launch>>| -> Outcome<()> {
+        let run = read(folder, &file)?;
+        for line in lines(&run, "stepscope") {
+            let case: Product = serde_json::from_value(line.clone())?;
+            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
+            found.push(Line {
+                group: "product",
+                name: format!("{case}, {named}"),
+                measured_us,
+                launches: launch(case)?,
+                calls: 1,
+            });
+        }
+        Ok(())
+    };
+    for (precision, suffix) in PRECISIONS {
+        let launch = move |case| bench::product::<f32>(processors, case, precision);
+        add(format!("2026-11-21-h200-matmul{suffix}.json"), &precision.to_string(), &launch)?;
+    }
+    let launch = move |case| bench::product::<bf16>(processors, case, Precision::Ieee);
+    add("2026-11-22-h200-matmul-stored-bf16-beside-pytorch.json".into(), "BF16 tensors", &launch)?;
+    Ok(found)
+}
+
+fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
+    let run = read(folder, "2026-11-23-h200-attention-stored-bf16.json")?;
+    let mut found = Vec::new();
+    for line in lines(&run, "stepscope") {
+        let case = ["batch", "tokens", "heads", "kv_heads", "width"].map(|name| number(line, name));
+        let causal = line["causal"] == true;
+        let [batch, tokens, heads, kv_heads, width] = case;
+        for (both, name) in [(false, "forward"), (true, "both")] {
+            let measured_us = median(&line[name]).ok_or("no samples")? / 1e3;
+            let launches = bench::attention::<bf16>(processors, case, (causal, both))?;
+            let sees = if causal { "causal" } else { "all" };
+            let name = format!("{batch} x {tokens}, {heads}/{kv_heads} heads of {width}, {sees}, {name}");
+            found.push(Line { group: "attention", name, measured_us, launches, calls: 1 });
+        }
+    }
+    Ok(found)
+}

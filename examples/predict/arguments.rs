@@ -1,0 +1,128 @@
+//! The command line. A wrong value ends the program with exit code 2 and says what was wrong.
+
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
+use stepscope::ops::Precision;
+
+use crate::cli::{Arch, Size};
+use crate::gpt::Sizes;
+use crate::gpu::{self, Gpu};
+use crate::step::Work;
+
+/// Predicts what a training step takes on a GPU, from what it launches. It computes nothing, and needs no GPU.
+#[derive(Debug, Parser)]
+#[command(name = "predict")]
+pub(crate) struct Args {
+    /// Which GPU
+    #[arg(long, value_enum, default_value_t = gpu::Model::Gb10)]
+    pub(crate) gpu: gpu::Model,
+
+    /// What is trained
+    #[arg(long, value_enum, default_value_t = Model::Crossasset)]
+    pub(crate) model: Model,
+
+    /// Samples of a step [default: 256 of crossasset, 8 of gpt]
+    #[arg(long, value_name = "SAMPLES", value_parser = up_to(1 << 20))]
+    batch: Option<usize>,
+
+    /// How matrix multiplies round their factors; bf16 also stores gpt's activations as BF16
+    #[arg(long, value_name = "ieee|tf32|bf16", default_value_t = Precision::Ieee)]
+    pub(crate) precision: Precision,
+
+    /// How large gpt is
+    #[arg(long, value_enum, default_value_t = Size::Small)]
+    size: Size,
+
+    /// What gpt is made of
+    #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
+    arch: Arch,
+
+    /// Tokens of a sample of gpt [default: 128 of a tiny model, else 1024]
+    #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
+    context: Option<usize>,
+
+    /// Tokens that gpt knows
+    #[arg(long, value_name = "TOKENS", default_value_t = 50_304, value_parser = up_to(1 << 24))]
+    vocabulary: usize,
+
+    /// gpt keeps the inputs of its blocks alone, and computes the rest again
+    #[arg(long)]
+    recompute: bool,
+
+    /// The GPU copies so many GB/s, read and written: what the doctor has measured, say [default: the GPU's]
+    #[arg(long, value_name = "GB/S", value_parser = above_zero)]
+    copy: Option<f64>,
+
+    /// The GPU's L2 cache has so many MB [default: the GPU's]
+    #[arg(long, value_name = "MB", value_parser = up_to(1 << 24))]
+    cache: Option<usize>,
+
+    /// Write the prediction to this file, too
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+
+    /// Predict what was measured on an H200, from the samples in this folder, and print both: benches/runs
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["gpu", "model", "batch", "precision", "size", "context", "recompute"])]
+    pub(crate) against: Option<PathBuf>,
+}
+
+/// What is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Model {
+    Crossasset,
+    Gpt,
+}
+
+impl Args {
+    pub(crate) fn batch(&self) -> usize {
+        self.batch.unwrap_or(if self.model == Model::Gpt { 8 } else { 256 })
+    }
+
+    /// The work of a step.
+    pub(crate) fn work(&self) -> Work {
+        match self.model {
+            Model::Crossasset => Work::CrossAsset,
+            Model::Gpt => {
+                let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
+                let sizes = Sizes::new(self.size, self.arch, self.vocabulary, context);
+                Work::Gpt { sizes, recompute: self.recompute }
+            }
+        }
+    }
+
+    /// The GPU, with what was given of it.
+    pub(crate) fn gpu(&self) -> Gpu {
+        let gpu = Gpu::of(if self.against.is_some() { gpu::Model::H200 } else { self.gpu });
+        Gpu {
+            copy: self.copy.unwrap_or(gpu.copy),
+            cache_bytes: self.cache.map_or(gpu.cache_bytes, |megabytes| megabytes as u64 * 1_000_000),
+            ..gpu
+        }
+    }
+
+    /// What is predicted, in words.
+    pub(crate) fn title(&self) -> String {
+        let batch = self.batch();
+        match self.work() {
+            Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
+            Work::Gpt { sizes, recompute } => {
+                let again = if recompute { ", recompute" } else { "" };
+                let (arch, context) = (sizes.arch, sizes.context);
+                let size = self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+                format!("{arch:?} {size}, {batch} x {context}, {}{again}", self.precision)
+            }
+        }
+    }
+}
+
+/// Whole numbers from 1 to `most`.
+fn up_to(most: u32) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(most))
+}
+
+fn above_zero(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
+    number.ok_or_else(|| "give a finite number above zero".into())
+}

@@ -1,0 +1,65 @@
+//! The L2 cache, by lines of 64 KiB: what was used last stays, and what was written goes to memory when it leaves.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::work::Touch;
+
+const LINE: u64 = 64 << 10;
+
+/// What the cache holds between launches.
+pub(crate) struct Cache {
+    lines: usize,
+    /// When each line was used last, and whether it was written since it came.
+    held: HashMap<u64, (u64, bool)>,
+    oldest: BTreeMap<u64, u64>,
+    now: u64,
+}
+
+impl Cache {
+    pub(crate) fn new(bytes: u64) -> Self {
+        Self { lines: (bytes / LINE) as usize, held: HashMap::new(), oldest: BTreeMap::new(), now: 0 }
+    }
+
+    /// Bytes that a launch moves to and from memory. What it touches goes by side by side.
+    pub(crate) fn run(&mut self, touches: &[Touch]) -> u64 {
+        let most = touches.iter().map(|touch| touch.bytes.div_ceil(LINE) * touch.passes).max().unwrap_or(0);
+        let mut moved = 0;
+        for at in 0..most {
+            for touch in touches {
+                let lines = touch.bytes.div_ceil(LINE).max(1);
+                let (from, to) = (at * lines * touch.passes / most, (at + 1) * lines * touch.passes / most);
+                for line in from..to {
+                    // Small regions share a line with their neighbours.
+                    let bytes = touch.bytes.min(LINE);
+                    moved += self.touch(touch.address / LINE + line % lines, bytes, touch.written);
+                }
+            }
+        }
+        moved
+    }
+
+    fn touch(&mut self, line: u64, bytes: u64, written: bool) -> u64 {
+        self.now += 1;
+        let mut moved = 0;
+        let dirty = match self.held.get(&line) {
+            Some(&(last, dirty)) => {
+                self.oldest.remove(&last);
+                dirty
+            }
+            None => {
+                // What is written as a whole is not read before.
+                moved += if written { 0 } else { bytes };
+                while self.held.len() >= self.lines.max(1) {
+                    let (_, oldest) = self.oldest.pop_first().expect("as many as are held");
+                    if let Some((_, true)) = self.held.remove(&oldest) {
+                        moved += LINE;
+                    }
+                }
+                false
+            }
+        };
+        self.held.insert(line, (self.now, dirty || written));
+        self.oldest.insert(self.now, line);
+        moved
+    }
+}

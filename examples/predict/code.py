@@ -1,0 +1,236 @@
+"""What the assembled kernels are made of, for the cost model: registers, and instructions by kind.
+
+    ci/ptx                                             # compiles target/ptx/sm_90.ptx and sm_121.ptx
+    python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
+
+Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
+most matrix instructions, else the most multiply-adds; `copy`, what else the loop has for each copy to shared memory, where copies are not made in each turn; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
+shortest that passes all that multiplies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
+operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
+memory; `memory` is how often it waits for memory, one time after another.
+`nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
+"""
+
+import collections
+import heapq
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+KINDS = {
+    "mma": {"HMMA"},
+    "fma": {"FFMA", "FADD", "FMUL"},
+    "special": {"MUFU", "F2I", "I2F", "F2F", "FRND", "POPC", "FLO"},
+    "shared": {"LDS", "LDSM", "STS"},
+    "copies": {"LDGSTS"},
+    "loads": {"LDG"},
+    "stores": {"STG"},
+    "shuffles": {"SHFL"},
+    "barriers": {"BAR"},
+}
+
+# Cycles until what an instruction of no fixed latency has made can be used: shared memory, the least of them, has some 30; and until
+# what it reads has been read.
+LATENCY, OPERANDS = 30, 10
+# More than all else of a kernel.
+FAR = 1_000_000
+
+
+def operation(text):
+    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
+
+
+def parse(listing):
+    """{kernel: [(labels, text, control bits)]}; each instruction is two lines of hexadecimals."""
+    kernels, current, labels = {}, None, []
+    for line in listing.splitlines():
+        if match := re.match(r"\.text\.(\w+):", line):
+            current, labels = kernels.setdefault(match.group(1), []), []
+        elif line.startswith("//----"):
+            current = None
+        elif current is None:
+            continue
+        elif match := re.match(r"(\.L_x_\d+):", line):
+            labels.append(match.group(1))
+        elif match := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);\s+/\* 0x[0-9a-f]+ \*/", line):
+            current.append([labels, match.group(1).strip(), None])
+            labels = []
+        elif (match := re.match(r"\s+/\* 0x([0-9a-f]+) \*/", line)) and current and current[-1][2] is None:
+            current[-1][2] = int(match.group(1), 16)
+    return kernels
+
+
+def conflicts(instructions):
+    found, kept = 0, {}
+    for _, text, _ in instructions:
+        if operation(text) != "FFMA":
+            kept = {}
+            continue
+        operands = re.sub(r"^@!?U?P\w+\s+", "", text).split(None, 1)[1].split(",")[1:]
+        read, keep = set(), {}
+        for slot, operand in enumerate(operands):
+            if match := re.match(r"\s*-?\|?R(\d+)(\.reuse)?", operand):
+                register = int(match.group(1))
+                if kept.get(slot) != register:
+                    read.add(register)
+                if match.group(2):
+                    keep[slot] = register
+        kept = keep
+        found += max(sum(1 for register in read if register % 2 == bank) for bank in (0, 1)) > 1
+    return found
+
+
+def alone(instructions, memory):
+    """Cycles of a lone warp, of which a read of memory takes so many: by the assembler's stalls and its six barriers."""
+    now, ready = 0, [0] * 6
+    for _, text, control in instructions:
+        bits = control >> 41
+        stall, written, read, waits = bits & 15, bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63
+        now = max([now, *(ready[barrier] for barrier in range(6) if waits >> barrier & 1)])
+        latency = memory if operation(text) == "LDG" else LATENCY
+        if written < 6:
+            ready[written] = max(ready[written], now + latency)
+        if read < 6:
+            ready[read] = max(ready[read], now + OPERANDS)
+        now += max(stall, 1)
+    return now
+
+
+def count(instructions):
+    kinds = collections.Counter()
+    for _, text, _ in instructions:
+        name = operation(text)
+        kinds.update(kind for kind, names in KINDS.items() if name in names)
+    found = {"all": len(instructions), **dict(sorted(kinds.items())), "conflicts": conflicts(instructions)}
+    found["alone"] = alone(instructions, 0)
+    found["memory"] = (alone(instructions, FAR) - found["alone"] + FAR // 2) // FAR
+    return {kind: number for kind, number in found.items() if number}
+
+
+def target(text):
+    match = re.search(r"BRA(?:\.\w+)*\s.*?(\.L_x_\d+)", text)
+    return match and match.group(1)
+
+
+def blocks_of(instructions):
+    """[(first, end)] of what runs as one, and to which of them each may go."""
+    places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
+    last = len(instructions)
+    jumps = {at: places.get(target(text)) for at, (_, text, _) in enumerate(instructions) if target(text)}
+    exits = {at + 1 for at, (_, text, _) in enumerate(instructions) if "EXIT" in text and at + 1 < last}
+    starts = sorted({0, last, *places.values(), *exits, *(at + 1 for at in jumps if at + 1 < last)})
+    blocks = list(zip(starts, starts[1:]))
+    number = {start: at for at, (start, _) in enumerate(blocks)}
+    follows = []
+    for start, end in blocks:
+        to = jumps.get(end - 1)
+        always = re.match(r"(?:BRA `|EXIT)", instructions[end - 1][1])
+        follows.append({number[to]} if to is not None else set())
+        if end < last and not always:
+            follows[-1].add(number[end])
+    return blocks, follows
+
+
+def way_through(blocks, follows, goals, first=0):
+    """The shortest way from a block by these goals, each of them one of some blocks. The first block is not entered again."""
+    way = [first]
+    length = lambda at: blocks[at][1] - blocks[at][0]
+    for goal in goals:
+        # Dijkstra's search.
+        seen, queue = set(), [(0, [way[-1]])]
+        while queue and queue[0][1][-1] not in goal:
+            so_far, path = heapq.heappop(queue)
+            if path[-1] not in seen:
+                seen.add(path[-1])
+                for to in follows[path[-1]] - seen - {first}:
+                    heapq.heappush(queue, (so_far + length(to), [*path, to]))
+        if queue:
+            way += queue[0][1][1:]
+    return way
+
+
+def loops_of(instructions, behind=0):
+    """[(first, last)] of the loops that begin behind a place."""
+    places = {label: at for at, (labels, _, _) in enumerate(instructions) for label in labels}
+    ends = {}
+    for at, (_, text, _) in enumerate(instructions):
+        start = places.get(target(text), at)
+        if start < at:
+            ends[start] = max(ends.get(start, 0), at)
+    return [(start, last) for start, last in ends.items() if start >= behind]
+
+
+def hot_loop(instructions):
+    loops = {loop: count(instructions[loop[0] : loop[1] + 1]) for loop in loops_of(instructions)}
+    kind = "mma" if any("mma" in kinds for kinds in loops.values()) else "fma"
+    multiplies = lambda loop: loops[loop].get(kind, 0)
+    within = lambda inner, outer: inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+    leaves = [
+        loop
+        for loop in loops
+        if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
+    ]
+    # The last turns, when nothing is left to be copied, are a loop of their own.
+    copies = lambda loop: loops[loop].get("copies", 0) > 0
+    return max(leaves, key=lambda loop: (multiplies(loop), copies(loop), -loop[1] + loop[0])) if leaves else None
+
+
+def code(registers, instructions):
+    """Of a kernel."""
+    blocks, follows = blocks_of(instructions)
+    take = lambda way: [instruction for at in way for instruction in instructions[slice(*blocks[at])]]
+    weight = lambda at: sum(count(take([at])).get(kind, 0) for kind in ("mma", "fma"))
+    loop = hot_loop(instructions)
+    start, end = (loop[0], loop[1] + 1) if loop else (0, len(instructions))
+    inside = [at for at, (first, last) in enumerate(blocks) if start <= first and last <= end]
+    most = max(map(weight, inside), default=0)
+    goals = [{at} for at in inside if most and 2 * weight(at) >= most]
+    found = {"registers": registers}
+    if loop:
+        turn = way_through(blocks, follows, [*goals, {inside[-1]}], inside[0])
+        found["hot"] = count(take(turn))
+        whole = count(instructions[start:end])
+        if whole.get("copies") and not found["hot"].get("copies"):
+            found["copy"] = round((whole["all"] - found["hot"]["all"]) / whole["copies"], 1)
+        goals = [{at} for at in turn]
+    # Behind it a loop stores what was summed up, some outputs a turn.
+    stores = lambda at: count(take([at])).get("stores", 0)
+    tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
+    if loop and tail:
+        within = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
+        most = max(map(stores, within))
+        if most:
+            goals_of_tail = [{at for at in within if stores(at) == most}, {within[-1]}]
+            found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, within[0])))
+    exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
+    found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
+    return found
+
+
+def main(ptxas, nvdisasm, folder):
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*.ptx")):
+        with tempfile.TemporaryDirectory() as scratch:
+            binary = pathlib.Path(scratch) / "kernels.cubin"
+            run = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True)
+            log = run(ptxas, f"-arch={path.stem}", "-v", path, "-o", binary).stderr
+            listing = run(nvdisasm, "-c", "-hex", binary).stdout
+        registers = dict(re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", log, flags=re.S))
+        kernels = parse(listing)
+        if not kernels or set(kernels) - set(registers):
+            raise SystemExit(f"{path}: kernels without registers: {sorted(set(kernels) - set(registers))}")
+        found[path.stem] = {
+            name: code(int(registers[name]), body) for name, body in sorted(kernels.items())
+        }
+    lines = [
+        f' "{arch}": {{\n' + ",\n".join(f'  "{name}": {json.dumps(found)}' for name, found in kernels.items()) + "\n }"
+        for arch, kernels in found.items()
+    ]
+    print("{\n" + ",\n".join(lines) + "\n}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

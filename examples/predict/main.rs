@@ -1,0 +1,107 @@
+//! Predicts what a training step takes on a GPU that is not here, and says what binds it.
+//!
+//! ```text
+//! cargo run --release --example predict -- --gpu gb10 --model gpt --precision bf16     # by kernel: bytes, operations, time, what binds
+//! cargo run --release --example predict -- --gpu h200 --model crossasset --batch 4096
+//! cargo run --release --example predict -- --against benches/runs                      # beside every recorded line of an H200
+//!
+//! step.rs       what a step launches: rehearsed, on a GPU that is not here      code.rs    what the kernels are made of: code.json
+//! bench.rs      the same of what the benches time                              gpu.rs     what a GPU can do, and who measured it
+//! work.rs       a launch -> instructions, bytes, waits of a block              cache.rs   what of its bytes comes from memory
+//!   product.rs, attention.rs, stream.rs    by kind of kernel                   clock.rs   work and bytes -> time
+//! forecast.rs   all launches, by kernel                                        against.rs beside what was measured
+//! ```
+//! `docs/predict.md` has the model, how far it can be trusted, and where it fails. Exit code 2: the command line is wrong, or a file cannot be
+//! read or written.
+
+#![forbid(unsafe_code)]
+
+mod against;
+mod arguments;
+mod attention;
+mod bench;
+mod cache;
+#[path = "../gpt/cli.rs"]
+#[allow(dead_code, reason = "the sizes alone are used")]
+mod cli;
+mod clock;
+mod code;
+#[path = "../crossasset/model.rs"]
+#[allow(dead_code, reason = "nothing is reported")]
+mod crossasset;
+mod forecast;
+#[path = "../gpt/model.rs"]
+#[allow(dead_code, reason = "nothing is written")]
+mod gpt;
+mod gpu;
+#[path = "../../benches/matmul/case.rs"]
+#[allow(dead_code, reason = "its cases are those of the recorded lines")]
+mod matmul_case;
+mod product;
+mod report;
+#[path = "../shared/mod.rs"]
+mod shared;
+mod step;
+mod stream;
+mod work;
+
+/// What the model takes from the example's data set.
+mod dataset {
+    pub(crate) const CLASSES: usize = 3;
+}
+
+/// What the model takes from the example's features.
+mod features {
+    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
+    pub(crate) const FEATURES: usize = 193;
+}
+
+use std::error::Error;
+use std::io::{self, ErrorKind, Write as _};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use arguments::Args;
+use code::Kernels;
+use forecast::Forecast;
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(text) => match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => failed(&error),
+            _ => ExitCode::SUCCESS,
+        },
+        Err(error) => failed(&*error),
+    }
+}
+
+fn failed(error: &dyn Error) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::from(2)
+}
+
+/// What is printed.
+fn run(args: &Args) -> Result<String, Box<dyn Error>> {
+    let gpu = args.gpu();
+    let kernels = Kernels::of(gpu.arch);
+    let (text, json) = match &args.against {
+        Some(folder) => {
+            let compared = against::compare(folder, &gpu, &kernels)?;
+            (report::comparison(&compared), serde_json::to_value(&compared)?)
+        }
+        None => {
+            let launches = step::launches(gpu.processors, args.work(), args.precision, args.batch())?;
+            let forecast = Forecast::of(&gpu, &kernels, &launches);
+            let json = serde_json::json!({
+                "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,
+            });
+            (report::forecast(&args.title(), &gpu, &forecast), json)
+        }
+    };
+    if let Some(path) = &args.json {
+        let written = stepscope::replace_file(path, format!("{json:#}\n").as_bytes());
+        written.map_err(|error| format!("--json: {error}"))?;
+    }
+    Ok(text)
+}

@@ -1,0 +1,127 @@
+//! Products: what follows from the tile, the form and the loop of a kernel.
+
+use kernels::matmul::{GELU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use stepscope::Launch;
+
+use crate::code::Code;
+use crate::work::{Work, adds};
+
+/// Cycles from a barrier to the first factors.
+const LATENCY: f64 = 30.0;
+
+/// Instructions of a chunk of eight elements that are copied one by one: such a loop of eight chunks has 366 in `sm_90`'s code.
+const OF_CHUNK: f64 = 366.0 / 8.0;
+
+/// The numbers of a launch.
+struct Extents {
+    m: f64,
+    n: f64,
+    k: f64,
+    chunk: f64,
+    batches: f64,
+    /// Of a and b; none of fragments.
+    strides: [f64; 2],
+    flags: u32,
+}
+
+impl Extents {
+    fn of(launch: &Launch) -> Self {
+        let words = launch.words.as_slice();
+        // a, b and bias have two words, c, out and pre one. Fragments have no strides of rows.
+        let fragments = launch.entry.name.starts_with("matmul_tf32") || launch.entry.name.starts_with("matmul_bf16");
+        let number = |at: usize| words[at] as f64;
+        let chunk = if fragments { 13 } else { 15 };
+        Self {
+            m: number(9),
+            n: number(10),
+            k: number(11),
+            chunk: number(chunk).min(number(11)),
+            batches: number(chunk + 1),
+            strides: if fragments { [0.0; 2] } else { [number(12), number(13)] },
+            flags: words[words.len() - 1] as u32,
+        }
+    }
+}
+
+/// What a product does; `gelu` are the instructions of one element's.
+pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
+    let Extents { m, n, k, chunk, batches, strides, flags } = Extents::of(launch);
+    let name = launch.entry.name;
+    let hot = code.hot.unwrap_or_default();
+    let threads = f64::from(launch.entry.block);
+    let [rows, cols] = name.split('_').find_map(tile).expect("a product's kernel has its tile in its name");
+    let warps = threads / 32.0;
+    let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.starts_with("matmul_of_bf16"));
+    let is_f32 = hot.mma == 0.0;
+    let mut work = Work::plain(launch, code);
+    work.turn = hot;
+    let turn_k = if is_f32 {
+        // A multiply-add of a thread is one output and one k.
+        let turn_k = hot.fma / (rows * cols / threads);
+        let of_these = |tile: &&Tile| [f64::from(tile.rows()), f64::from(tile.cols())] == [rows, cols];
+        let stage = TILES.iter().find(of_these).map_or(16.0, |tile| f64::from(tile.depth));
+        // Copies of a stage: of one element where it lies along k or where rows are no vectors, else of four.
+        let copies = |extent: f64, of: f64, along: bool, stride: f64| {
+            let vectors = !along && of % 4.0 == 0.0 && stride % 4.0 == 0.0;
+            extent * stage / threads / if vectors { 4.0 } else { 1.0 }
+        };
+        let copies = copies(rows, m, flags & TRANSPOSE_A == 0, strides[0])
+            + copies(cols, n, flags & TRANSPOSE_B != 0, strides[1]);
+        work.turn.all += code.copy * copies * turn_k / stage;
+        work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
+        // A stage ends with a barrier, and the next begins with a read.
+        work.turn_waits = (hot.alone - hot.all).max(0.0) + 2.0 * LATENCY * turn_k / stage;
+        turn_k
+    } else {
+        // An instruction has 16 x 8 outputs of a warp; its k are 8 of TF32 and 16 of BF16.
+        let deep = if is_tf32 { 8.0 } else { 16.0 };
+        work.mma_flops = 2.0 * 16.0 * 8.0 * deep;
+        work.turn_shared = 4.0 * (hot.shared + hot.copies);
+        // A barrier, and the first half of what is read behind it, for which all warps of a block ask at once.
+        work.turn_waits = LATENCY + (warps + 1.0) / 2.0 * (2.0 * hot.shared + 4.0 * hot.copies);
+        hot.mma / (rows * cols / warps / 128.0) * deep
+    };
+    let element = if is_f32 || is_tf32 { 4.0 } else { 2.0 };
+    work.turns = (chunk / turn_k).ceil();
+    if is_tensor && ([m % rows, n % cols] != [0.0; 2] || strides.iter().any(|stride| stride % 8.0 != 0.0)) {
+        // Chunks of 16 bytes that may not be there are read element by element, one chunk after another.
+        let chunks = (rows + cols) * turn_k / 8.0 / threads;
+        work.turn.all += OF_CHUNK * chunks;
+        work.turn_memory_waits = chunks;
+    }
+    work.streamed = (rows + cols) * chunk * element;
+    let out_bytes = launch.words.extents().iter().filter(|extent| extent.written && extent.length > 0);
+    let out_bytes: f64 = out_bytes.map(|extent| extent.element_bytes as f64).sum();
+    work.moved = rows.min(m) * cols.min(n) * out_bytes;
+    // The first stage, and a bias or the store.
+    work.waits = 2.0;
+    // Two rows of a thread at once, or 16 of a warp, or a block of 32 x 32.
+    let outputs = rows * cols / threads;
+    let tail = code.tail.unwrap_or_default();
+    let tails = if is_f32 { outputs / 16.0 } else { outputs / 32.0 };
+    work.ends = code.way.all - hot.all + tails * tail.all;
+    work.ends_alone = code.way.alone - hot.alone + tails * tail.alone;
+    // Eight rows of tiles share what lies along the columns.
+    let groups = (m / rows / 8.0).ceil().max(1.0);
+    for touch in &mut work.touches {
+        touch.passes = if touch.name == "b" { groups as u64 } else { 1 };
+    }
+    // Where it adds, each turn reads what was there before it stores.
+    if adds(launch) {
+        work.waits += tails.max(1.0);
+        work.moved *= 2.0;
+    }
+    if flags & GELU != 0 {
+        work.ends += outputs * gelu;
+        work.ends_alone += outputs * gelu;
+    }
+    let flops = 2.0 * m * n * k * batches;
+    work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
+    work
+}
+
+/// `128x256`.
+fn tile(part: &str) -> Option<[f64; 2]> {
+    let (rows, cols) = part.split_once('x')?;
+    Some([rows.parse().ok()?, cols.parse().ok()?])
+}

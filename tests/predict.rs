@@ -1,0 +1,219 @@
+//! Runs the built `predict` example: what must be true of any forecast, how near the recorded lines are, and the bytes that it counts beside those
+//! that the emulator sees.
+
+#![forbid(unsafe_code)]
+
+#[path = "../examples/crossasset/model.rs"]
+#[allow(dead_code, reason = "nothing is reported")]
+mod model;
+
+/// What the model takes from the example's data set.
+mod dataset {
+    pub(crate) const CLASSES: usize = 3;
+}
+
+/// What the model takes from the example's features.
+mod features {
+    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
+    pub(crate) const FEATURES: usize = 193;
+}
+
+use cuda_std::emulator::{Mode, Touched, tally};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::process::{Command, Output};
+use std::time::Duration;
+use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Model, Parameters, Tape};
+
+const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs");
+
+fn run(arguments: &[&str]) -> Output {
+    let test = std::env::current_exe().unwrap();
+    let name = format!("predict{}", std::env::consts::EXE_SUFFIX);
+    let program = test.ancestors().nth(2).unwrap().join("examples").join(name);
+    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
+    Command::new(program).args(arguments).output().unwrap()
+}
+
+/// What it writes as JSON.
+fn json(arguments: &str) -> Value {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_str().unwrap();
+    let output = run(&arguments.split(' ').chain(["--json", path]).collect::<Vec<_>>());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The kernels of a forecast by name.
+fn rows(forecast: &Value) -> BTreeMap<&str, &Value> {
+    let rows = forecast["forecast"]["kernels"].as_array().unwrap();
+    rows.iter().map(|row| (row["kernel"].as_str().unwrap(), row)).collect()
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap()
+}
+
+#[test]
+fn a_slower_copy_slows_what_memory_binds_by_as_much() {
+    let step = "--gpu gb10 --model gpt --precision bf16";
+    let (whole, half) = (json(&format!("{step} --copy 200")), json(&format!("{step} --copy 100")));
+    let (whole, half) = (rows(&whole), rows(&half));
+    // Of products and attention some launches are bound by another thing.
+    let is_bound = |(name, row): &(&str, &Value)| {
+        row["bound"] == "memory"
+            && number(&row["microseconds"]) > 1000.0
+            && !name.starts_with("matmul")
+            && !name.starts_with("flash")
+    };
+    let mut compared = 0;
+    for (name, row) in whole.into_iter().filter(is_bound) {
+        // Each launch has a latency besides.
+        let ratio = number(&half[name]["microseconds"]) / number(&row["microseconds"]);
+        assert!((1.9..=2.0).contains(&ratio), "{name}: {ratio}");
+        compared += 1;
+    }
+    assert!(compared >= 5, "{compared}");
+}
+
+#[test]
+fn what_the_cache_holds_does_not_come_from_memory() {
+    let bytes = |cache: &str| {
+        let step = json(&format!("--gpu h200 --model crossasset --batch 256 --cache {cache}"));
+        let touched: f64 = rows(&step).values().map(|row| number(&row["touched_bytes"])).sum();
+        (number(&step["forecast"]["memory_bytes"]), touched)
+    };
+    let (all, touched) = bytes("1000000");
+    assert_eq!(all, 0.0, "a step in a row finds everything that the one before has left");
+    let (none, _) = bytes("1");
+    assert!(none >= 0.95 * touched, "{none} of {touched}");
+    let (some, _) = bytes("50");
+    assert!(0.0 < some && some < none, "{some}");
+}
+
+#[test]
+fn a_forecast_says_that_it_is_one_and_computes_nothing() {
+    let output = run(&["--gpu", "gb10", "--model", "gpt", "--size", "350m", "--batch", "64", "--precision", "bf16"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("prediction, not a measurement: Gpt2 350m, 64 x 1024, bf16, on GB10\n"), "{text}");
+    assert!(text.contains("predicted step: ") && text.contains("\nlargest: matmul_"), "{text}");
+    // 350 M weights and a step of 64 samples would not fit here, and no emulator would end today.
+    assert!(text.contains("assumed"), "{text}");
+}
+
+#[test]
+fn a_bad_argument_is_refused_with_exit_code_2() {
+    for (arguments, wanted) in [
+        (&["--gpu", "h100"][..], "[possible values: gb10, h200]"),
+        (&["--model", "bert"], "[possible values: crossasset, gpt]"),
+        (&["--batch", "0"], "'--batch <SAMPLES>'"),
+        (&["--copy=-1"], "give a finite number above zero"),
+        (&["--precision", "fp8"], "--precision"),
+        (&["--against", "no/such/folder"], "no/such/folder/2026-11-21-h200-step.json: "),
+        (&["--against", RUNS, "--gpu", "gb10"], "cannot be used with"),
+        (&["--json", "no/such/folder/file.json"], "--json: "),
+    ] {
+        let output = run(arguments);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(wanted), "{arguments:?}: {error}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+/// What `docs/predict.md` says of the recorded lines: a change of the model, of a kernel's choice of tile or of what a step launches shows here.
+#[test]
+fn recorded_lines_that_were_near_stay_near() {
+    let compared = json(&format!("--against {RUNS}"));
+    let lines = compared.as_array().unwrap();
+    let error = |line: &Value| (number(&line["predicted"]) / number(&line["measured"]) - 1.0).abs();
+    let within = |group: &str, limit: f64| {
+        let of_group: Vec<f64> = lines.iter().filter(|line| line["group"] == group).map(error).collect();
+        (of_group.iter().filter(|error| **error <= limit).count(), of_group.len())
+    };
+    for (group, ten, twenty, all) in
+        [("step", 6, 12, 15), ("kernel", 81, 105, 129), ("product", 120, 187, 212), ("attention", 2, 9, 16)]
+    {
+        let found = (within(group, 0.1), within(group, 0.2));
+        assert_eq!(found.0.1, all, "{group}");
+        assert!(found.0.0 >= ten && found.1.0 >= twenty, "{group}: {found:?}");
+    }
+    for name in [
+        "CrossAsset, batch 4096, ieee",
+        "CrossAsset, batch 4096, tf32",
+        "CrossAsset, batch 4096, bf16",
+        "GPT-2 124M, 16 x 1024, ieee",
+        "GPT-2 124M, 16 x 1024, tf32",
+        "GPT-2 350M, 8 x 1024, bf16",
+    ] {
+        let line = lines.iter().find(|line| line["name"] == name).unwrap_or_else(|| panic!("no line {name}"));
+        assert!(error(line) <= 0.1, "{line}");
+    }
+}
+
+/// The code of every kernel of the library has been counted, for both GPUs.
+#[test]
+fn every_kernel_has_been_counted() {
+    let code: Value = serde_json::from_str(include_str!("../examples/predict/code.json")).unwrap();
+    for arch in ["sm_90", "sm_121"] {
+        let counted = code[arch].as_object().unwrap();
+        // The emulator's own tile runs on no GPU.
+        for entry in kernels::entries().filter(|entry| !entry.name.ends_with("_on_cpu")) {
+            let way = &counted
+                .get(entry.name)
+                .unwrap_or_else(|| panic!("{}: run examples/predict/code.py", entry.name))["way"];
+            assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
+        }
+    }
+}
+
+/// The bytes that the model takes for touched are those that the emulator sees being touched, kernel by kernel.
+#[test]
+fn the_emulator_touches_the_bytes_that_are_counted() {
+    const BATCH: usize = 3;
+    let touched = touched_by_a_step(BATCH);
+    let step = json(&format!("--gpu h200 --model crossasset --batch {BATCH}"));
+    // The emulator has a tile of its own.
+    let family = |kernel: &str| if kernel.starts_with("matmul_") { "matmul".to_owned() } else { kernel.to_owned() };
+    let mut counted: BTreeMap<String, f64> = BTreeMap::new();
+    for (kernel, row) in rows(&step) {
+        *counted.entry(family(kernel)).or_default() += number(&row["touched_bytes"]);
+    }
+    let mut seen: BTreeMap<String, f64> = BTreeMap::new();
+    for Touched { kernel, arguments } in &touched {
+        let bytes: usize = arguments.iter().map(|(_, bytes)| bytes).sum();
+        *seen.entry(family(kernel)).or_default() += bytes as f64;
+    }
+    assert_eq!(counted.keys().collect::<Vec<_>>(), seen.keys().collect::<Vec<_>>());
+    for (kernel, counted) in &counted {
+        let share = seen[kernel] / counted;
+        assert!((0.98..=1.0).contains(&share), "{kernel}: {} of {counted} bytes", seen[kernel]);
+    }
+}
+
+/// What a training step of CrossAsset touches on the emulator.
+fn touched_by_a_step(batch: usize) -> Vec<Touched> {
+    let device = Device::builder(DeviceKind::Emulated).deadline(Duration::from_secs(600)).open().unwrap();
+    let (model, layout) = model::Model::<f32>::new().unwrap();
+    let mut parameters = Parameters::new(&device, &layout, 7).unwrap();
+    let mut gradients = Gradients::zeros(&parameters).unwrap();
+    let config = AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() };
+    let mut optimizer = AdamW::new(&parameters, config).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
+    optimizer.advance().unwrap();
+    let (x, labels) = (vec![0.5; batch * 12 * features::FEATURES], vec![0; batch]);
+    let step = || {
+        arena.step(|step| {
+            let inputs = stepscope::Inputs::new().with(&x, [batch, 12, features::FEATURES])?.with(&labels, [batch])?;
+            let inputs = step.upload_inputs(&inputs)?;
+            let tape = Tape::new(step, &parameters);
+            let output = model.forward(&tape, &inputs)?;
+            let loss = model.loss(&tape, &output, &inputs, 1.0 / batch as f32)?;
+            tape.backward_afresh(&loss, &mut gradients)?;
+            optimizer.apply(step, &mut parameters, &gradients).map(drop)
+        })
+    };
+    let (outcome, touched) = tally(|| Mode::RACES.scope(step));
+    outcome.unwrap();
+    touched
+}
