@@ -121,7 +121,15 @@ def text(root, files):
 EXAMPLE = re.compile(r"\b(?:layer_norm|LayerNorm)")
 PAGES = ("docs/", "benches/", "CHANGELOG.md", "README.md", "ci/")
 # Models that are made of it: another op would not come to them by itself.
-MODELS = ("host/nn/block.rs", "examples/gpt/", "examples/vit.rs", "tests/oracle/gpt_training.py")
+MODELS = (
+    "host/nn/block.rs",
+    "examples/gpt/",
+    "examples/vit.rs",
+    "tests/oracle/gpt_training.py",
+    # They repeat lines of the benches that are recorded.
+    "examples/predict/against.rs",
+    "examples/predict/bench.rs",
+)
 
 
 def adding(files):
