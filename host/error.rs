@@ -12,7 +12,7 @@ use cuda_std::emulator::Fault;
 use cuda_std::launch::Violation;
 use std::fmt::{self, Write};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The result of anything in stepscope that can fail.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -305,6 +305,14 @@ impl Error {
     pub(crate) fn in_op(self, op: &'static str) -> Self {
         match self {
             Self::Misuse { expected, got, .. } => Self::Misuse { op, expected, got },
+            other => other,
+        }
+    }
+
+    /// The same timeout, of a wait that began earlier than its last call.
+    pub(crate) fn waiting_since(self, start: Instant) -> Self {
+        match self {
+            Self::Timeout { call, report, .. } => Self::Timeout { call, waited: start.elapsed(), report },
             other => other,
         }
     }

@@ -104,7 +104,8 @@ impl OverflowPool {
             situation.admit(growth).map_err(|refusal| NotGiven::Refused(Box::new(refusal)))?;
         }
         let left = deadline.saturating_sub(start.elapsed());
-        let address = device.pool_allocate(self.pool, bytes, left).map_err(NotGiven::Driver)?;
+        let given = device.pool_allocate(self.pool, bytes, left);
+        let address = given.map_err(|error| NotGiven::Driver(error.waiting_since(start)))?;
         self.blocks.push((address, bytes));
         self.used_bytes = used;
         self.held_bytes = self.held_bytes.max(used);
