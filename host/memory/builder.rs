@@ -130,6 +130,8 @@ impl ArenaBuilder {
         if device.checked_unless(checked) {
             region.check()?;
         }
+        #[cfg(feature = "nvtx")]
+        region.sanitize();
         if let Overflow::Pool { cap_bytes, prime_bytes, deadline } = overflow {
             let pool = OverflowPool::open(region.device(), cap_bytes, prime_bytes, deadline, reserve_bytes)?;
             // The region owns the pool from here on, and ends it whatever becomes of the prime.

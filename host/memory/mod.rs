@@ -16,6 +16,8 @@ mod peak;
 mod region;
 mod request;
 mod reuse;
+#[cfg(feature = "nvtx")]
+mod sanitizer;
 mod scope;
 mod sections;
 mod settings;

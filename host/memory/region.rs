@@ -10,6 +10,8 @@ use super::overflow::OverflowPool;
 use super::peak::Peak;
 use super::request::Request;
 use super::reuse::Reuse;
+#[cfg(feature = "nvtx")]
+use super::sanitizer::Sanitizer;
 use super::sections::{Section, Sections};
 use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
@@ -21,6 +23,7 @@ use crate::report::{ArenaReport, Phase, SystemMemory};
 use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -54,8 +57,11 @@ pub(crate) struct Region {
     pub(super) counters: RefCell<Counters>,
     pub(super) overflow: Option<RefCell<OverflowPool>>,
     pub(super) checks: Option<RefCell<Checks>>,
-    /// Bytes behind each tensor in checked mode, also where only its needs are measured.
+    /// Bytes behind each tensor that are no tensor's: in checked mode and under a sanitizer, also where only the needs are measured.
     guard_bytes: usize,
+    /// What a sanitizer is told.
+    #[cfg(feature = "nvtx")]
+    sanitizer: RefCell<Option<Sanitizer>>,
     pub(super) reserve_bytes: Option<u64>,
     pub(super) recording: Option<RefCell<Recording>>,
     conditions: Conditions,
@@ -100,6 +106,8 @@ impl Region {
             overflow: None,
             checks: None,
             guard_bytes: 0,
+            #[cfg(feature = "nvtx")]
+            sanitizer: RefCell::new(None),
             reserve_bytes: None,
             recording: None,
             conditions: Conditions::default(),
@@ -118,6 +126,41 @@ impl Region {
         self.checks = Some(RefCell::new(Checks::new(&self.device)?));
         self.guard_bytes = GUARD_BYTES;
         Ok(())
+    }
+
+    /// Tells the sanitizer that started this program, if one did, which bytes are whose (feature `nvtx`).
+    #[cfg(feature = "nvtx")]
+    pub(super) fn sanitize(&mut self) {
+        self.told_by(Sanitizer::attach(&self.device, self.address, self.owned_bytes));
+    }
+
+    /// A sanitizer hears of each tensor from now on.
+    #[cfg(feature = "nvtx")]
+    pub(super) fn told_by(&mut self, sanitizer: Option<Sanitizer>) {
+        if sanitizer.is_some() {
+            self.guard_bytes = GUARD_BYTES;
+        }
+        *self.sanitizer.get_mut() = sanitizer;
+    }
+
+    /// These bytes are a tensor's, or a captured step's.
+    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "nobody is told"))]
+    #[inline]
+    fn tell_taken(&self, address: u64, bytes: usize) {
+        #[cfg(feature = "nvtx")]
+        if let Some(sanitizer) = &mut *self.sanitizer.borrow_mut() {
+            sanitizer.register(address, bytes);
+        }
+    }
+
+    /// What a sanitizer knows of these bytes is no longer so.
+    #[cfg_attr(not(feature = "nvtx"), expect(unused_variables, reason = "nobody is told"))]
+    #[inline]
+    pub(super) fn tell_gone(&self, offsets: Range<usize>) {
+        #[cfg(feature = "nvtx")]
+        if let Some(sanitizer) = &mut *self.sanitizer.borrow_mut() {
+            sanitizer.unregister(&self.device, self.address + offsets.start as u64..self.address + offsets.end as u64);
+        }
     }
 
     /// A region of a rehearsal of this one's device, on which a step can be measured.
@@ -142,6 +185,7 @@ impl Region {
         let section = self.sections.reserve(self.owned_bytes, bytes)?;
         let address = self.address + section.start() as u64;
         self.refresh_capacity();
+        self.tell_taken(address, section.bytes());
         Some((section, address))
     }
 
@@ -154,6 +198,7 @@ impl Region {
     fn refresh_capacity(&self) {
         let limit = self.sections.limit(self.owned_bytes);
         if limit != self.capacity.get() {
+            self.tell_gone(self.capacity.get()..limit.max(self.capacity.get()));
             self.peak.captured_changes(self.captured_bytes());
             self.capacity.set(limit);
             self.bump.set(Bump::new(limit));
@@ -217,9 +262,9 @@ impl Region {
         self.checks = checks.map(RefCell::new);
     }
 
-    /// Bytes behind each tensor in checked mode, else none.
+    /// Bytes behind each tensor in checked mode, else none: a sanitizer sees a captured step's memory as one.
     pub(crate) fn guard_bytes(&self) -> usize {
-        self.guard_bytes
+        if self.checks.is_some() { self.guard_bytes } else { 0 }
     }
 
     /// The guards of a recorded step, when it is over.
@@ -332,6 +377,10 @@ impl Region {
         let inside = (self.address..self.address + self.capacity.get() as u64).contains(&address);
         let origin = if inside { Origin::Arena } else { Origin::Overflow };
         self.note(Kind::Allocate, origin, address, request.bytes, site, label());
+        if inside {
+            // A guard that is written and read is the tensor's, as far as a sanitizer sees.
+            self.tell_taken(address, if self.checks.is_some() { bytes } else { request.bytes });
+        }
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
             let block = unsafe { Memory::new(self.device.identity(), address, bytes) };
@@ -399,6 +448,8 @@ impl Region {
         self.sections.forget();
         self.capacity.set(wanted);
         self.bump.set(Bump::new(wanted));
+        #[cfg(feature = "nvtx")]
+        self.sanitize();
         self.growths += 1;
         match &self.overflow {
             // What the arena holds now, the pool need not keep.
@@ -445,6 +496,8 @@ impl Drop for Region {
             // SAFETY: no step is alive, each borrows the region, and its blocks went back at its end.
             unsafe { self.device.retire(Retired::Pool(overflow.into_inner().pool)) };
         }
+        #[cfg(feature = "nvtx")]
+        self.sanitizer.take();
         if !self.is_lent() {
             let memory = Retired::Memory { address: self.address, bytes: self.owned_bytes };
             // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive. Captured steps pin it.

@@ -105,6 +105,9 @@ impl Region {
         if let Some(checks) = &self.checks {
             checks.borrow_mut().forget(mark.guards..until.guards);
         }
+        for (offset, bytes) in until.bump.since(mark.bump) {
+            self.tell_gone(offset..offset + bytes);
+        }
         self.bump.set(self.bump.get().without(mark.bump, until.bump));
         let gone = until.allocations - mark.allocations;
         self.counters.borrow_mut().step_allocations -= gone;

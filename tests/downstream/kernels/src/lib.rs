@@ -1,4 +1,4 @@
-//! Kernels that stepscope has not: the leaky rectifier and its derivative. Compiled to PTX by the build script of `downstream`, and as
+//! Kernels that stepscope has not: the leaky rectifier and its derivative, and two with planted bugs. Compiled to PTX by the build script of `downstream`, and as
 //! they are for the CPU.
 
 #![no_std]
@@ -70,3 +70,15 @@ contract! { unsafe endless { block: 32, align: 4 } |k| {
     Violation::unless_length("flag", 1, k.flag.len())?;
     Grid::cover(1, 1)
 }}
+
+/// Sets a byte to 1, counted from the start of `out`: one that lies behind it too, which is what a sanitizer is tested with.
+#[kernel]
+pub unsafe fn overrun(byte: usize, out: *mut f32) {
+    if thread::index_1d() == 0 {
+        // SAFETY: none where the byte lies behind `out`; this is the planted bug.
+        unsafe { out.cast::<u8>().add(byte).write(1) };
+    }
+}
+
+// SAFETY: none: `byte` is not looked at, and this is the planted bug.
+contract! { unsafe overrun { block: 32, align: 4 } |_k| Grid::cover(1, 1) }
