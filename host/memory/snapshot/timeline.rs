@@ -5,6 +5,7 @@
 
 use super::event::{Event, Kind, Origin};
 use super::recording::{Held, Recording};
+use std::collections::BTreeMap;
 
 /// One band of the stack.
 pub(super) struct Layer<'r> {
@@ -52,6 +53,8 @@ pub(super) struct Timeline<'r> {
     pub(super) span_us: u64,
     pub(super) peak_us: u64,
     pub(super) peak_bytes: u64,
+    /// Events before that moment.
+    peak_events: usize,
     /// The most that the arena reserved.
     pub(super) arena_bytes: u64,
     /// When steps ended.
@@ -72,6 +75,7 @@ impl<'r> Timeline<'r> {
             span_us: end_us.saturating_sub(start_us).max(1),
             peak_us: start_us,
             peak_bytes: 0,
+            peak_events: 0,
             arena_bytes: 0,
             resets_us: Vec::new(),
             refusals: Vec::new(),
@@ -80,8 +84,8 @@ impl<'r> Timeline<'r> {
         for live in held.live.values() {
             now.levels[line.layer_of(live)] += live.occupied_bytes();
         }
-        line.see(&mut now, &held, start_us);
-        for event in &recording.events {
+        line.see(&mut now, &held, (start_us, 0));
+        for (number, event) in recording.events.iter().enumerate() {
             // Columns without an event show what was there before it, and its own begins so.
             let column = ((line.part(event.time_us) * columns as f64) as usize).min(columns - 1);
             while line.columns.len() <= column {
@@ -96,7 +100,7 @@ impl<'r> Timeline<'r> {
                 Kind::Refuse { .. } => line.refusals.push((event.time_us, now.total())),
                 Kind::Reserve | Kind::Release | Kind::Free | Kind::Rewind => {}
             }
-            line.see(&mut now, &held, event.time_us);
+            line.see(&mut now, &held, (event.time_us, number + 1));
             if let Some(shown) = line.columns.last_mut()
                 && now.total() >= shown.total()
             {
@@ -112,8 +116,21 @@ impl<'r> Timeline<'r> {
         (time_us.saturating_sub(self.start_us) as f64 / self.span_us as f64).min(1.0)
     }
 
-    /// Completes a sample and keeps the peaks.
-    fn see(&mut self, now: &mut Sample, held: &Held, time_us: u64) {
+    /// The line of source whose tensors held most at the peak, and how much.
+    pub(super) fn holds_most(&self, recording: &Recording) -> Option<(String, u64)> {
+        let mut held = recording.start.clone();
+        recording.events.iter().take(self.peak_events).for_each(|event| drop(held.apply(event)));
+        let mut by_line: BTreeMap<_, u64> = BTreeMap::new();
+        for live in held.live.values() {
+            *by_line.entry((&live.file, live.line)).or_default() += live.occupied_bytes();
+        }
+        let most = by_line.into_iter().max_by_key(|&(_, bytes)| bytes)?;
+        let ((file, line), bytes) = most;
+        Some((format!("{file}:{line}"), bytes))
+    }
+
+    /// Completes a sample, so many events after the start, and keeps the peaks.
+    fn see(&mut self, now: &mut Sample, held: &Held, (time_us, events): (u64, usize)) {
         let reserved: u64 = held.reserved.values().map(|event| event.bytes as u64).sum();
         let persistent = self.layers.iter().zip(&now.levels).filter(|(layer, _)| layer.origin == Origin::Persistent);
         self.arena_bytes = self.arena_bytes.max(reserved);
@@ -122,7 +139,7 @@ impl<'r> Timeline<'r> {
             layer.peak_bytes = layer.peak_bytes.max(bytes);
         }
         if now.total() > self.peak_bytes {
-            (self.peak_us, self.peak_bytes) = (time_us, now.total());
+            (self.peak_us, self.peak_bytes, self.peak_events) = (time_us, now.total(), events);
         }
     }
 
@@ -179,6 +196,8 @@ mod tests {
         assert_eq!(line.columns.iter().map(levels).collect::<Vec<_>>(), expected);
         assert!(line.columns.iter().all(|column| column.arena_end == 4096 + 1024));
         assert_eq!((line.peak_us, line.peak_bytes), (130, 1024 + 256 + 512 + 5120));
+        let all = 1024 + 256 + 512 + 5120;
+        assert_eq!(line.holds_most(&recording), Some(("host/ops/activation.rs:21".into(), all)), "one line made all");
         assert_eq!(line.arena_bytes, 4096);
         assert_eq!(line.resets_us, [150]);
         assert_eq!(line.refusals, [(132, 1024 + 256 + 512)]);
