@@ -1,6 +1,7 @@
 //! `loss.svg`: training and validation loss, part beside part of a run.
 //!
-//! Text is written as SVG text, so drawing needs no font; the dashed line is the loss of guessing all classes alike.
+//! Text is written as SVG text, so drawing needs no font; the dashed line is the loss of guessing all classes alike. Where single losses are too many to follow
+//! they are faint, and a line shows the mean of the last few.
 
 use std::ops::Range;
 
@@ -15,8 +16,9 @@ const TRAIN: RGBColor = RGBColor(0, 114, 178);
 const VALID: RGBColor = RGBColor(213, 94, 0);
 const QUIET: RGBColor = RGBColor(120, 120, 120);
 const FAINT: RGBColor = RGBColor(225, 225, 225);
-/// With more losses the dots are smaller.
-const LARGE_DOTS: usize = 60;
+/// More losses in a part are smoothed, over this share of them.
+const MOST_DOTS: usize = 60;
+const SMOOTHED_SHARE: usize = 20;
 
 type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
@@ -89,8 +91,8 @@ impl Picture {
             .draw()?;
 
         chart.draw_series(DashedLineSeries::new([(x.start, chance), (x.end, chance)], 6, 5, QUIET.stroke_width(1)))?;
-        let count = self.parts.iter().map(|part| part.curves[0].len()).sum::<usize>();
-        let radius = if count > LARGE_DOTS { 2 } else { 4 };
+        let most = self.parts.iter().map(|part| part.curves[0].len()).max().unwrap_or(0);
+        let window = (most > MOST_DOTS).then_some(most / SMOOTHED_SHARE);
         for (number, part) in self.parts.iter().enumerate() {
             draw_axis(&mut chart, part, y.start)?;
             if number > 0 {
@@ -98,12 +100,12 @@ impl Picture {
                 chart.draw_series([PathElement::new([(x, y.start), (x, y.end)], QUIET.stroke_width(1))])?;
             }
         }
-        for (color, curve) in [(TRAIN, 0), (VALID, 1)] {
+        for (color, curve, window) in [(TRAIN, 0, window), (VALID, 1, None)] {
             for part in &self.parts {
-                draw_losses(&mut chart, &part.curves[curve], color, radius)?;
+                draw_losses(&mut chart, &part.curves[curve], color, window)?;
             }
         }
-        draw_legend(&legend, self.classes)?;
+        draw_legend(&legend, self.classes, window)?;
         root.present()?;
         Ok(())
     }
@@ -133,20 +135,33 @@ fn draw_axis(chart: &mut Chart<'_>, part: &Part, bottom: f64) -> Drawn {
     Ok(())
 }
 
-/// One dot for each loss, joined where they are finite.
-fn draw_losses(chart: &mut Chart<'_>, points: &[(f64, f64)], color: RGBColor, radius: i32) -> Drawn {
+/// One dot for each loss, joined where they are finite; or, of so many, the mean of the last ones.
+fn draw_losses(chart: &mut Chart<'_>, points: &[(f64, f64)], color: RGBColor, window: Option<usize>) -> Drawn {
     for part in points.split(|(_, loss)| !loss.is_finite()) {
-        chart.draw_series(LineSeries::new(part.iter().copied(), color.stroke_width(2)))?;
-        chart.draw_series(part.iter().map(|&point| Circle::new(point, radius, color.filled())))?;
+        let Some(window) = window else {
+            chart.draw_series(LineSeries::new(part.iter().copied(), color.stroke_width(2)))?;
+            chart.draw_series(part.iter().map(|&point| Circle::new(point, 4, color.filled())))?;
+            continue;
+        };
+        chart.draw_series(LineSeries::new(part.iter().copied(), color.mix(0.3).stroke_width(1)))?;
+        chart.draw_series(LineSeries::new(trailing_means(part, window), color.stroke_width(2)))?;
     }
     Ok(())
 }
 
+/// At each place the mean of its loss and of those before it, `window` in all where there are so many.
+fn trailing_means(points: &[(f64, f64)], window: usize) -> Vec<(f64, f64)> {
+    let last = |end: usize| &points[end.saturating_sub(window)..end];
+    let mean = |losses: &[(f64, f64)]| losses.iter().map(|(_, loss)| loss).sum::<f64>() / losses.len() as f64;
+    points.iter().zip(1..).map(|(&(x, _), end)| (x, mean(last(end)))).collect()
+}
+
 /// Beside the chart, so that it hides no loss.
-fn draw_legend(area: &DrawingArea<SVGBackend<'_>, Shift>, classes: usize) -> Drawn {
+fn draw_legend(area: &DrawingArea<SVGBackend<'_>, Shift>, classes: usize, window: Option<usize>) -> Drawn {
     let text = ("sans-serif", 14).into_font().color(&BLACK).pos(Pos::new(HPos::Left, VPos::Center));
+    let training = window.map_or("training".into(), |window| format!("training, mean of {window}"));
     let guessing = format!("guessing: ln {classes} = {:.3}", (classes as f64).ln());
-    for (y, name, color) in [(60, "training", Some(TRAIN)), (82, "validation", Some(VALID)), (104, &guessing, None)] {
+    for (y, name, color) in [(60, &*training, Some(TRAIN)), (82, "validation", Some(VALID)), (104, &guessing, None)] {
         match color {
             Some(color) => {
                 area.draw(&PathElement::new([(0, y), (24, y)], color.stroke_width(2)))?;
@@ -161,4 +176,35 @@ fn draw_legend(area: &DrawingArea<SVGBackend<'_>, Shift>, classes: usize) -> Dra
         area.draw(&Text::new(name.to_owned(), (32, y), text.clone()))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn picture(losses: usize) -> String {
+        let training = (0..losses).map(|at| (at as f64, if at % 2 == 0 { 1.0 } else { 3.0 })).collect();
+        let part = Part {
+            name: "a".into(),
+            range: 0.0..losses as f64,
+            ticks: Vec::new(),
+            curves: [training, vec![(1.0, 2.0)]],
+        };
+        Picture { caption: "c", x_label: "x", classes: 3, parts: vec![part] }.draw()
+    }
+
+    #[test]
+    fn many_losses_are_smoothed_and_few_are_dots() {
+        let (few, many) = (picture(10), picture(200));
+        assert!(few.contains(">\ntraining\n<") && few.matches("<circle").count() == 10 + 1 + 2, "{few}");
+        assert!(many.contains(">\ntraining, mean of 10\n<") && many.matches("<circle").count() == 1 + 2, "{many}");
+        assert!(many.contains("opacity=\"0.3\""), "{many}");
+    }
+
+    #[test]
+    fn means_are_of_the_last_ones() {
+        let points = [(0.0, 4.0), (1.0, 2.0), (2.0, 0.0), (3.0, 10.0)];
+        assert_eq!(trailing_means(&points, 2), [(0.0, 4.0), (1.0, 3.0), (2.0, 1.0), (3.0, 5.0)]);
+        assert_eq!(trailing_means(&[], 3), []);
+    }
 }

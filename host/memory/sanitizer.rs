@@ -32,12 +32,12 @@ const VERSION: u16 = 3;
 const SUB_ALLOCATOR: u32 = 1;
 const VIRTUAL_ADDRESS: u32 = 1;
 const BY_POINTER: u32 = 1;
-/// Places of functions in the extension's table, `NvtxExtMemCallbackId`.
+/// Places of functions in the extension's table, from 0 on: `NvtxExtMemCallbackId`.
 const PLACES: usize = 63;
-const HEAP_REGISTER: usize = 1;
-const HEAP_UNREGISTER: usize = 2;
-const REGIONS_REGISTER: usize = 4;
-const REGIONS_UNREGISTER: usize = 6;
+const HEAP_REGISTER: usize = 0;
+const HEAP_UNREGISTER: usize = 1;
+const REGIONS_REGISTER: usize = 3;
+const REGIONS_UNREGISTER: usize = 5;
 
 /// NVTX's `nvtxExtModuleSegment_t`.
 #[repr(C)]
