@@ -457,6 +457,16 @@ impl Device {
         }
     }
 
+    /// Runs what asks the driver for the thread's context: only where calls are made there is one.
+    #[cfg(feature = "nvtx")]
+    pub(crate) fn in_context<R: Send + 'static>(
+        &self,
+        name: &'static str,
+        run: impl FnOnce() -> R + Send + 'static,
+    ) -> Result<R> {
+        self.call(name, self.deadline(), move |_| Ok(run()))
+    }
+
     /// Makes a call of the driver that may hang on a thread of its own, which is given up: for what must be possible while the lane is stuck.
     pub(super) fn call_beside_lane(&self, call: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static) {
         let driver = Arc::clone(&self.shared.driver);

@@ -140,7 +140,9 @@ impl Region {
         if sanitizer.is_some() {
             self.guard_bytes = GUARD_BYTES;
         }
-        *self.sanitizer.get_mut() = sanitizer;
+        if let Some(earlier) = self.sanitizer.replace(sanitizer) {
+            earlier.end(&self.device);
+        }
     }
 
     /// These bytes are a tensor's, or a captured step's.
@@ -149,7 +151,7 @@ impl Region {
     fn tell_taken(&self, address: u64, bytes: usize) {
         #[cfg(feature = "nvtx")]
         if let Some(sanitizer) = &mut *self.sanitizer.borrow_mut() {
-            sanitizer.register(address, bytes);
+            sanitizer.register(&self.device, address, bytes);
         }
     }
 
@@ -497,7 +499,9 @@ impl Drop for Region {
             unsafe { self.device.retire(Retired::Pool(overflow.into_inner().pool)) };
         }
         #[cfg(feature = "nvtx")]
-        self.sanitizer.take();
+        if let Some(sanitizer) = self.sanitizer.take() {
+            sanitizer.end(&self.device);
+        }
         if !self.is_lent() {
             let memory = Retired::Memory { address: self.address, bytes: self.owned_bytes };
             // SAFETY: `allocate` took exactly this; the arena owns it, and no step is alive. Captured steps pin it.

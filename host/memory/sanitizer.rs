@@ -183,7 +183,14 @@ struct Heap(*mut c_void);
 // SAFETY: nothing here follows it; it goes back to the tool's functions, which NVTX lets any thread call.
 unsafe impl Send for Heap {}
 
-/// An arena, as a tool knows it.
+impl Heap {
+    /// As the tool's functions take it. A closure that calls this holds the whole, which may go to another thread.
+    fn handle(self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// An arena, as a tool knows it. The tool is called where the driver is: it looks for the thread's context.
 #[derive(Debug)]
 pub(super) struct Sanitizer {
     tool: Tool,
@@ -196,46 +203,51 @@ impl Sanitizer {
     /// Tells the tool that started this process of an arena in a GPU's memory, if one did.
     pub(super) fn attach(device: &Device, address: u64, bytes: usize) -> Option<Self> {
         let tool = (device.description().kind == DeviceKind::Cuda).then(Tool::attached).flatten()?;
-        Self::new(tool, address, bytes)
+        Self::new(tool, device, address, bytes)
     }
 
-    fn new(tool: Tool, address: u64, bytes: usize) -> Option<Self> {
-        let range = Bytes { size: bytes, address };
-        let description = HeapDescription {
-            compatible: COMPATIBLE,
-            struct_size: size_of::<HeapDescription>() as u16,
-            reserved: 0,
-            usage: SUB_ALLOCATOR,
-            memory_type: VIRTUAL_ADDRESS,
-            range_size: size_of::<Bytes>(),
-            range: &range,
-            category: 0,
-            message_type: 0,
-            message: ptr::null(),
-        };
-        // SAFETY: the description is NVTX's, and outlives the call.
-        let heap = unsafe { (tool.register_heap)(ptr::null(), &description) };
-        (!heap.is_null()).then(|| Self { tool, heap: Heap(heap), regions: BTreeMap::new() })
+    fn new(tool: Tool, device: &Device, address: u64, bytes: usize) -> Option<Self> {
+        let heap = said(device, move || {
+            let range = Bytes { size: bytes, address };
+            let description = HeapDescription {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<HeapDescription>() as u16,
+                reserved: 0,
+                usage: SUB_ALLOCATOR,
+                memory_type: VIRTUAL_ADDRESS,
+                range_size: size_of::<Bytes>(),
+                range: &range,
+                category: 0,
+                message_type: 0,
+                message: ptr::null(),
+            };
+            // SAFETY: the description is NVTX's, and outlives the call.
+            Heap(unsafe { (tool.register_heap)(ptr::null(), &description) })
+        });
+        heap.filter(|heap| !heap.handle().is_null()).map(|heap| Self { tool, heap, regions: BTreeMap::new() })
     }
 
     /// These bytes are a tensor's from now on.
-    pub(super) fn register(&mut self, address: u64, bytes: usize) {
+    pub(super) fn register(&mut self, device: &Device, address: u64, bytes: usize) {
         if bytes == 0 {
             return;
         }
-        let range = Bytes { size: bytes, address };
-        let registration = Registration {
-            compatible: COMPATIBLE,
-            struct_size: size_of::<Registration>() as u16,
-            memory_type: VIRTUAL_ADDRESS,
-            heap: self.heap.0,
-            count: 1,
-            range_size: size_of::<Bytes>(),
-            ranges: &range,
-            handles: ptr::null_mut(),
-        };
-        // SAFETY: the registration is NVTX's, and outlives the call; the heap is registered.
-        unsafe { (self.tool.register)(ptr::null(), &registration) };
+        let Self { tool, heap, .. } = *self;
+        said(device, move || {
+            let range = Bytes { size: bytes, address };
+            let registration = Registration {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<Registration>() as u16,
+                memory_type: VIRTUAL_ADDRESS,
+                heap: heap.handle(),
+                count: 1,
+                range_size: size_of::<Bytes>(),
+                ranges: &range,
+                handles: ptr::null_mut(),
+            };
+            // SAFETY: the registration is NVTX's, and outlives the call; the heap is registered.
+            unsafe { (tool.register)(ptr::null(), &registration) }
+        });
         self.regions.insert(address, bytes);
     }
 
@@ -247,31 +259,41 @@ impl Sanitizer {
         }
         // A device that failed stays so, and whoever calls it next is told.
         let _ = device.synchronize(device.deadline());
-        let unregistration = Unregistration {
-            compatible: COMPATIBLE,
-            struct_size: size_of::<Unregistration>() as u16,
-            reference_type: BY_POINTER,
-            count: gone.len(),
-            reference_size: size_of::<u64>(),
-            references: gone.as_ptr(),
-        };
-        // SAFETY: the list is NVTX's, and outlives the call; each address is a region's.
-        unsafe { (self.tool.unregister)(ptr::null(), &unregistration) };
+        let tool = self.tool;
+        said(device, move || {
+            let unregistration = Unregistration {
+                compatible: COMPATIBLE,
+                struct_size: size_of::<Unregistration>() as u16,
+                reference_type: BY_POINTER,
+                count: gone.len(),
+                reference_size: size_of::<u64>(),
+                references: gone.as_ptr(),
+            };
+            // SAFETY: the list is NVTX's, and outlives the call; each address is a region's.
+            unsafe { (tool.unregister)(ptr::null(), &unregistration) }
+        });
+    }
+
+    /// The arena gives its memory back, and what is left of the regions goes with it.
+    pub(super) fn end(self, device: &Device) {
+        let Self { tool, heap, .. } = self;
+        said(device, move || {
+            // SAFETY: the heap is registered.
+            unsafe { (tool.unregister_heap)(ptr::null(), heap.handle()) }
+        });
     }
 }
 
-impl Drop for Sanitizer {
-    fn drop(&mut self) {
-        // SAFETY: the heap is registered, and its regions go with it.
-        unsafe { (self.tool.unregister_heap)(ptr::null(), self.heap.0) };
-    }
+/// Says something to a tool where the driver's context is; nothing once the device is lost.
+fn said<R: Send + 'static>(device: &Device, say: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+    device.in_context("sanitizer", say).inspect_err(|error| tracing::debug!(%error, "a sanitizer was not told")).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Arena, Capacity, Inputs, Output, Record, ops};
-    use std::cell::RefCell;
+    use std::sync::{Mutex, PoisonError};
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Told {
@@ -281,12 +303,17 @@ mod tests {
         HeapGone,
     }
 
-    thread_local! {
-        static TOLD: RefCell<Vec<Told>> = const { RefCell::new(Vec::new()) };
-    }
+    /// What the tool has heard, from the driver's thread.
+    static HEARD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
+    /// One test at a time.
+    static TURN: Mutex<()> = Mutex::new(());
 
     fn hear(told: Told) {
-        TOLD.with_borrow_mut(|all| all.push(told));
+        HEARD.lock().unwrap().push(told);
+    }
+
+    fn heard() -> Vec<Told> {
+        std::mem::take(&mut HEARD.lock().unwrap())
     }
 
     unsafe extern "C" fn register_heap(_: *const c_void, heap: *const HeapDescription) -> *mut c_void {
@@ -346,18 +373,20 @@ mod tests {
 
     /// An arena that the tool hears of.
     fn told_arena() -> Arena {
+        heard();
         let device = Device::open(DeviceKind::Emulated).unwrap();
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
         // SAFETY: the functions are of NVTX's types.
         let tool = unsafe { Tool::new(initialize) }.unwrap();
         let (address, bytes) = (arena.region.address, arena.region.owned_bytes);
-        arena.region.told_by(Sanitizer::new(tool, address, bytes));
-        assert_eq!(TOLD.take(), [Told::Heap { address, bytes }]);
+        arena.region.told_by(Sanitizer::new(tool, &device, address, bytes));
+        assert_eq!(heard(), [Told::Heap { address, bytes }]);
         arena
     }
 
     #[test]
     fn a_tool_hears_of_each_tensor_and_when_it_is_gone() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut arena = told_arena();
         let start = arena.region.address;
         for _ in 0..2 {
@@ -373,14 +402,15 @@ mod tests {
             let first = Told::Region { address: start, bytes: 400 };
             let seconds = [400, 256].map(|bytes| Told::Region { address: second, bytes });
             let gone = [second, start].map(|address| Told::Gone { address });
-            assert_eq!(TOLD.take(), [first, seconds[0], gone[0], seconds[1], gone[1], gone[0]]);
+            assert_eq!(heard(), [first, seconds[0], gone[0], seconds[1], gone[1], gone[0]]);
         }
         drop(arena);
-        assert_eq!(TOLD.take(), [Told::HeapGone]);
+        assert_eq!(heard(), [Told::HeapGone]);
     }
 
     #[test]
     fn a_captured_step_is_one_region_until_it_is_gone() {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut arena = told_arena();
         let end = arena.region.address + arena.region.owned_bytes as u64;
         let x = [1.0; 64];
@@ -392,14 +422,14 @@ mod tests {
         let mut captured = arena.capture((), &inputs, record).unwrap();
         let bytes = captured.report().bytes_owned;
         let section = end - bytes as u64;
-        assert_eq!(TOLD.take(), [Told::Region { address: section, bytes }]);
+        assert_eq!(heard(), [Told::Region { address: section, bytes }]);
         captured.replay(&inputs).unwrap();
         arena.step(|step| step.empty::<f32>([1]).map(drop)).unwrap();
         let first = arena.region.address;
-        assert_eq!(TOLD.take(), [Told::Region { address: first, bytes: 4 }, Told::Gone { address: first }]);
+        assert_eq!(heard(), [Told::Region { address: first, bytes: 4 }, Told::Gone { address: first }]);
         drop(captured);
         arena.step(|_| Ok(())).unwrap();
-        assert_eq!(TOLD.take(), [Told::Gone { address: section }]);
+        assert_eq!(heard(), [Told::Gone { address: section }]);
     }
 
     #[test]
