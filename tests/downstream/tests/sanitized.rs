@@ -18,7 +18,7 @@ fn arena() -> Arena {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs an NVIDIA GPU"]
 fn every_byte_behind_a_tensor() {
     let mut arena = arena();
     // Lengths whose last byte is, and is not, the last of its multiple of 256.
@@ -39,7 +39,7 @@ fn every_byte_behind_a_tensor() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs an NVIDIA GPU"]
 fn what_nobody_has_written_in_this_step() {
     let mut arena = arena();
     let mut planted = 0;
