@@ -13,20 +13,10 @@ mod harness;
 mod model;
 #[path = "step/ours.rs"]
 mod ours;
+#[path = "../examples/crossasset/sizes.rs"]
+mod sizes;
 #[path = "step/table.rs"]
 mod table;
-
-/// What the model takes from the example's data set, which is not here; [`ours::check_model`] sees
-/// the weights that follow from it.
-mod dataset {
-    pub(crate) const CLASSES: usize = 3;
-}
-
-/// What the model takes from the example's features, which are not here.
-mod features {
-    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
-    pub(crate) const FEATURES: usize = 193;
-}
 
 use clap::Parser;
 use harness::{Common, Peer, Samples, record};

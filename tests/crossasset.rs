@@ -20,5 +20,7 @@ mod random;
 mod report;
 #[path = "../examples/shared/mod.rs"]
 mod shared;
+#[path = "../examples/crossasset/sizes.rs"]
+mod sizes;
 #[path = "../examples/crossasset/synthetic.rs"]
 mod synthetic;

@@ -20,6 +20,8 @@ mod model;
 mod random;
 #[path = "../examples/crossasset/samples.rs"]
 mod samples;
+#[path = "../examples/crossasset/sizes.rs"]
+mod sizes;
 #[path = "../examples/crossasset/synthetic.rs"]
 mod synthetic;
 

@@ -4,6 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "support/example.rs"]
+#[allow(dead_code, reason = "it trains nothing, so it has no device")]
+mod example;
+
 use flate2::read::GzDecoder;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -15,11 +19,7 @@ use std::time::{Duration, Instant};
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doctor/fixtures");
 
 fn doctor(arguments: &[&str]) -> Output {
-    let test = std::env::current_exe().unwrap();
-    let name = format!("doctor{}", std::env::consts::EXE_SUFFIX);
-    let program = test.ancestors().nth(2).unwrap().join("examples").join(name);
-    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
-    Command::new(program).args(arguments).output().unwrap()
+    Command::new(example::program("doctor")).args(arguments).output().unwrap()
 }
 
 fn fixture(name: &str) -> Value {

@@ -3,20 +3,14 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "support/example.rs"]
+#[allow(dead_code, reason = "it computes nothing, so it has no device")]
+mod example;
 #[path = "../examples/crossasset/model.rs"]
 #[allow(dead_code, reason = "nothing is reported")]
 mod model;
-
-/// What the model takes from the example's data set.
-mod dataset {
-    pub(crate) const CLASSES: usize = 3;
-}
-
-/// What the model takes from the example's features.
-mod features {
-    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
-    pub(crate) const FEATURES: usize = 193;
-}
+#[path = "../examples/crossasset/sizes.rs"]
+mod sizes;
 
 use cuda_std::emulator::{Mode, Touched, tally};
 use serde_json::Value;
@@ -28,11 +22,7 @@ use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradien
 const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs");
 
 fn run(arguments: &[&str]) -> Output {
-    let test = std::env::current_exe().unwrap();
-    let name = format!("predict{}", std::env::consts::EXE_SUFFIX);
-    let program = test.ancestors().nth(2).unwrap().join("examples").join(name);
-    assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
-    Command::new(program).args(arguments).output().unwrap()
+    Command::new(example::program("predict")).args(arguments).output().unwrap()
 }
 
 /// What it writes as JSON.
@@ -201,16 +191,16 @@ fn touched_by_a_step(batch: usize) -> Vec<Touched> {
     let mut optimizer = AdamW::new(&parameters, config).unwrap();
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(64)).build().unwrap();
     optimizer.advance().unwrap();
-    let (x, labels) = (vec![0.5; batch * 12 * features::FEATURES], vec![0; batch]);
+    let (x, labels) = (vec![0.5; batch * 12 * sizes::FEATURES], vec![0; batch]);
     let step = || {
         arena.step(|step| {
-            let inputs = stepscope::Inputs::new().with(&x, [batch, 12, features::FEATURES])?.with(&labels, [batch])?;
+            let inputs = stepscope::Inputs::new().with(&x, [batch, 12, sizes::FEATURES])?.with(&labels, [batch])?;
             let inputs = step.upload_inputs(&inputs)?;
             let tape = Tape::new(step, &parameters);
             let output = model.forward(&tape, &inputs)?;
             let loss = model.loss(&tape, &output, &inputs, 1.0 / batch as f32)?;
             tape.backward_afresh(&loss, &mut gradients)?;
-            optimizer.apply(step, &mut parameters, &gradients).map(drop)
+            optimizer.apply(step, &mut parameters, &gradients)
         })
     };
     let (outcome, touched) = tally(|| Mode::RACES.scope(step));

@@ -8,11 +8,10 @@ use stepscope::{
     Slots, Step, Tape,
 };
 
-use crate::dataset::CLASSES;
-use crate::features::{FEATURES, SCALES};
 use crate::harness::values::spread;
 use crate::harness::{self, Samples};
 use crate::model::Model;
+use crate::sizes::{CLASSES, FEATURES, SCALES};
 use crate::{Line, Measure, Plan};
 
 const SEED: u64 = 7;

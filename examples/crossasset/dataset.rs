@@ -15,9 +15,8 @@ use sha2::{Digest, Sha256};
 use crate::bars::{Bar, BarsError};
 use crate::features::{Features, HISTORY_BARS, SAMPLE_LEN};
 use crate::random::Random;
+use crate::sizes::CLASSES;
 
-/// Down, flat and up.
-pub(crate) const CLASSES: usize = 3;
 const FLAT: usize = 1;
 /// Training samples that the shortest fold keeps of one asset: one for each class.
 const LEAST_TRAINED: usize = CLASSES;

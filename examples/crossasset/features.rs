@@ -27,15 +27,8 @@
 //! the features are then rounded to f32.
 
 use crate::bars::Bar;
+use crate::sizes::{AGGREGATES, FEATURES, FIELDS, SCALES};
 
-/// Bars per aggregate of each scale.
-pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
-/// Aggregates of each scale.
-pub(crate) const AGGREGATES: usize = 32;
-/// Numbers per aggregate.
-pub(crate) const FIELDS: usize = 6;
-/// Numbers per scale.
-pub(crate) const FEATURES: usize = AGGREGATES * FIELDS + 1;
 /// Numbers per sample, `[SCALES.len(), FEATURES]` row-major.
 pub(crate) const SAMPLE_LEN: usize = SCALES.len() * FEATURES;
 /// Bars needed before the first that has features.

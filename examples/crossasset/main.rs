@@ -21,6 +21,7 @@ mod report;
 mod samples;
 #[path = "../shared/mod.rs"]
 mod shared;
+mod sizes;
 mod synthetic;
 mod tensor_file;
 mod trace;

@@ -14,8 +14,7 @@ use stepscope::nn::{Attention, Linear, Mlp, Names, RmsNorm, TokenLinear};
 use stepscope::ops::Factor;
 use stepscope::{Batch, Layout, Parameter, Result, Tape, Var};
 
-use crate::dataset::CLASSES;
-use crate::features::{FEATURES, SCALES};
+use crate::sizes::{CLASSES, FEATURES, SCALES};
 
 /// How large the model is.
 #[derive(Clone, Copy)]

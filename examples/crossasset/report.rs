@@ -8,9 +8,9 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 use stepscope::{Result, replace_file};
 
-use crate::dataset::CLASSES;
 use crate::shared::loss_svg::{Part, Picture};
 use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
+use crate::sizes::CLASSES;
 
 /// Batches of which the report keeps loss and gradient.
 pub(crate) const BATCHES_KEPT: usize = 8;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use stepscope::{Group, Inputs, Loader, Result, Samples};
 
 use crate::dataset::{Dataset, Fold};
-use crate::features::{FEATURES, SAMPLE_LEN, SCALES};
+use crate::features::SAMPLE_LEN;
+use crate::sizes::{FEATURES, SCALES};
 
 /// Samples that a step works on: of another rank's, their number alone.
 pub(crate) struct MicroBatch {

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use stepscope::{AdamWConfig, Learner, Model, Result, Schedule};
 
-use crate::features::{FEATURES, SCALES};
 use crate::samples::MicroBatch;
+use crate::sizes::{FEATURES, SCALES};
 use crate::tensor_file::TensorFile;
 
 /// Updates that are traced.

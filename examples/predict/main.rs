@@ -41,20 +41,11 @@ mod product;
 mod report;
 #[path = "../shared/mod.rs"]
 mod shared;
+#[path = "../crossasset/sizes.rs"]
+mod sizes;
 mod step;
 mod stream;
 mod work;
-
-/// What the model takes from the example's data set.
-mod dataset {
-    pub(crate) const CLASSES: usize = 3;
-}
-
-/// What the model takes from the example's features.
-mod features {
-    pub(crate) const SCALES: [usize; 12] = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233];
-    pub(crate) const FEATURES: usize = 193;
-}
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write as _};

@@ -51,10 +51,10 @@ pub(crate) fn comparison(compared: &[Compared]) -> String {
     for group in groups {
         let lines: Vec<&Compared> = compared.iter().filter(|line| line.group == group).collect();
         let _ = writeln!(text, "| {group} | predicted, us | measured, us | error | bound by |\n|---|---|---|---|---|");
-        for Compared { name, predicted, measured, bound, .. } in &lines {
-            let error = 100.0 * (predicted / measured - 1.0);
-            let _ =
-                writeln!(text, "| {name} | {} | {} | {error:+.1} % | {bound} |", figure(*predicted), figure(*measured));
+        for line in &lines {
+            let Compared { name, predicted, measured, bound, .. } = line;
+            let (predicted, measured, error) = (figure(*predicted), figure(*measured), 100.0 * line.error());
+            let _ = writeln!(text, "| {name} | {predicted} | {measured} | {error:+.1} % | {bound} |");
         }
         let within = |limit: f64| lines.iter().filter(|line| line.error().abs() <= limit).count();
         let [ten, twenty] = [within(0.1), within(0.2)];

@@ -9,8 +9,8 @@ use stepscope::{
 };
 
 use crate::crossasset;
-use crate::features::{FEATURES, SCALES};
 use crate::gpt::{self, Gpt, Mode};
+use crate::sizes::{FEATURES, SCALES};
 
 /// What is trained.
 #[derive(Clone, Copy, Debug)]
@@ -94,5 +94,5 @@ fn train(
     let output = model.forward(&tape, &batch)?;
     let loss = model.loss(&tape, &output, &batch, 1.0 / samples as f32)?;
     tape.backward_afresh(&loss, &mut gradients)?;
-    optimizer.apply(step, &mut parameters, &gradients).map(drop)
+    optimizer.apply(step, &mut parameters, &gradients)
 }

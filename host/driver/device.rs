@@ -206,14 +206,24 @@ impl Device {
         other: Description,
         rehearse: impl FnOnce(&Self) -> Result<R>,
     ) -> Result<(R, Vec<Launch>)> {
-        let rehearsal = Arc::new(Rehearsal::listing(other, self.pins()));
-        let result = self.rehearse_on(Arc::clone(&rehearsal), rehearse)?;
-        Ok((result, rehearsal.take_launches()))
+        self.rehearse_listing(other, self.pins(), rehearse)
     }
 
     /// Whether nothing that is launched on it runs.
     pub(crate) fn rehearses(&self) -> bool {
         self.shared.rehearsing.is_some()
+    }
+
+    /// Runs `rehearse` with a device that lists what is launched on it, and returns the list.
+    fn rehearse_listing<R>(
+        &self,
+        description: Description,
+        pins: Pins,
+        rehearse: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<(R, Vec<Launch>)> {
+        let rehearsal = Arc::new(Rehearsal::listing(description, pins));
+        let result = self.rehearse_on(Arc::clone(&rehearsal), rehearse)?;
+        Ok((result, rehearsal.take_launches()))
     }
 
     fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
@@ -263,13 +273,12 @@ impl Device {
     /// reach the real one, and what it drops is ended later.
     pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
         self.check("capture")?;
-        let rehearsal = Arc::new(Rehearsal::listing(self.description().clone(), pins.clone()));
         let outcome = {
             let _recording = RecordingGuard::of(self.identity());
-            self.rehearse_on(Arc::clone(&rehearsal), record)
+            self.rehearse_listing(self.description().clone(), pins.clone(), record)
         };
         self.end_retired();
-        Ok((outcome?, rehearsal.take_launches()))
+        outcome
     }
 
     /// What tells this device's memory from another's.

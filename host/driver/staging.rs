@@ -61,9 +61,7 @@ impl Device {
         }
         Ok(())
     }
-}
 
-impl Device {
     /// Bytes that uploads may still take from the system.
     pub(super) fn unmade_slots_bytes(&self) -> Result<u64> {
         let ring = self.staging().map(|ring| lock(self, ring, self.deadline())).transpose()?;

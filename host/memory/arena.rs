@@ -81,11 +81,7 @@ impl Arena {
 
     /// Lends a region without memory to one step, on a rehearsal of the device, and tells what the step took.
     pub(crate) fn run_measured<R>(&self, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
-        self.device().rehearse(|rehearsal| {
-            let region = self.region.counting(rehearsal)?;
-            region.scope(|| run(&region).map(drop))?;
-            Ok(Measured { high_water_bytes: region.high_water_bytes() })
-        })
+        self.device().rehearse(|rehearsal| self.measure_on(rehearsal, run))
     }
 
     /// The same on a rehearsal of another device, and what the step would launch, in order.
@@ -94,11 +90,13 @@ impl Arena {
         other: Description,
         run: impl FnOnce(&Region) -> Result<R>,
     ) -> Result<(Measured, Vec<Launch>)> {
-        self.device().rehearse_as(other, |rehearsal| {
-            let region = self.region.counting(rehearsal)?;
-            region.scope(|| run(&region).map(drop))?;
-            Ok(Measured { high_water_bytes: region.high_water_bytes() })
-        })
+        self.device().rehearse_as(other, |rehearsal| self.measure_on(rehearsal, run))
+    }
+
+    fn measure_on<R>(&self, rehearsal: &Device, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
+        let region = self.region.counting(rehearsal)?;
+        region.scope(|| run(&region).map(drop))?;
+        Ok(Measured { high_water_bytes: region.high_water_bytes() })
     }
 
     /// Gives the system all memory that the overflow pool keeps. Waits for the device.

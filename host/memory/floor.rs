@@ -98,9 +98,7 @@ impl Watch {
         self.is_short.store(is_short, Ordering::Relaxed);
         Duration::from_secs_f64(memory.above(floor_bytes) as f64 / FALL as f64).clamp(SOONEST, LATEST)
     }
-}
 
-impl Watch {
     /// Notes how fast others take memory.
     fn see(&self, memory: &HostMemory) {
         let resident_bytes = ProcessMemory::read().map_or(0, |process| process.resident_bytes);

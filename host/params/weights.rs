@@ -9,6 +9,7 @@ use super::layout::{Layout, LayoutEntry, Parameter, Stack};
 use crate::digest::hex;
 use crate::driver::Device;
 use crate::error::{Error, Quantity, Result, short};
+use crate::finite::Numbers;
 use crate::launch::launch_on;
 use crate::memory::Buffer;
 use crate::ops;
@@ -224,9 +225,8 @@ impl Parameters {
 
     /// An error that names the first tensor that is not finite, behind so many updates. Waits.
     pub(crate) fn check_finite(&self, update: u64) -> Result<()> {
-        let named =
-            |name| Err(Error::NotFinite { update: Some(update), what: Quantity::Weight, tensor: format!("`{name}`") });
-        self.flat.first_not_finite()?.map_or(Ok(()), named)
+        let first = self.flat.first_not_finite()?.map(|name| (name.to_owned(), false));
+        Numbers::Finite.check((Some(update), Quantity::Weight), first)
     }
 
     /// One parameter's weights, for kernels of a step.

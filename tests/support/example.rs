@@ -15,13 +15,18 @@ pub(crate) fn run(example: &str, device: &Device, arguments: &[&str]) -> Output 
     command(example, device, arguments).output().expect("the example starts")
 }
 
-/// The example beside this test's folder, with arguments, on the device's kind, without settings of the environment.
-pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Command {
+/// The example beside this test's folder.
+pub(crate) fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().expect("this test's path");
     let name = format!("{example}{}", std::env::consts::EXE_SUFFIX);
     let program = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST").join("examples").join(name);
     assert!(program.is_file(), "{} is missing; run: cargo build --examples", program.display());
-    let mut command = Command::new(program);
+    program
+}
+
+/// [`program`], with arguments, on the device's kind, without settings of the environment.
+pub(crate) fn command(example: &str, device: &Device, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program(example));
     let settings =
         ["STEPSCOPE_ARENA_GB", "STEPSCOPE_CHECKED", "STEPSCOPE_SELF_TEST", "STEPSCOPE_GROUP_SECRET", "RUST_LOG"];
     let launchers =

@@ -124,8 +124,7 @@ impl<'r> Timeline<'r> {
         for live in held.live.values() {
             *by_line.entry((&live.file, live.line)).or_default() += live.occupied_bytes();
         }
-        let most = by_line.into_iter().max_by_key(|&(_, bytes)| bytes)?;
-        let ((file, line), bytes) = most;
+        let ((file, line), bytes) = by_line.into_iter().max_by_key(|&(_, bytes)| bytes)?;
         Some((format!("{file}:{line}"), bytes))
     }
 
