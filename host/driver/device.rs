@@ -200,22 +200,8 @@ impl Device {
         self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), rehearse)
     }
 
-    /// The same as if this were another device, and what was launched there, in order.
+    /// The same as if this were such a device, and what was launched there, in order; `pins` hold what that uses.
     pub(crate) fn rehearse_as<R>(
-        &self,
-        other: Description,
-        rehearse: impl FnOnce(&Self) -> Result<R>,
-    ) -> Result<(R, Vec<Launch>)> {
-        self.rehearse_listing(other, self.pins(), rehearse)
-    }
-
-    /// Whether nothing that is launched on it runs.
-    pub(crate) fn rehearses(&self) -> bool {
-        self.shared.rehearsing.is_some()
-    }
-
-    /// Runs `rehearse` with a device that lists what is launched on it, and returns the list.
-    fn rehearse_listing<R>(
         &self,
         description: Description,
         pins: Pins,
@@ -224,6 +210,11 @@ impl Device {
         let rehearsal = Arc::new(Rehearsal::listing(description, pins));
         let result = self.rehearse_on(Arc::clone(&rehearsal), rehearse)?;
         Ok((result, rehearsal.take_launches()))
+    }
+
+    /// Whether nothing that is launched on it runs.
+    pub(crate) fn rehearses(&self) -> bool {
+        self.shared.rehearsing.is_some()
     }
 
     fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
@@ -275,7 +266,7 @@ impl Device {
         self.check("capture")?;
         let outcome = {
             let _recording = RecordingGuard::of(self.identity());
-            self.rehearse_listing(self.description().clone(), pins.clone(), record)
+            self.rehearse_as(self.description().clone(), pins.clone(), record)
         };
         self.end_retired();
         outcome

@@ -90,7 +90,7 @@ impl Arena {
         other: Description,
         run: impl FnOnce(&Region) -> Result<R>,
     ) -> Result<(Measured, Vec<Launch>)> {
-        self.device().rehearse_as(other, |rehearsal| self.measure_on(rehearsal, run))
+        self.device().rehearse_as(other, self.device().pins(), |rehearsal| self.measure_on(rehearsal, run))
     }
 
     fn measure_on<R>(&self, rehearsal: &Device, run: impl FnOnce(&Region) -> Result<R>) -> Result<Measured> {
