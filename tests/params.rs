@@ -4,7 +4,7 @@
 
 mod support;
 
-use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, TokenLinear};
+use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
 use stepscope::*;
 use support::{bits, on_each_device};
 
@@ -19,6 +19,7 @@ struct Handles {
     norm: RmsNorm,
     attention: Attention,
     mlp: Mlp,
+    swiglu: SwiGlu,
 }
 
 /// A layout with so many parameters before the others.
@@ -34,6 +35,7 @@ fn handles(before: usize) -> (Handles, Layout) {
         norm: RmsNorm::new(names.at("norm"), WIDTH),
         attention: Attention::new(names.at("attention"), WIDTH),
         mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
+        swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, WIDTH, WIDTH),
     };
     (handles, layout.build().unwrap())
 }
@@ -65,11 +67,13 @@ fn custom<'t, 's>(
 }
 
 /// Each use, and the op that refuses it.
-const USES: [(&str, &str, Use); 21] = [
+const USES: [(&str, &str, Use); 24] = [
     ("weights", "reader", |tape, x, h| tape.op("reader", [x])?.weights(h.linear.weight).map(|_| *x)),
     ("linear, weight", "linear", |tape, x, h| tape.linear(x, h.linear.weight, None)),
     ("linear_residual, weight", "linear_residual", |tape, x, h| tape.linear_residual(x, h.linear.weight, None, x)),
     ("linear_gelu, weight", "linear_gelu", |tape, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+    ("linear_silu, weight", "linear_silu", |tape, x, h| tape.linear_silu(x, h.linear.weight, None)),
+    ("linear_swiglu, weight", "linear_swiglu", |tape, x, h| tape.linear_swiglu(x, h.linear.weight, None, x)),
     ("linear_per_token", "linear_per_token", |tape, x, h| {
         tape.linear_per_token(x, &h.tokens.weights, &h.tokens.biases)
     }),
@@ -90,6 +94,7 @@ const USES: [(&str, &str, Use); 21] = [
     ("Attention", "norm_project", |tape, x, h| h.attention.forward(tape, x)),
     ("Mlp", "linear_gelu", |tape, x, h| h.mlp.forward(tape, x)),
     ("Mlp, residual", "linear_gelu", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
+    ("SwiGlu", "linear", |tape, x, h| h.swiglu.forward(tape, x)),
     ("Backward::weights", "custom", |tape, x, h| {
         let weight = h.linear.weight;
         Ok(custom(tape, x, move |back, _| back.weights(weight).map(drop)))
@@ -155,7 +160,7 @@ on_each_device! {
             ];
             for (name, linear) in uses {
                 let mixed = Handles { linear, mlp: Mlp { up: linear, down: own.mlp.down }, ..handles(0).0 };
-                for (used, op, run_it) in [USES[8], USES[9], USES[13]] {
+                for (used, op, run_it) in [USES[10], USES[11], USES[15]] {
                     let got = refused(run(&mut arena, &weights, &mut gradients, run_it, &mixed));
                     assert_eq!(got, Some(op), "{used}, {name}");
                 }
@@ -215,7 +220,7 @@ on_each_device! {
     /// Every op, in each place where it takes a variable; and the backward pass.
     fn a_foreign_variable_is_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 23] = [
+        const OPS: [(&str, Op); 26] = [
             ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
             ("transpose", |tape, _, x, _| tape.transpose(x)),
             ("add", |tape, own, x, _| tape.add(own, x)),
@@ -229,6 +234,9 @@ on_each_device! {
             ("mean_tokens", |tape, _, x, _| tape.mean_tokens(x)),
             ("linear", |tape, _, x, h| tape.linear(x, h.linear.weight, None)),
             ("linear_gelu", |tape, _, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+            ("linear_silu", |tape, _, x, h| tape.linear_silu(x, h.linear.weight, None)),
+            ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(x, h.linear.weight, None, own)),
+            ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(own, h.linear.weight, None, x)),
             ("linear_residual", |tape, own, x, h| tape.linear_residual(x, h.linear.weight, None, own)),
             ("linear_residual", |tape, own, x, h| tape.linear_residual(own, h.linear.weight, None, x)),
             ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),

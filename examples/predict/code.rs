@@ -39,6 +39,13 @@ pub(crate) struct Code {
     pub(crate) tail: Option<Count>,
 }
 
+/// Instructions of an element.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Activations {
+    pub(crate) gelu: f64,
+    pub(crate) silu: f64,
+}
+
 /// The kernels of an architecture.
 pub(crate) struct Kernels(BTreeMap<String, Code>);
 
@@ -53,9 +60,10 @@ impl Kernels {
         Self(all.remove(arch).expect("code.py has counted both"))
     }
 
-    /// Instructions of gelu, of an element.
-    pub(crate) fn gelu(&self) -> f64 {
-        self.get("gelu_forward_f32").map_or(0.0, |code| code.way.all / 4.0)
+    /// What activations cost where they follow a product: as by themselves, without reads and stores to speak of.
+    pub(crate) fn activations(&self) -> Activations {
+        let of_element = |kernel| self.get(kernel).map_or(0.0, |code| code.way.all / 4.0);
+        Activations { gelu: of_element("gelu_forward_f32"), silu: of_element("swiglu_forward_f32") }
     }
 
     /// The kernel of this name; none if it was not there when they were counted.

@@ -1,9 +1,9 @@
 //! Products: what follows from the tile, the form and the loop of a kernel.
 
-use kernels::matmul::{GELU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use kernels::matmul::{GATE, GELU, SILU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::Launch;
 
-use crate::code::Code;
+use crate::code::{Activations, Code};
 use crate::work::{Work, adds};
 
 /// Cycles from a barrier to the first factors.
@@ -43,8 +43,8 @@ impl Extents {
     }
 }
 
-/// What a product does; `gelu` are the instructions of one element's.
-pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
+/// What a product does.
+pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Work {
     let Extents { m, n, k, chunk, batches, strides, flags } = Extents::of(launch);
     let name = launch.entry.name;
     let hot = code.hot.unwrap_or_default();
@@ -111,10 +111,15 @@ pub(crate) fn work(launch: &Launch, code: &Code, gelu: f64) -> Work {
         work.waits += tails.max(1.0);
         work.moved *= 2.0;
     }
-    if flags & GELU != 0 {
-        work.ends += outputs * gelu;
-        work.ends_alone += outputs * gelu;
-    }
+    let activation = if flags & GELU != 0 {
+        activations.gelu
+    } else if flags & (SILU | GATE) != 0 {
+        activations.silu
+    } else {
+        0.0
+    };
+    work.ends += outputs * activation;
+    work.ends_alone += outputs * activation;
     let flops = 2.0 * m * n * k * batches;
     work.flops = if is_f32 { [flops, 0.0] } else { [0.0, flops] };
     work

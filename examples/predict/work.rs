@@ -1,5 +1,6 @@
 //! What a launch has to do: of a block, instructions by kind and bytes, and how often it waits.
 
+use kernels::matmul::GATE;
 use stepscope::Launch;
 
 use crate::code::{Code, Count, Kernels};
@@ -65,7 +66,7 @@ impl Work {
         });
         let name = launch.entry.name;
         if name.starts_with("matmul_") {
-            product::work(launch, &code, kernels.gelu())
+            product::work(launch, &code, kernels.activations())
         } else if name.starts_with("flash_") && !name.starts_with("flash_delta") {
             attention::work(launch, &code)
         } else {
@@ -110,10 +111,12 @@ impl Work {
     }
 }
 
-/// Whether a product, or the sum of its chunks, adds what was there before: it reads `c` only where `beta`, its last parameter but one, is not 0.
+/// Whether a product, or the sum of its chunks, reads `c`: it adds it where `beta`, its last parameter but one, is not 0, or its flags, the
+/// last, say that it is a gate.
 pub(crate) fn adds(launch: &Launch) -> bool {
     let words = launch.words.as_slice();
-    launch.entry.pointers.contains(&"c") && f32::from_bits(words[words.len() - 2] as u32) != 0.0
+    launch.entry.pointers.contains(&"c")
+        && (f32::from_bits(words[words.len() - 2] as u32) != 0.0 || words[words.len() - 1] as u32 & GATE != 0)
 }
 
 /// Each region once.

@@ -13,7 +13,9 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("product", &ops::matmul(c.step, &x, &w)?)?;
         c.result("affine", &ops::linear(c.step, &x, &w, Some(&bias))?)?;
         c.result("y", &ops::linear_residual(c.step, &x, &w, Some(&bias), &residual)?)?;
-        c.result("activated", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
+        c.result("gelu", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
+        c.result("silu", &ops::linear_silu(c.step, &x, &w, Some(&bias))?.0)?;
+        c.result("gated", &ops::linear_swiglu(c.step, &x, &w, Some(&bias), &residual)?.0)?;
         // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows.
         let (mut dw, mut dbias) = (ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
         let mut dx = c.step.empty::<S>([m, k])?;
@@ -33,7 +35,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let (bias, mut out) = (c.operand("bias", [batches, n])?, c.operand::<S>("c", [batches, m, n])?);
         let [stride_a, stride_b, stride_c, stride_bias] = [m * k, n * k, m * n, n];
         let form = ops::Gemm { batches, stride_a, stride_b, stride_c, stride_bias, ..ops::Gemm::new(m, n, k) };
-        ops::gemm_into(c.step, &form.transpose_b().accumulate(), &a, &b, Some(&bias), &mut out)?;
+        ops::gemm_into(c.step, &form.transpose_b().scaled(0.75).accumulate(), &a, &b, Some(&bias), &mut out)?;
         c.result("y", &out)
     }),
 ];

@@ -26,7 +26,7 @@ impl SwiGlu {
         }
     }
 
-    /// See [`Tape::swiglu`].
+    /// See [`Tape::linear_swiglu`].
     ///
     /// # Errors
     /// Those of the ops.
@@ -51,6 +51,6 @@ impl SwiGlu {
 
     #[track_caller]
     fn gated<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
-        tape.swiglu(&self.gate.forward(tape, x)?, &self.up.forward(tape, x)?)
+        tape.linear_swiglu(x, self.up.weight, self.up.bias, &self.gate.forward(tape, x)?)
     }
 }

@@ -100,14 +100,14 @@ impl<'s> Inputs<'_, 's> {
         self.normals([x.shape().as_rows()[1]])
     }
 
-    /// An output: with a `beta`, and always in the whole form, what `old` makes; else whatever is there.
+    /// An output: where it is read, and always in the whole form, what `old` makes; else whatever is there.
     pub(super) fn output(
         &self,
-        beta: f32,
+        is_read: bool,
         shape: impl Into<Shape>,
         old: impl FnOnce() -> Result<Tensor<'s>>,
     ) -> Result<Tensor<'s>> {
-        if beta != 0.0 || self.form == Form::Whole { old() } else { self.step.empty(shape) }
+        if is_read || self.form == Form::Whole { old() } else { self.step.empty(shape) }
     }
 
     /// A class for each row of `logits`, one beyond the last among them: a row that makes the loss NaN. Of a buffer's content the op

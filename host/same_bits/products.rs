@@ -11,61 +11,69 @@ use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::format::Reduced;
-use kernels::matmul::{GELU, KEEP, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
+use kernels::matmul::{GATE, GELU, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
 use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
 
-/// A multiply: batches, `[m, n, k]`, how much of k is a chunk, flags and beta.
-type Product = (usize, [usize; 3], usize, u32, f32);
+/// A multiply: batches, `[m, n, k]`, how much of k is a chunk, flags, alpha and beta.
+type Product = (usize, [usize; 3], usize, u32, [f32; 2]);
 
 /// A chunk that is all of k.
 const ALL: usize = usize::MAX;
 
 /// Products with and without tails, each way to store and to end them.
-const PRODUCTS: [Product; 5] = [
-    (1, [1, 1, 1], ALL, 0, 0.0),
-    (1, [64, 64, 64], ALL, TRANSPOSE_A, 1.0),
-    (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, 0.0),
-    (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, 0.0),
-    (1, [150, 193, 257], ALL, GELU | KEEP, 0.5),
+const PRODUCTS: [Product; 7] = [
+    (1, [1, 1, 1], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (3, [129, 65, 17], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
+    (1, [12, 256, 193], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [150, 193, 257], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough of GELU: fusing changes one result in some hundreds; copies by vectors and by elements
 /// along both axes, whole stages and cut ones; chunks of which the first has two chains.
-const SMALLEST_PRODUCTS: [Product; 5] = [
-    (1, [129, 257, 5], ALL, GELU, 0.0),
-    (2, [8, 12, 68], ALL, TRANSPOSE_A, 1.0),
-    (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, 0.0),
-    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, 0.5),
-    (1, [2, 3, 1100], 1088, 0, 0.0),
+const SMALLEST_PRODUCTS: [Product; 7] = [
+    (1, [129, 257, 5], ALL, GELU, [1.0, 0.0]),
+    (2, [8, 12, 68], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (1, [12, 20, 70], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [5, 9, 67], ALL, TRANSPOSE_A | GELU | KEEP, [1.0, 0.5]),
+    (1, [9, 35, 5], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 5], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [2, 3, 1100], 1088, 0, [1.0, 0.0]),
 ];
 
 /// The same for matrix instructions, which have no transposes.
-const TENSOR_PRODUCTS: [Product; 5] = [
-    (1, [1, 8, 8], ALL, 0, 0.0),
-    (1, [64, 64, 64], ALL, 0, 1.0),
-    (3, [136, 72, 24], ALL, 0, 0.0),
-    (1, [12, 256, 192], ALL, GELU, 0.0),
-    (1, [150, 272, 264], ALL, GELU | KEEP, 0.5),
+const TENSOR_PRODUCTS: [Product; 7] = [
+    (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, 0, [1.0, 1.0]),
+    (3, [136, 72, 24], ALL, 0, [1.0, 0.0]),
+    (1, [12, 256, 192], ALL, GELU, [1.0, 0.0]),
+    (1, [150, 272, 264], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 8], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 8], ALL, GATE | KEEP, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough of GELU; vectors and elements, stages of the ring more than once, and chunks.
-const SMALLEST_TENSOR_PRODUCTS: [Product; 4] = [
-    (1, [129, 257, 24], ALL, GELU, 0.0),
-    (2, [12, 24, 168], ALL, GELU | KEEP, 0.5),
-    (1, [3, 7, 8], ALL, GELU, 0.0),
-    (1, [4, 8, 80], 32, 0, 0.0),
+const SMALLEST_TENSOR_PRODUCTS: [Product; 6] = [
+    (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
+    (2, [12, 24, 168], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [3, 7, 8], ALL, GELU, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
 ];
 
 /// The case of a tile. The tiles give the same bits.
 pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
         let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
         let shape = [batches * k.div_ceil(chunk), m, n];
-        let mut out = i.output(beta, shape, || i.normals(shape))?;
-        let mut pre = i.output(0.0, shape, || i.normals(shape))?;
+        let mut out = i.output(beta != 0.0 || flags & GATE != 0, shape, || i.normals(shape))?;
+        let mut pre = i.output(false, shape, || i.normals(shape))?;
         let (c, written) = out.in_place();
         i.step.launch(matmul {
             tile,
@@ -87,6 +95,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
             stride_b: k * n,
             stride_c: m * n,
             stride_bias: n,
+            alpha,
             beta,
             flags,
         })?;
@@ -110,13 +119,14 @@ fn keep_outputs<'s, S: Stored>(i: &Inputs<'_, 's>, flags: u32, out: &Tensor<'s, 
 /// sums, which is each GPU's own, then changes nothing. The smallest form has a bias between whole numbers, so that GELU does not see
 /// them alone.
 pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS) {
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&TENSOR_PRODUCTS[..], &SMALLEST_TENSOR_PRODUCTS)
+    {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let [(a, stride_a), (b, stride_b)] = round_factors(i, format, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
         let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(chunk) * m * n;
-        let mut out = i.output(beta, [length], || i.whole(length))?;
-        let mut pre = i.output(0.0, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
+        let mut out = i.output(beta != 0.0 || flags & GATE != 0, [length], || i.whole(length))?;
+        let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
         let (c, written) = out.in_place();
         i.step.launch(matmul_tensor {
             variant: (format, tile),
@@ -136,6 +146,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
             stride_b,
             stride_c: m * n,
             stride_bias: n,
+            alpha,
             beta,
             flags,
         })?;
@@ -145,26 +156,30 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
 }
 
 /// Products of BF16 tensors with and without tails, each way to store and to end them; rows that are no multiple of 16 bytes.
-const BF16_PRODUCTS: [Product; 5] = [
-    (1, [1, 8, 8], ALL, 0, 0.0),
-    (1, [64, 64, 64], ALL, TRANSPOSE_A, 1.0),
-    (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, 0.0),
-    (1, [12, 256, 192], ALL, TRANSPOSE_B | GELU, 0.0),
-    (1, [150, 275, 261], ALL, GELU | KEEP, 0.5),
+const BF16_PRODUCTS: [Product; 7] = [
+    (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
+    (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
+    (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
+    (1, [12, 256, 192], ALL, TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [150, 275, 261], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough of GELU; whole stages and cut ones, of both kinds of rows; the ring more than once; chunks.
-const SMALLEST_BF16_PRODUCTS: [Product; 5] = [
-    (1, [129, 257, 24], ALL, GELU, 0.0),
-    (1, [256, 256, 168], ALL, TRANSPOSE_A, 0.0),
-    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, 0.5),
-    (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, 0.0),
-    (1, [4, 8, 80], 32, 0, 0.0),
+const SMALLEST_BF16_PRODUCTS: [Product; 7] = [
+    (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
+    (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),
+    (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, [1.0, 0.5]),
+    (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
+    (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
+    (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
 ];
 
 /// The case of a tile for BF16 tensors: [`product`], on whole numbers so small that every sum is exact, as for [`tensor_product`].
 pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, beta) in i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS) {
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS) {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
@@ -192,6 +207,7 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Res
             stride_b: k * n,
             stride_c: m * n,
             stride_bias: n,
+            alpha,
             beta,
             flags,
         })?;
@@ -256,9 +272,9 @@ fn factors<'a>(
 /// The case of [`sum_splits`]: multiplies that are split; in the smallest form by itself.
 pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     if i.form == Form::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
-        return [([3, 260], 9, GELU | KEEP, 0.5), ([2, 5], 2, 0, 0.0)]
+        return [([3, 260], 9, GELU | KEEP, [1.0, 0.5]), ([2, 5], 2, GATE | KEEP, [0.3, 0.0])]
             .into_iter()
-            .try_for_each(|(extents, splits, flags, beta)| splits_alone::<S>(i, extents, splits, flags, beta));
+            .try_for_each(|(extents, splits, flags, scales)| splits_alone::<S>(i, extents, splits, flags, scales));
     }
     for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
         let (a, b, bias, mut out) =
@@ -271,7 +287,13 @@ pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
 }
 
 /// [`sum_splits`] of partials that no kernel has made.
-fn splits_alone<S: Stored>(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize, flags: u32, beta: f32) -> Result<()> {
+fn splits_alone<S: Stored>(
+    i: &Inputs<'_, '_>,
+    [m, n]: [usize; 2],
+    splits: usize,
+    flags: u32,
+    [alpha, beta]: [f32; 2],
+) -> Result<()> {
     let (partials, bias) = (i.normals([splits, m, n])?, i.normals([n])?);
     let (mut out, mut pre) = (i.normals::<S>([m, n])?, i.normals::<S>([m, n])?);
     let (c, written) = out.in_place();
@@ -288,6 +310,7 @@ fn splits_alone<S: Stored>(i: &Inputs<'_, '_>, [m, n]: [usize; 2], splits: usize
         batches: 1,
         stride_c: m * n,
         stride_bias: n,
+        alpha,
         beta,
         flags,
     })?;

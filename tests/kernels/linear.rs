@@ -2,7 +2,7 @@
 
 use crate::elementwise::add_in_float64;
 use crate::gradients::{Case, ParameterValues, SEEDS, extents, leaf, longest, normal, stack};
-use crate::reference::gelu;
+use crate::reference::{gelu, silu};
 use crate::support::{Random, on_each_device};
 
 /// Rows, inner and outer extents of a linear layer: more than a tile of rows, or a long sum.
@@ -62,6 +62,39 @@ on_each_device! {
             Case::new("linear_gelu without bias", seed, length, values[..2].to_vec()).check(device, |_, tape, p| {
                 tape.linear_gelu(&leaf(tape, p[0])?, p[1], None)
             }, |p| with_gelu(in_float64(&p[0], &p[1], &[], k, n)));
+        }
+    }
+
+    fn gradient_of_linear_silu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, n] = shape(&mut random, seed);
+            let length = longest(&[rows, k, n]);
+            let values = operands(&mut random, [rows, k, n]);
+            let with_silu = |x: Vec<f64>| x.into_iter().map(silu).collect::<Vec<f64>>();
+            Case::new("linear_silu", seed, length, values.clone()).check(device, |_, tape, p| {
+                tape.linear_silu(&leaf(tape, p[0])?, p[1], Some(p[2]))
+            }, |p| with_silu(in_float64(&p[0], &p[1], &p[2], k, n)));
+            Case::new("linear_silu without bias", seed, length, values[..2].to_vec()).check(device, |_, tape, p| {
+                tape.linear_silu(&leaf(tape, p[0])?, p[1], None)
+            }, |p| with_silu(in_float64(&p[0], &p[1], &[], k, n)));
+        }
+    }
+
+    /// The gate is a product of the same x, as in a layer: so x gets a gradient from both.
+    fn gradient_of_linear_swiglu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, n] = shape(&mut random, seed);
+            let length = longest(&[rows, k, n]);
+            let mut values = operands(&mut random, [rows, k, n]);
+            values.push(operands(&mut random, [rows, k, n]).remove(1));
+            let gated = |gate: &[f64], up: &[f64]| gate.iter().zip(up).map(|(&gate, up)| silu(gate) * up).collect::<Vec<f64>>();
+            Case::new("linear_swiglu", seed, length, values.clone()).check(device, |_, tape, p| {
+                let x = leaf(tape, p[0])?;
+                let gate = tape.linear(&x, p[3], None)?;
+                tape.linear_swiglu(&x, p[1], Some(p[2]), &gate)
+            }, |p| gated(&in_float64(&p[0], &p[3], &[], k, n), &in_float64(&p[0], &p[1], &p[2], k, n)));
         }
     }
 

@@ -1,7 +1,7 @@
-//! `ops::{matmul, linear, linear_residual, linear_gelu, gemm_into}` and every tile below them.
+//! `ops::{matmul, linear, linear_residual, linear_gelu, linear_silu, linear_swiglu, gemm_into}` and every tile below them.
 //!
 //! The contract is bits: each output is one chain of fused multiply-adds over ascending k, or where k is split the sum of
-//! several, in order; then the bias, then beta times the old content, then gelu. The reference here is that as plain loops,
+//! several, in order; times alpha; then the bias, then beta times the old content, then gelu, silu or a gate. The reference here is that as plain loops,
 //! and it is close to float64.
 
 use crate::hostile::attack;
@@ -43,19 +43,22 @@ struct Variant {
     /// Elements between rows beyond their width, in A, B and the output.
     pads: [usize; 3],
     batches: usize,
-    beta: f32,
+    /// Alpha and beta.
+    scales: [f32; 2],
     bias: bool,
     flags: u32,
 }
 
-const VARIANTS: [Variant; 7] = [
-    Variant { pads: [0, 0, 0], batches: 1, beta: 0.0, bias: false, flags: 0 },
-    Variant { pads: [0, 0, 0], batches: 3, beta: 1.0, bias: true, flags: 0 },
-    Variant { pads: [3, 1, 2], batches: 1, beta: 0.5, bias: true, flags: GELU },
-    Variant { pads: [4, 8, 4], batches: 2, beta: 0.0, bias: true, flags: GELU | KEEP },
-    Variant { pads: [1, 0, 5], batches: 2, beta: 1.0, bias: false, flags: KEEP },
-    Variant { pads: [0, 2, 0], batches: 1, beta: -0.5, bias: false, flags: GELU | KEEP },
-    Variant { pads: [0, 0, 1], batches: 0, beta: 0.0, bias: true, flags: 0 },
+const VARIANTS: [Variant; 9] = [
+    Variant { pads: [0, 0, 0], batches: 1, scales: [1.0, 0.0], bias: false, flags: 0 },
+    Variant { pads: [0, 0, 0], batches: 3, scales: [1.0, 1.0], bias: true, flags: 0 },
+    Variant { pads: [3, 1, 2], batches: 1, scales: [0.3, 0.5], bias: true, flags: GELU },
+    Variant { pads: [4, 8, 4], batches: 2, scales: [1.0, 0.0], bias: true, flags: GELU | KEEP },
+    Variant { pads: [1, 0, 5], batches: 2, scales: [1.0, 1.0], bias: false, flags: KEEP },
+    Variant { pads: [0, 2, 0], batches: 1, scales: [1.0, -0.5], bias: false, flags: GELU | KEEP },
+    Variant { pads: [1, 0, 1], batches: 1, scales: [0.3, 0.5], bias: true, flags: SILU },
+    Variant { pads: [0, 0, 4], batches: 2, scales: [0.3, 0.0], bias: true, flags: GATE | KEEP },
+    Variant { pads: [0, 0, 1], batches: 0, scales: [1.0, 0.0], bias: true, flags: 0 },
 ];
 
 /// A multiply with its operands, each just long enough.
@@ -76,8 +79,8 @@ fn span(batches: usize, stride: usize, rows: usize, cols: usize, ld: usize) -> u
 
 impl Case {
     fn new([m, n, k]: [usize; 3], transpose: u32, variant: Variant) -> Self {
-        let Variant { pads, batches, beta, bias, flags } = variant;
-        let mut form = Gemm { batches, beta, ..Gemm::new(m, n, k) };
+        let Variant { pads, batches, scales: [alpha, beta], bias, flags } = variant;
+        let mut form = Gemm { batches, alpha, beta, ..Gemm::new(m, n, k) };
         form = if transpose & TRANSPOSE_A != 0 { form.transpose_a() } else { form };
         form = if transpose & TRANSPOSE_B != 0 { form.transpose_b() } else { form };
         (form.lda, form.ldb, form.ldc) = (form.lda + pads[0], form.ldb + pads[1], form.ldc + pads[2]);
@@ -139,24 +142,30 @@ impl Case {
             let fused = |part: &[(f32, f32)]| part.iter().fold(0.0, |sum: f32, (a, b)| a.mul_add(*b, sum));
             let add = |parts: Vec<f32>| parts.into_iter().reduce(|sum, next| sum + next).expect("a part");
             let mut sum = self.in_parts(self.factors(at).collect(), fused, add);
-            sum = self.bias(at).map_or(sum, |bias| sum + bias);
+            sum = self.bias(at).map_or(sum * self.form.alpha, |bias| sum * self.form.alpha + bias);
             if self.form.beta != 0.0 {
                 sum = self.form.beta.mul_add(self.old[place], sum);
             }
             if self.flags & KEEP != 0 {
                 pre[place] = sum;
             }
-            out[place] = if self.flags & GELU != 0 { math::gelu(sum) } else { sum };
+            out[place] = match self.flags & (GELU | SILU | GATE) {
+                GELU => math::gelu(sum),
+                SILU => math::silu(sum),
+                GATE => math::silu(self.old[place]) * sum,
+                _ => sum,
+            };
         }
         [out, pre]
     }
 
-    /// The sums in float64, without gelu, in the order of [`Case::places`].
+    /// The sums in float64, without an activation, in the order of [`Case::places`].
     fn exact(&self) -> Vec<Exact> {
         let exact = |(place, at): (usize, [usize; 3])| {
             let products = self.factors(at).map(|(a, b)| Exact::given(a).times(Exact::given(b)));
             let add = |parts: Vec<Exact>| if parts.len() == 1 { parts[0] } else { Exact::sum(parts.len(), parts) };
             let mut sum = self.in_parts(products.collect(), |part| Exact::sum(part.len(), part.iter().copied()), add);
+            sum = sum.times(Exact::given(self.form.alpha));
             sum = self.bias(at).map_or(sum, |bias| sum + Exact::given(bias));
             if self.form.beta == 0.0 {
                 return sum;
@@ -197,6 +206,7 @@ fn each_tile(device: &Device, case: &Case) -> Vec<(&'static str, [Vec<f32>; 2])>
                 stride_b: case.form.stride_b,
                 stride_c: case.form.stride_c,
                 stride_bias: case.form.stride_bias,
+                alpha: case.form.alpha,
                 beta: case.form.beta,
                 flags: case.flags,
             })?;
@@ -239,9 +249,9 @@ on_each_device! {
                     let results = each_tile(device, &case);
                     for (tile, got) in &results {
                         assert_same(format_args!("{tile}, {name}"), &got[0], &want[0]);
-                        assert_same(format_args!("{tile}, {name}, before gelu"), &got[1], &want[1]);
+                        assert_same(format_args!("{tile}, {name}, before the activation"), &got[1], &want[1]);
                     }
-                    if case.flags & GELU == 0 {
+                    if case.flags & (GELU | SILU | GATE) == 0 {
                         let sums: Vec<f32> = case.places().map(|(place, _)| results[0].1[0][place]).collect();
                         closeness.check(&name, &sums, &case.exact());
                     }
@@ -302,7 +312,7 @@ on_each_device! {
     /// and its chunks have two chains.
     fn every_tile_splits_k_by_the_rule(device: &Device) {
         let mut closeness = Closeness::new("split matmul");
-        let everything = Variant { pads: [3, 1, 2], batches: 2, beta: 0.5, bias: true, flags: 0 };
+        let everything = Variant { pads: [3, 1, 2], batches: 2, scales: [0.5, 0.5], bias: true, flags: 0 };
         for (shape, transpose, variant) in [
             ([12, 256, 1024], 0, VARIANTS[0]),
             ([33, 70, 513], TRANSPOSE_A, everything),
@@ -452,6 +462,49 @@ on_each_device! {
         });
     }
 
+    /// At most one activation, and nothing is added where `c` is a gate; nothing follows a chunk's sum.
+    fn what_follows_must_agree(device: &Device) {
+        trial(device, |trial| {
+            let ones = trial.upload(&[1.0; 64], [64])?;
+            for (chunk, flags, [alpha, beta], argument) in [
+                (8, GELU | SILU, [1.0, 0.0], "flags"),
+                (8, SILU | GATE, [1.0, 0.0], "flags"),
+                (8, GATE, [1.0, 1.0], "beta"),
+                (4, SILU, [1.0, 0.0], "chunk"),
+                (4, GATE, [1.0, 0.0], "chunk"),
+                (4, 0, [0.5, 0.0], "chunk"),
+            ] {
+                let (mut out, mut pre) = (trial.empty::<f32>([16])?, trial.empty::<f32>([8])?);
+                let refused = trial.launch(matmul {
+                    tile: TILES[0],
+                    a: ones.slice(),
+                    b: ones.slice(),
+                    bias: Slice::empty(),
+                    c: ones.pointer(),
+                    out: out.out(),
+                    pre: pre.out(),
+                    m: 2,
+                    n: 4,
+                    k: 8,
+                    lda: 8,
+                    ldb: 4,
+                    ldc: 4,
+                    chunk,
+                    batches: 1,
+                    stride_a: 16,
+                    stride_b: 32,
+                    stride_c: 8,
+                    stride_bias: 4,
+                    alpha,
+                    beta,
+                    flags,
+                });
+                assert_refused(refused, &["kernel `matmul_", &format!("`{argument}`: expected")]);
+            }
+            Ok(())
+        });
+    }
+
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (x, w) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[1.0; 8], [4, 2])?);
@@ -464,6 +517,8 @@ on_each_device! {
             assert_refused(ops::linear(trial, &x, &w, Some(&bias)), &["`bias`: expected", "1 elements"]);
             let refused = ops::linear_residual(trial, &x, &w, None::<&Tensor<'_>>, &x);
             assert_refused(refused, &["linear_residual", "[2, 2]", "[2, 3]"]);
+            let refused = ops::linear_swiglu(trial, &x, &w, None::<&Tensor<'_>>, &x);
+            assert_refused(refused, &["linear_swiglu", "[2, 2]", "[2, 3]"]);
             Ok(())
         });
     }
@@ -474,10 +529,10 @@ attack! {
     matmul::matmul by tile {
         a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
         lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
-        stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
     matmul::sum_splits<S> {
         partials: f32s 180, splits: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
-        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

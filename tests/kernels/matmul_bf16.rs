@@ -88,7 +88,7 @@ on_each_device! {
         }
     }
 
-    /// Bias, residual, GELU and what it keeps, and k in chunks: the same as one after the other on f32 sums.
+    /// Bias, residual, activations and what they keep, a gate, and k in chunks: the same as one after the other on f32 sums.
     fn what_follows_the_sums(device: &Device) {
         let [m, n, k] = [48, 72, 2100];
         let (x, w) = (numbers(5, m * k, true), numbers(6, k * n, true));
@@ -97,13 +97,16 @@ on_each_device! {
         assert!(kernels::matmul_bf16::chunk(m, n, k) < k);
         let round = |x: f32| bf16::narrow(x).widen();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
-        let [linear, kept, gelu] = arena
+        let [linear, kept, gelu, silu, gated] = arena
             .step(|step| {
                 let (x, w) = (step.upload(&x, [m, k])?, step.upload(&w, [k, n])?);
                 let (residual, bias) = (step.upload(&residual, [m, n])?, step.upload(&bias, [n])?);
                 let linear = ops::linear_residual(step, &x, &w, Some(&bias), &residual)?;
                 let (gelu, pre) = ops::linear_gelu(step, &x, &w, Some(&bias))?;
-                Ok([step.read(&linear)?, step.read(&pre)?, step.read(&gelu)?])
+                let (silu, _) = ops::linear_silu(step, &x, &w, Some(&bias))?;
+                let (gated, up) = ops::linear_swiglu(step, &x, &w, Some(&bias), &residual)?;
+                assert_eq!(step.read(&up)?, step.read(&pre)?);
+                Ok([step.read(&linear)?, step.read(&pre)?, step.read(&gelu)?, step.read(&silu)?, step.read(&gated)?])
             })
             .unwrap()
             .map(|values| values.into_iter().map(f32::from).collect::<Vec<_>>());
@@ -112,6 +115,8 @@ on_each_device! {
         assert_same("linear_residual", &linear, &of(&|at| 1.0f32.mul_add(residual[at].widen(), with_bias(at))));
         assert_same("pre", &kept, &of(&with_bias));
         assert_same("gelu", &gelu, &of(&|at| kernels::math::gelu(with_bias(at))));
+        assert_same("silu", &silu, &of(&|at| kernels::math::silu(with_bias(at))));
+        assert_same("gated", &gated, &of(&|at| kernels::math::silu(residual[at].widen()) * with_bias(at)));
     }
 
     fn extents_must_agree(device: &Device) {
@@ -127,6 +132,6 @@ attack! {
     matmul_bf16::matmul_bf16 by tile <S> {
         a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5,
         n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
-        stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

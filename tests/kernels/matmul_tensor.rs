@@ -297,32 +297,41 @@ on_each_device! {
         }
     }
 
-    /// What follows the sums: gelu, with what it had before, and a residual.
+    /// What follows the sums: gelu, with what it had before, silu, a gate, a residual, and a scale.
     fn shaped_ops(device: &Device) {
         let [m, n, k] = [24, 40, 33];
         let case = Case::new([m, n, k], [false, false], 0);
         for precision in ROUNDED {
             let plain = gemm(device, &case, &case.form.precision(precision));
             let (bias, residual) = (Random::new(1).normals(n), Random::new(2).normals(m * n));
-            let [active, pre, added] = trial_of_one(device, |trial| {
+            let [active, pre, silu, gated, added] = trial_of_one(device, |trial| {
                 trial.set_precision(precision);
                 let (x, w) = (trial.upload(&case.a, [m, k])?, trial.upload(&case.b, [k, n])?);
                 let (bias, residual) = (trial.upload(&bias, [n])?, trial.upload(&residual, [m, n])?);
                 let mut made = None;
                 trial.with_scratch(|| {
                     let (active, pre) = ops::linear_gelu(trial, &x, &w, Some(&bias))?;
-                    made = Some((active, pre, ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?));
+                    let (silu, _) = ops::linear_silu(trial, &x, &w, Some(&bias))?;
+                    let (gated, _) = ops::linear_swiglu(trial, &x, &w, Some(&bias), &residual)?;
+                    made = Some([active, pre, silu, gated, ops::linear_residual(trial, &x, &w, Some(&bias), &residual)?]);
                     workspace(trial, &case.form)
                 })?;
-                let (active, pre, added) = made.expect("made");
-                Ok([trial.output(&active)?, trial.output(&pre)?, trial.output(&added)?])
+                let outputs = made.expect("made");
+                let outputs = outputs.iter().map(|output| trial.output(output)).collect::<Result<Vec<_>>>()?;
+                Ok(<[Vec<f32>; 5]>::try_from(outputs).expect("five"))
             });
             let biased: Vec<f32> = plain.iter().enumerate().map(|(at, sum)| sum + bias[at % n]).collect();
             let gelu: Vec<f32> = biased.iter().map(|&sum| kernels::math::gelu(sum)).collect();
             let sums: Vec<f32> = biased.iter().zip(&residual).map(|(sum, old)| 1.0f32.mul_add(*old, *sum)).collect();
             assert_same(format_args!("{precision}, before gelu"), &pre, &biased);
             assert_same(format_args!("{precision}, gelu"), &active, &gelu);
+            let activated: Vec<f32> = biased.iter().map(|&sum| kernels::math::silu(sum)).collect();
+            let times_gate: Vec<f32> = biased.iter().zip(&residual).map(|(sum, &gate)| kernels::math::silu(gate) * sum).collect();
+            let half: Vec<f32> = plain.iter().map(|sum| 0.5 * sum).collect();
+            assert_same(format_args!("{precision}, silu"), &silu, &activated);
+            assert_same(format_args!("{precision}, gated"), &gated, &times_gate);
             assert_same(format_args!("{precision}, residual"), &added, &sums);
+            assert_same(format_args!("{precision}, scaled"), &gemm(device, &case, &case.form.precision(precision).scaled(0.5)), &half);
         }
     }
 
@@ -380,6 +389,6 @@ attack! {
     matmul_tensor::matmul_tensor by variant {
         a: u32s 2 * WORDS, b: u32s 2 * WORDS, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5,
         n: number 6, k: number 7, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number WORDS,
-        stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        stride_b: number WORDS, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }

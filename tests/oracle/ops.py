@@ -147,7 +147,8 @@ def linear_cross_entropy_bf16(hidden, w, labels, weight, smoothing, tied, dy):
 
 def linear(x, w, bias, residual):
     affine = x @ w + bias
-    return {"y": residual + affine, "product": x @ w, "affine": affine, "activated": gelu(affine)}
+    products = {"y": residual + affine, "product": x @ w, "affine": affine}
+    return products | {"gelu": gelu(affine), "silu": jax.nn.silu(affine), "gated": jax.nn.silu(residual) * affine}
 
 
 def clipped(gradients, largest):
@@ -241,7 +242,7 @@ REFERENCES = {
     "mean_tokens": lambda x: jnp.mean(x, axis=1),
     "transpose": lambda x: jnp.swapaxes(x, 1, 2),
     "linear": linear,
-    "gemm": lambda a, b, bias, c: jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
+    "gemm": lambda a, b, bias, c: 0.75 * jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
     "adamw": adamw,
     "adamw_groups": by_groups(adamw),
     "sgd": sgd,

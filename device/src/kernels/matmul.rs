@@ -1,4 +1,4 @@
-//! Matrix multiply: `out = epilogue(op(A) op(B) + bias + beta C)`, in strided batches.
+//! Matrix multiply: `out = epilogue(alpha op(A) op(B) + bias + beta C)`, in strided batches.
 //!
 //! Each output element is one chain of fused multiply-adds over ascending k. So the result does not depend on the tile: the entry points
 //! differ in [`Tile`] alone and give the same bits.
@@ -12,7 +12,7 @@
 //!                      +---+-----+--+                  tile.rs       a block's tile, its warps and threads
 //!                      |   |stage|  |                  operand.rs    global memory -> a stage of shared memory
 //!  op(A): m x k        +---+-----+--+                  block.rs      stages -> registers -> sums
-//!  +-------+           |   |     |  |                  epilogue.rs   sums -> bias, beta C, gelu -> out
+//!  +-------+           |   |     |  |                  epilogue.rs   sums -> bias, beta C, activation -> out
 //!  | stage |  ->       |   |tile |  |  out: m x n      split.rs      k in chunks, a block for each
 //!  +-------+           |   |     |  |                  cpu.rs        all of it for the emulator
 //!  |       |           +---+-----+--+
@@ -21,11 +21,12 @@
 //! - `a`: op(A) is `[m, k]`; element (i, p) at `z stride_a + i lda + p`, or `+ p lda + i` with [`TRANSPOSE_A`].
 //! - `b`: op(B) is `[k, n]`; element (p, j) at `z stride_b + p ldb + j`, or `+ j ldb + p` with [`TRANSPOSE_B`].
 //! - `bias`: `[n]` at `z stride_bias`, added to every row; empty: none.
-//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0, and may be `out`.
-//!   With [`GELU`] `out` is gelu of the sum; with [`KEEP`] the sum itself goes to `pre`.
+//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0 or with [`GATE`], and
+//!   may be `out`. With [`GELU`] or [`SILU`] `out` is that of the sum; with [`GATE`] `out` is silu(c) times the sum, and `beta` is 0; with
+//!   [`KEEP`] the sum itself goes to `pre`.
 //! - `chunk`: the k of one product. Where it is less than k, each `z` is `ceil(k / chunk)` products. `out` then has a matrix for
-//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](struct@sum_splits) adds them up. No bias, `beta`, gelu or
-//!   `pre` may follow such a partial sum.
+//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](struct@sum_splits) adds them up. Nothing may follow such a
+//!   partial sum: no `alpha`, bias, `beta` or flag.
 
 mod block;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -53,8 +54,14 @@ pub const TRANSPOSE_A: u32 = 1;
 pub const TRANSPOSE_B: u32 = 2;
 /// The output is gelu of the sum.
 pub const GELU: u32 = 4;
-/// The sum before gelu goes to `pre`.
+/// The sum, before it is activated or gated, goes to `pre`.
 pub const KEEP: u32 = 8;
+/// The output is silu of the sum.
+pub const SILU: u32 = 16;
+/// The output is silu(c) times the sum: SwiGLU, where `c` is the gate's product (Shazeer, 2020).
+pub const GATE: u32 = 32;
+/// What may follow the sum, at most one of them.
+pub(crate) const ACTIVATIONS: u32 = GELU | SILU | GATE;
 
 /// 16 x 16, 64 threads.
 pub const T16X16: Tile =
@@ -146,6 +153,7 @@ family! {
         stride_b: usize,
         stride_c: usize,
         stride_bias: usize,
+        alpha: f32,
         beta: f32,
         flags: u32,
     ) {
@@ -159,7 +167,7 @@ family! {
         // The grid has a layer along y for each chunk.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
-        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let problem = Problem { a, b, epilogue, k: Chunk::new(k, chunk, chunk_index) };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {

@@ -1,6 +1,6 @@
 //! Matrix multiply of BF16 tensors by matrix instructions, sums in f32: as [`matmul`](super::matmul), with what memory holds halved.
 //!
-//! `out = epilogue(op(A) op(B) + bias + beta C)`. The operands come straight from memory, however they are stored: nothing is rounded
+//! `out = epilogue(alpha op(A) op(B) + bias + beta C)`. The operands come straight from memory, however they are stored: nothing is rounded
 //! or packed beforehand.
 //!
 //! ```text
@@ -20,14 +20,11 @@ mod fragment;
 mod operand;
 mod tile;
 
+#[cfg(not(target_arch = "nvptx64"))]
+use super::matmul::checks::{self, check_factors, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::Chunk;
 use super::matmul::{Cost, TRANSPOSE_A, TRANSPOSE_B};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::{
-    GELU, KEEP,
-    checks::{self, check_factors, check_outputs, sum_chunks},
-};
 use crate::family;
 use block::{Problem, compute};
 use cuda_std::prelude::*;
@@ -71,6 +68,7 @@ family! {
         stride_b: usize,
         stride_c: usize,
         stride_bias: usize,
+        alpha: f32,
         beta: f32,
         flags: u32,
     ) {
@@ -84,7 +82,7 @@ family! {
         // The grid has a layer along y for each chunk.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
-        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let problem = Problem { a, b, epilogue, k: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.

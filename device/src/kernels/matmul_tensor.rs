@@ -1,6 +1,6 @@
 //! Matrix multiply by matrix instructions: as [`matmul`](super::matmul), with factors rounded to TF32 or BF16.
 //!
-//! `out = epilogue(op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and sums are f32, but a GPU's matrix instruction adds
+//! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and sums are f32, but a GPU's matrix instruction adds
 //! several products at once. So a result lies within a stated bound of the exact one, and its bits may differ from the emulator's (see
 //! [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
 //!
@@ -24,8 +24,6 @@ use super::matmul::Cost;
 use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::Chunk;
-#[cfg(not(target_arch = "nvptx64"))]
-use super::matmul::{GELU, KEEP};
 use crate::family;
 use crate::format::{Bf16, Format, Reduced, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -111,6 +109,7 @@ family! {
         stride_b: usize,
         stride_c: usize,
         stride_bias: usize,
+        alpha: f32,
         beta: f32,
         flags: u32,
     ) {
@@ -122,7 +121,7 @@ family! {
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
-        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags };
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let [all, first, end] = [k, first, end].map(|k| k.div_ceil(F::PER_STEP));
         let a = PackedOperand::new(a, z * stride_a, m, [all, end]);
         let b = PackedOperand::new(b, z * stride_b, n, [all, end]);

@@ -16,12 +16,12 @@ pub(super) fn queue<'s, S: Stored>(
     a: &impl Source<'s, bf16>,
     b: &impl Source<'s, bf16>,
     bias: Option<&impl Source<'s, f32>>,
-    residual: Option<&impl Source<'s, S>>,
+    c: Option<&impl Source<'s, S>>,
     out: &mut impl Target<'s, S>,
     epilogue: Epilogue<'_, 's, S>,
 ) -> Result<()> {
     let extents = GemmExtents::new(form, chunk)?;
-    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
+    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a, b, outputs);
     let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
     in_chunks(step, form, &extents, outputs, whole, part)
@@ -39,7 +39,7 @@ fn multiply<'s, S: Stored>(
 ) -> Result<()> {
     let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
-    let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
+    let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
         flags |= if set { flag } else { 0 };
     }
@@ -68,6 +68,7 @@ fn multiply<'s, S: Stored>(
         stride_b,
         stride_c,
         stride_bias,
+        alpha,
         beta,
         flags,
     })

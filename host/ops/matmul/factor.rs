@@ -22,7 +22,7 @@ pub trait Factor<S: Stored>: Cast {
         a: &impl Source<'s, Self>,
         b: &impl Source<'s, Self>,
         bias: Option<&impl Source<'s, f32>>,
-        residual: Option<&impl Source<'s, S>>,
+        c: Option<&impl Source<'s, S>>,
         out: &mut impl Target<'s, S>,
         epilogue: Epilogue<'_, 's, S>,
     ) -> Result<()>;
@@ -45,13 +45,13 @@ impl Factor<f32> for f32 {
         a: &impl Source<'s, f32>,
         b: &impl Source<'s, f32>,
         bias: Option<&impl Source<'s, f32>>,
-        residual: Option<&impl Source<'s, f32>>,
+        c: Option<&impl Source<'s, f32>>,
         out: &mut impl Target<'s, f32>,
         epilogue: Epilogue<'_, 's, f32>,
     ) -> Result<()> {
         match form.precision_in(step) {
-            Precision::Ieee => ieee::queue(step, form, a, b, bias, residual, out, epilogue),
-            precision => tensor::queue(step, precision, form, a, b, bias, residual, out, epilogue),
+            Precision::Ieee => ieee::queue(step, form, a, b, bias, c, out, epilogue),
+            precision => tensor::queue(step, precision, form, a, b, bias, c, out, epilogue),
         }
     }
 
@@ -78,11 +78,11 @@ impl<S: Stored> Factor<S> for bf16 {
         a: &impl Source<'s, bf16>,
         b: &impl Source<'s, bf16>,
         bias: Option<&impl Source<'s, f32>>,
-        residual: Option<&impl Source<'s, S>>,
+        c: Option<&impl Source<'s, S>>,
         out: &mut impl Target<'s, S>,
         epilogue: Epilogue<'_, 's, S>,
     ) -> Result<()> {
-        of_bf16::queue(step, form, a, b, bias, residual, out, epilogue)
+        of_bf16::queue(step, form, a, b, bias, c, out, epilogue)
     }
 
     fn queue_gradients<'s>(

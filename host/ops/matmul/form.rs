@@ -3,14 +3,14 @@
 use crate::precision::Precision;
 use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
-use kernels::matmul::{GELU, KEEP, Tile};
+use kernels::matmul::{GATE, GELU, KEEP, SILU, Tile};
 
 /// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
 ///
-/// `out = A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when `transpose_a`), B `[k, n]`
+/// `out = alpha A B + bias + beta c` for each of `batches`: A is `[m, k]` (stored `[k, m]` when `transpose_a`), B `[k, n]`
 /// (stored `[n, k]` when `transpose_b`), `out` and `c` `[m, n]`, `bias` `[n]`. `ld*` are elements between rows,
 /// `stride_*` between batches.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gemm {
     /// Rows of the output.
     pub m: usize,
@@ -38,6 +38,8 @@ pub struct Gemm {
     pub stride_c: usize,
     /// Elements between batches of the bias.
     pub stride_bias: usize,
+    /// What the sums count: they are scaled by it, before anything is added.
+    pub alpha: f32,
     /// What the old content counts.
     pub beta: f32,
     /// Which tile computes it, of [`TILES`](crate::ops::TILES); none: the one that should be done first, or on the emulator the CPU's own. The
@@ -49,6 +51,33 @@ pub struct Gemm {
     pub tensor_tile: Option<kernels::matmul_tensor::Tile>,
     /// Which tile computes it of BF16 tensors, of [`BF16_TILES`](crate::ops::BF16_TILES); as `tile`.
     pub bf16_tile: Option<kernels::matmul_bf16::Tile>,
+}
+
+impl Default for Gemm {
+    /// Of no elements; the sums are not scaled, and nothing is added to them.
+    fn default() -> Self {
+        Self {
+            m: 0,
+            n: 0,
+            k: 0,
+            transpose_a: false,
+            transpose_b: false,
+            lda: 0,
+            ldb: 0,
+            ldc: 0,
+            batches: 0,
+            stride_a: 0,
+            stride_b: 0,
+            stride_c: 0,
+            stride_bias: 0,
+            alpha: 1.0,
+            beta: 0.0,
+            tile: None,
+            precision: None,
+            tensor_tile: None,
+            bf16_tile: None,
+        }
+    }
 }
 
 impl Gemm {
@@ -81,6 +110,12 @@ impl Gemm {
         Self { precision: Some(precision), ..self }
     }
 
+    /// Scales the sums by `alpha`.
+    #[must_use]
+    pub fn scaled(self, alpha: f32) -> Self {
+        Self { alpha, ..self }
+    }
+
     /// Adds to what is there.
     #[must_use]
     pub fn accumulate(self) -> Self {
@@ -93,15 +128,26 @@ impl Gemm {
 #[derive(Debug)]
 pub enum Epilogue<'e, 's, S: Stored> {
     Store,
-    Gelu { pre: &'e mut Tensor<'s, S> },
+    Gelu {
+        pre: &'e mut Tensor<'s, S>,
+    },
+    Silu {
+        pre: &'e mut Tensor<'s, S>,
+    },
+    /// silu(c) times the sums; `c` is the gate.
+    Gated {
+        pre: &'e mut Tensor<'s, S>,
+    },
 }
 
 impl<'e, S: Stored> Epilogue<'e, '_, S> {
-    /// Where the sums before gelu go, and what a kernel is told of it.
+    /// Where the sums go before they are activated or gated, and what a kernel is told of it.
     pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
         match self {
             Self::Store => (PointerMut::empty(), 0),
             Self::Gelu { pre } => (pre.out(), GELU | KEEP),
+            Self::Silu { pre } => (pre.out(), SILU | KEEP),
+            Self::Gated { pre } => (pre.out(), GATE | KEEP),
         }
     }
 }

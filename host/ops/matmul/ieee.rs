@@ -16,12 +16,12 @@ pub(super) fn queue<'s>(
     a: &impl Source<'s, f32>,
     b: &impl Source<'s, f32>,
     bias: Option<&impl Source<'s, f32>>,
-    residual: Option<&impl Source<'s, f32>>,
+    c: Option<&impl Source<'s, f32>>,
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
     let extents = GemmExtents::new(form, kernels::matmul::chunk)?;
-    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
+    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     let multiply = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs);
     in_chunks(step, form, &extents, outputs, multiply, multiply)
 }
@@ -38,7 +38,7 @@ fn multiply(
 ) -> Result<()> {
     let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
-    let Outputs { bias, c, out, pre, ldc, stride_c, beta, mut flags } = outputs;
+    let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
         flags |= if set { flag } else { 0 };
     }
@@ -67,6 +67,7 @@ fn multiply(
         stride_b,
         stride_c,
         stride_bias,
+        alpha,
         beta,
         flags,
     })

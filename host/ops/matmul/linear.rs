@@ -77,7 +77,44 @@ pub fn linear_gelu<'s, S: Factor<S>>(
     Ok((out, pre))
 }
 
-/// `out = A B + bias + beta out`, in place, for any strides; see [`Gemm`].
+/// `pre = x w + bias`, `out = silu(pre)`; returns `(out, pre)`, backward needs `pre`. As [`linear`].
+///
+/// # Errors
+/// As for [`linear`].
+#[track_caller]
+pub fn linear_silu<'s, S: Factor<S>>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    bias: Option<&impl Source<'s, f32>>,
+) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
+    let (shape, form) = forward("linear_silu", x, w)?;
+    let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
+    S::queue(step, &form, x, w, bias, None::<&Tensor<'s, S>>, &mut out, Epilogue::Silu { pre: &mut pre })?;
+    Ok((out, pre))
+}
+
+/// `up = x w + bias`, `out = silu(gate) up`; returns `(out, up)`, backward needs `up` and the gate; `gate`: the shape of `out`. SwiGLU
+/// (Shazeer, 2020), where the gate is another [`linear`] of x. As [`linear`].
+///
+/// # Errors
+/// As for [`linear`]; [`Error::Misuse`] when the gate has another shape.
+#[track_caller]
+pub fn linear_swiglu<'s, S: Factor<S>>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    bias: Option<&impl Source<'s, f32>>,
+    gate: &impl Source<'s, S>,
+) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
+    let (shape, form) = forward("linear_swiglu", x, w)?;
+    same_shape("linear_swiglu", shape, gate.shape())?;
+    let (mut out, mut up) = (step.empty(shape)?, step.empty(shape)?);
+    S::queue(step, &form, x, w, bias, Some(gate), &mut out, Epilogue::Gated { pre: &mut up })?;
+    Ok((out, up))
+}
+
+/// `out = alpha A B + bias + beta out`, in place, for any strides; see [`Gemm`].
 ///
 /// # Errors
 /// [`Error::Contract`] when a matrix does not lie inside its tensor; [`Error::Misuse`] for extents beyond 2^32.

@@ -21,4 +21,4 @@ mod tensor;
 pub use factor::Factor;
 pub use form::{Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
-pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, matmul};
+pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};

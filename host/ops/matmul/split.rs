@@ -61,17 +61,18 @@ pub(super) struct Outputs<'o, S> {
     pub(super) pre: PointerMut<'o, S>,
     pub(super) ldc: u32,
     pub(super) stride_c: usize,
+    pub(super) alpha: f32,
     pub(super) beta: f32,
     pub(super) flags: u32,
 }
 
 impl<'o, S: Stored> Outputs<'o, S> {
-    /// What follows the sums of a multiply into `out`, whose old content counts where there is no `residual`.
+    /// What follows the sums of a multiply into `out`, whose old content counts where there is no `c`.
     pub(super) fn new<'s>(
         form: &Gemm,
         extents: &GemmExtents,
         bias: Option<&'o impl Source<'s, f32>>,
-        residual: Option<&'o impl Source<'s, S>>,
+        c: Option<&'o impl Source<'s, S>>,
         out: &'o mut impl Target<'s, S>,
         epilogue: Epilogue<'o, 's, S>,
     ) -> Self {
@@ -79,11 +80,12 @@ impl<'o, S: Stored> Outputs<'o, S> {
         let (pre, flags) = epilogue.out();
         Self {
             bias: bias.map_or_else(Slice::empty, Source::slice),
-            c: residual.map_or(old, Source::pointer),
+            c: c.map_or(old, Source::pointer),
             out,
             pre,
             ldc: extents.ldc,
             stride_c: form.stride_c,
+            alpha: form.alpha,
             beta: form.beta,
             flags,
         }
@@ -114,10 +116,11 @@ pub(super) fn in_chunks<S: Stored>(
             pre: PointerMut::empty(),
             ldc: extents.n,
             stride_c: m * n,
+            alpha: 1.0,
             beta: 0.0,
             flags: 0,
         })?;
-        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
+        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
         let GemmExtents { m, n, batches, .. } = *extents;
         let partials = partials.slice();
         step.launch(sum_splits {
@@ -133,6 +136,7 @@ pub(super) fn in_chunks<S: Stored>(
             batches,
             stride_c,
             stride_bias,
+            alpha,
             beta,
             flags,
         })

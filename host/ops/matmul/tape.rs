@@ -85,6 +85,56 @@ impl<'s> Tape<'_, 's> {
         }))
     }
 
+    /// `y = silu(x w (+ b))` in one launch. See [`ops::linear_silu`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn linear_silu<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_silu", [x])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, pre) = ops::linear_silu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
+        let (x, pre) = (*x, pre.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            let dpre = ops::silu_backward(back.step(), &pre, &dy)?;
+            back.step().give_back(dy);
+            linear_backward(back, &x, w, b, &dpre)?;
+            back.step().give_back(dpre);
+            Ok(())
+        }))
+    }
+
+    /// `y = silu(gate) (x w (+ b))` in one launch; `gate`, `y`: `[.., out]`. See [`ops::linear_swiglu`].
+    ///
+    /// # Errors
+    /// Those of the op.
+    #[track_caller]
+    pub fn linear_swiglu<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        b: Option<Parameter>,
+        gate: &Var<'s, S>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("linear_swiglu", [x, gate])?;
+        let bias = b.map(|b| op.weights(b)).transpose()?;
+        let (y, up) = ops::linear_swiglu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref(), gate.value())?;
+        let (x, gate, up) = (*x, *gate, up.save());
+        Ok(op.record(y.save(), move |back, dy| {
+            let [dgate, dup] = ops::swiglu_backward(back.step(), gate.value(), &up, &dy)?;
+            back.step().give_back(dy);
+            back.add(&gate, dgate)?;
+            linear_backward(back, &x, w, b, &dup)?;
+            back.step().give_back(dup);
+            Ok(())
+        }))
+    }
+
     /// A layer for each token: `y[., s, .] = x[., s, .] w_s + b_s`; `x`: `[batch, tokens, in]`, `w_s`: `[in, out]`,
     /// `b_s`: `[out]`, `y`: `[batch, tokens, out]`; one strided-batched multiply. `x` must be an input.
     ///

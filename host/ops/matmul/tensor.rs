@@ -50,12 +50,12 @@ pub(super) fn queue<'s>(
     a: &impl Source<'s, f32>,
     b: &impl Source<'s, f32>,
     bias: Option<&impl Source<'s, f32>>,
-    residual: Option<&impl Source<'s, f32>>,
+    c: Option<&impl Source<'s, f32>>,
     out: &mut impl Target<'s, f32>,
     epilogue: Epilogue<'_, 's, f32>,
 ) -> Result<()> {
     let extents = GemmExtents::new(form, chunk)?;
-    let outputs = Outputs::new(form, &extents, bias, residual, out, epilogue);
+    let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
     step.workspace(|step| {
         let operands = [form.round_left(a.slice()), form.round_right(b.slice()), Unrounded::default()];
         let [left, right, _] = round(step, precision, operands)?;
@@ -103,7 +103,7 @@ fn multiply(
     let (stride_a, stride_b) = (stride(form.stride_a, a), stride(form.stride_b, b));
     let launch = |outputs: Outputs<'_, f32>| {
         let GemmExtents { m, n, k, chunk, batches, .. } = *extents;
-        let Outputs { bias, c, out, pre, ldc, stride_c, beta, flags } = outputs;
+        let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, flags } = outputs;
         let processors = step.description().processors as usize;
         let tile = split::tile_of(form.tensor_tile, &TILES, "ops::TENSOR_TILES", || {
             fastest(extents.of_a_chunk(), extents.matrices(), processors)
@@ -126,6 +126,7 @@ fn multiply(
             stride_b,
             stride_c,
             stride_bias: form.stride_bias,
+            alpha,
             beta,
             flags,
         })

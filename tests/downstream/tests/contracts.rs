@@ -16,11 +16,11 @@ attack! {
     matmul::matmul by tile {
         a: f32s 70, b: f32s 84, bias: f32s 12, c: pointer 60, out: out 60, pre: out 60, m: number 5, n: number 6, k: number 7,
         lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2, stride_a: number 35,
-        stride_b: number 42, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
     matmul::sum_splits<S> {
         partials: f32s 180, splits: number 3, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5, n: number 6,
-        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, beta: float 1.0, flags: number 12,
+        ldc: number 6, batches: number 2, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
     elementwise::add<S> { a: stored 9, b: stored 9, out: out_stored 9 }
     norm::rms_norm_backward<S> {

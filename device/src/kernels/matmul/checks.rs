@@ -1,6 +1,7 @@
 //! What the contracts of matrix multiplies check: every element that a batch reads or writes lies inside its argument, and no two batches
 //! write the same element.
 
+use super::{ACTIVATIONS, GATE};
 use cuda_std::launch::{Size, Violation};
 
 /// The most rows, columns or k. A kernel numbers them in 32 bits, and also those of a tile or a stage that lie beyond the end.
@@ -9,6 +10,14 @@ const MOST: u32 = 1 << 31;
 /// Ok for rows, columns or k that a kernel can number.
 pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Violation> {
     Violation::unless(extent <= MOST, argument, "at most 2^31", extent)
+}
+
+/// Whether `c` is a gate; ok when at most one activation follows the sum, and a gate is not added too.
+pub(crate) fn is_gated(flags: u32, beta: f32) -> Result<bool, Violation> {
+    let gated = flags & GATE != 0;
+    Violation::unless((flags & ACTIVATIONS).count_ones() <= 1, "flags", "at most one activation", flags)?;
+    Violation::unless(!gated || beta == 0.0, "beta", "0 where `c` is a gate", beta)?;
+    Ok(gated)
 }
 
 /// Checks `a` and `b` of a multiply.
@@ -29,7 +38,8 @@ macro_rules! sum_chunks {
         checks::countable("k", $p.k)?;
         Violation::unless($p.chunk > 0, "chunk", "at least one", $p.chunk)?;
         let chunks = $p.k.div_ceil($p.chunk).max(1);
-        let sum_alone = $p.bias.is_empty() && $p.beta == 0.0 && $p.flags & (GELU | KEEP) == 0;
+        let kept_or_activated = $p.flags & ($crate::matmul::ACTIVATIONS | $crate::matmul::KEEP) != 0;
+        let sum_alone = $p.bias.is_empty() && $p.alpha == 1.0 && $p.beta == 0.0 && !kept_or_activated;
         Violation::unless(chunks == 1 || sum_alone, "chunk", "k where something follows the sum", $p.chunk)?;
         chunks
     }};
@@ -44,10 +54,11 @@ macro_rules! check_outputs {
         let [m, n, ldc] = [$p.m, $p.n, $p.ldc].map(|x| x as usize);
         let matrices = Size::of($p.batches).times($chunks);
         checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
-        if $p.beta != 0.0 {
+        let gated = checks::is_gated($p.flags, $p.beta)?;
+        if $p.beta != 0.0 || gated {
             checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
-        if $p.flags & KEEP != 0 {
+        if $p.flags & $crate::matmul::KEEP != 0 {
             checks::holds("pre", $p.pre.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
         if !$p.bias.is_empty() {

@@ -1,15 +1,17 @@
-//! The epilogue of a matrix multiply: bias, old content, gelu, and the write.
+//! The epilogue of a matrix multiply: scale, bias, old content, activation or gate, and the write.
 //!
 //! A thread brings `ROWS` rows of up to four neighbours in each of `GROUPS` groups of columns:
 //!
 //! ```text
 //!                 columns[0] .. + 3           columns[1] .. + 3
-//! row i           sums[0][0]  (16 bytes)      sums[0][1]           + bias -> + beta C -> pre -> gelu -> out
+//! row i           sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu or gate -> out
 //! row i + 1       sums[1][0]                  sums[1][1]
 //! ```
 //! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
-use super::{GELU, KEEP};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::SILU;
+use super::{ACTIVATIONS, GATE, GELU, KEEP};
 use crate::block::opaque;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
@@ -31,6 +33,7 @@ pub(crate) struct Epilogue<'p, S> {
     pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) ldc: u32,
+    pub(crate) alpha: f32,
     pub(crate) beta: f32,
     pub(crate) flags: u32,
 }
@@ -49,7 +52,7 @@ impl<S: Stored> Epilogue<'_, S> {
         width: u32,
         mut sums: [[F4; GROUPS]; ROWS],
     ) {
-        let Self { bias, bias_start, c, out, pre, start, m, n, ldc, beta, flags } = *self;
+        let Self { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags } = *self;
         let first = start + i as usize * ldc as usize;
         let place = |row: usize, group: usize| first + row * ldc as usize + columns[group] as usize;
         let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
@@ -82,6 +85,11 @@ impl<S: Stored> Epilogue<'_, S> {
         // SAFETY: what lies inside the output lies in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
         // checked it.
         unsafe {
+            if alpha != 1.0 {
+                unroll_on_gpu!(row < ROWS => {
+                    unroll_on_gpu!(group < GROUPS => { sums[row][group] = sums[row][group] * F4::splat(alpha); });
+                });
+            }
             if !bias.is_empty() {
                 unroll_on_gpu!(group < GROUPS => {
                     let at = bias_start + columns[group] as usize;
@@ -106,11 +114,25 @@ impl<S: Stored> Epilogue<'_, S> {
                     sums[row][group].store_part(pre, at, part);
                 });
             }
-            if flags & GELU != 0 {
-                // One row at a time, then the others move up: gelu is long code, and so it is there once.
-                for _ in 0..opaque(ROWS as u32) {
+            if flags & ACTIVATIONS != 0 {
+                // One row at a time, then the others move up: an activation is long code, and so it is there once.
+                for row in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
-                    unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
+                    if flags & GELU != 0 {
+                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
+                    } else if flags & GATE != 0 {
+                        let mut gates = [F4::splat(0.0); GROUPS];
+                        if i + row < m {
+                            unroll_on_gpu!(group < GROUPS => {
+                                let at = place(row as usize, group);
+                                let part = if whole { Part::Whole } else { part(at, inside(group)) };
+                                gates[group] = F4::load_part_raw(c, at, part, 0.0);
+                            });
+                        }
+                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(gates[group], math::silu) * done[group]; });
+                    } else {
+                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::silu); });
+                    }
                     unroll_on_gpu!(row < ROWS => {
                         sums[row] = if row + 1 < ROWS { sums[row + 1] } else { done };
                     });
@@ -131,11 +153,14 @@ impl Epilogue<'_, f32> {
     /// As above.
     #[inline(always)]
     pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
-        let Self { bias, bias_start, c, out, pre, start, ldc, beta, flags, .. } = *self;
+        let Self { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
         // SAFETY: a run inside the output lies inside `out`, and inside `c`, `pre` and `bias` where they are used: the contract has
         // checked it.
         unsafe {
+            if alpha != 1.0 {
+                sum.iter_mut().for_each(|sum| *sum *= alpha);
+            }
             if !bias.is_empty() {
                 let bias = load_run::<N>(bias, bias_start + j as usize);
                 sum.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
@@ -149,6 +174,11 @@ impl Epilogue<'_, f32> {
             }
             if flags & GELU != 0 {
                 sum.iter_mut().for_each(|sum| *sum = math::gelu(*sum));
+            } else if flags & GATE != 0 {
+                let gates = load_run_raw::<N>(c, at);
+                sum.iter_mut().zip(gates).for_each(|(sum, gate)| *sum *= math::silu(gate));
+            } else if flags & SILU != 0 {
+                sum.iter_mut().for_each(|sum| *sum = math::silu(*sum));
             }
             store_run(out, at, sum);
         }

@@ -17,7 +17,7 @@
 
 use super::epilogue::Epilogue;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::{KEEP, checks, checks::check_outputs};
+use super::{checks, checks::check_outputs};
 use crate::block::divide;
 use crate::family;
 use crate::unroll_on_gpu;
@@ -100,6 +100,7 @@ family! {
         batches: u32,
         stride_c: usize,
         stride_bias: usize,
+        alpha: f32,
         beta: f32,
         flags: u32,
     ) {
@@ -121,7 +122,7 @@ family! {
             }
         };
         let (start, bias_start) = (batch * stride_c, batch * stride_bias);
-        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, beta, flags };
+        let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, alpha, beta, flags };
         // SAFETY: row and columns lie inside the output.
         unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
     }
