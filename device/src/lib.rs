@@ -1,7 +1,7 @@
 //! The kernels of stepscope.
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract. Arithmetic that several families share
-//! is in [`math`], [`philox`], [`exps`], [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
+//! is in [`math`], [`activations`], [`philox`], [`exps`], [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
 //! [`mod@mma`].
 //! The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
@@ -26,6 +26,7 @@ pub use contract::package_of;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use contract::{ALIGN, entries};
 
+pub mod activations;
 pub mod block;
 pub mod exps;
 pub mod format;

@@ -21,7 +21,7 @@
 //! `cargo run --release --example scalars` measures these errors, and compares the bits of a device with the CPU's. The same bounds
 //! hold for subnormal inputs and results. A NaN gives a NaN, whose sign and payload are not fixed. The polynomials are minimax for
 //! the relative error of the result (Remez exchange at 200 bits, then rounded to f32). Each states its interval. `exp2_negative` and
-//! `exp2_sum` are for what is rounded to BF16: within 2^-18 and 2^-17, in half the operations.
+//! `exp2_sum` are for what is rounded to BF16: within 2^-18 and 2^-17, in half the operations; [`activations`](crate::activations) are made of them.
 
 use cuda_std::GpuFloat;
 
@@ -38,13 +38,13 @@ const LOWER: f32 = f32::from_bits((127 - LIFT as u32) << 23);
 
 /// `a * b + c`, rounded once.
 #[inline(always)]
-fn fma(a: f32, b: f32, c: f32) -> f32 {
+pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
     GpuFloat::mul_add(a, b, c)
 }
 
 /// One of two values, both computed. The compiler may make an `if` a branch around one of them.
 #[inline(always)]
-fn select<T>(condition: bool, yes: T, no: T) -> T {
+pub(crate) fn select<T>(condition: bool, yes: T, no: T) -> T {
     core::hint::select_unpredictable(condition, yes, no)
 }
 
@@ -127,6 +127,21 @@ pub fn exp2_sum(a: f32, [b, c]: [f32; 2]) -> f32 {
 #[inline(always)]
 pub fn exp2_scaled(b: f32, c: f32) -> [f32; 2] {
     [b / 256.0, fma(c, 1.0 / 256.0, 127.0 / 256.0)]
+}
+
+/// 2^x as power (1 + t), given as (`t`, `power`), for an x up to 0. Below -126 power is 0.
+///
+/// t = f Q(f), where x is a whole number and f, with Q minimax of degree 3 on [-1/2, 1/2] (error of t 2^-16.0).
+#[inline(always)]
+pub(crate) fn exp2_less_1(x: f32) -> (f32, f32) {
+    let x = larger_or_nan(x, -127.0);
+    let rounded = x + ROUND;
+    let f = x - (rounded - ROUND);
+    let mut q = f32::from_bits(0x3c1d_9548);
+    q = fma(q, f, f32::from_bits(0x3d64_b5a4));
+    q = fma(q, f, f32::from_bits(0x3e75_ff84));
+    q = fma(q, f, f32::from_bits(0x3f31_716b));
+    (q * f, f32::from_bits(0x3f80_0000_u32.wrapping_add(rounded.to_bits() << 23)))
 }
 
 /// 2^(n + f), given n + [`ROUND`] and |f| <= 1/2; 2^f = 1 + f P(f) with P minimax of degree 3 (error 2^-18.4).
@@ -253,7 +268,7 @@ pub fn tanh(x: f32) -> f32 {
 
 /// A step of Newton's iteration from `inverse` towards 1 / s. It squares the relative error.
 #[inline(always)]
-fn newton(inverse: f32, s: f32) -> f32 {
+pub(crate) fn newton(inverse: f32, s: f32) -> f32 {
     fma(inverse, fma(-s, inverse, 1.0), inverse)
 }
 
@@ -350,6 +365,15 @@ pub fn silu(x: f32) -> f32 {
     let (t, n) = exp_less_1(-size, 0.0);
     let y = logistic(x.is_sign_negative(), size, t, pow2(n.wrapping_add(LIFT)));
     select(x > SILU_END, x, y)
+}
+
+/// The derivative of [`silu`]: s + x s (1 - s), s the sigmoid of x. Where x is far from 0, it stands for one at which s is 0 or 1.
+#[inline(always)]
+pub fn silu_derivative(x: f32) -> f32 {
+    let x = if x > SILU_END { SILU_END } else { x };
+    let x = if x < -SILU_END { -SILU_END } else { x };
+    let s = sigmoid(x);
+    fma(x * s, sigmoid(-x), s)
 }
 
 /// From this x on, x times the normal distribution's share below -x is less than the smallest subnormal.

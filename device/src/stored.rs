@@ -5,14 +5,15 @@
 //! f32    -->    f32    -->  f32     as it is
 //! bf16   -->    f32    -->  bf16    exact on the way in; rounded on the way out, to nearest, ties to even
 //! ```
-//! Invariant: arithmetic is f32 whatever is stored. So what a kernel writes as BF16 is what it would have written as f32 for the same
-//! operands, rounded once, and it has the same bits on every device.
+//! Invariant: arithmetic is f32 whatever is stored, and has the same bits on every device. What a kernel writes as BF16 is what it would have
+//! written as f32 for the same operands, rounded once; but for [`Activations`], which are as exact as what is stored can tell.
 
+use crate::activations::Activations;
 use crate::format::{Bf16, Format, round_bf16};
 use half::bf16;
 
 /// A type that memory may hold of f32 numbers.
-pub trait Stored: Copy + core::fmt::Debug + 'static {
+pub trait Stored: Activations + Copy + core::fmt::Debug + 'static {
     /// The type's name, by which a family of kernels finds its own.
     const NAME: &'static str;
 

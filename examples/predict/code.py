@@ -173,9 +173,12 @@ def hot_loop(instructions):
         for loop in loops
         if multiplies(loop) and not any(within(other, loop) and multiplies(other) >= 32 for other in loops)
     ]
+    # Behind a product, whose operands are copied, an activation may multiply more than a turn of the product. It reads nothing shared.
+    is_product = any("copies" in kinds for kinds in loops.values())
+    reads = lambda loop: is_product and loops[loop].get("shared", 0) >= 16
     # The last turns, when nothing is left to be copied, are a loop of their own.
     copies = lambda loop: loops[loop].get("copies", 0) > 0
-    return max(leaves, key=lambda loop: (multiplies(loop), copies(loop), -loop[1] + loop[0])) if leaves else None
+    return max(leaves, key=lambda loop: (reads(loop), multiplies(loop), copies(loop), -loop[1] + loop[0]), default=None)
 
 
 def code(registers, instructions):

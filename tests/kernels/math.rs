@@ -7,7 +7,10 @@ use crate::reference::{self, gelu, gelu_derivative, ulps};
 use crate::support::sample;
 use crate::tolerance::Closeness;
 use crate::trial::canonical;
+use kernels::activations::Activations as _;
 use kernels::math;
+use kernels::stored::Stored as _;
+use stepscope::bf16;
 
 fn check(name: &'static str, limit: f64, function: fn(f32) -> f32, reference: fn(f64) -> f64, [from, to]: [f32; 2]) {
     let x = sample(11, from, to);
@@ -94,4 +97,44 @@ fn exactly(function: fn(f32) -> f32, pairs: &[(f32, f32)]) {
         assert_eq!(canonical(function(x)), canonical(want), "f({x:e}) is {:e}, not {want:e}", function(x));
     }
     assert!(function(f32::NAN).is_nan() && function(-f32::NAN).is_nan());
+}
+
+/// Of results that memory holds as BF16: within 2^-15 of themselves, and 2^-120 for what is far below, or `near` for a derivative, which has a
+/// root; over all numbers that BF16 holds, and many others, as products end with.
+fn check_bf16(name: &str, near: f64, function: fn(f32) -> f32, reference: fn(f64) -> f64) {
+    let all = (0..=u16::MAX).map(|bits| bf16::from_bits(bits).widen());
+    let mut worst = 0.0f64;
+    for x in all.chain(sample(13, -20.0, 20.0)).filter(|x| !x.is_nan()) {
+        let (got, want) = (f64::from(function(x)), reference(f64::from(x)));
+        if want.is_infinite() {
+            assert_eq!(got, want, "{name}({x:e})");
+            continue;
+        }
+        let error = (got - want).abs();
+        assert!(error <= (2f64.powi(-15) * want.abs()).max(near), "{name}({x:e}) is {got:e}, not {want:e}");
+        if want.abs() > 2f64.powi(-110) {
+            worst = worst.max(if near > 2f64.powi(-100) { error } else { error / want.abs() });
+        }
+    }
+    println!("{name}: within 2^{:.1}", worst.log2());
+    assert!(function(f32::NAN).is_nan() && function(-f32::NAN).is_nan());
+}
+
+#[test]
+fn activations_of_bf16() {
+    let (below, root) = (2f64.powi(-120), 2f64.powi(-18));
+    check_bf16("tanh", below, bf16::hyperbolic_tangent, libm::tanh);
+    check_bf16("gelu", below, bf16::gelu, gelu);
+    check_bf16("sigmoid", below, bf16::sigmoid, reference::sigmoid);
+    check_bf16("silu", below, bf16::silu, reference::silu);
+    check_bf16("derivative of gelu", root, bf16::gelu_derivative, gelu_derivative);
+    check_bf16("derivative of silu", root, bf16::silu_derivative, |x| {
+        let x = x.clamp(-900.0, 900.0);
+        reference::sigmoid(x) * (1.0 + x * reference::sigmoid(-x))
+    });
+    exactly(|x| bf16::narrow(bf16::hyperbolic_tangent(x)).widen(), &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, 1.0), (-9e9, -1.0)]);
+    for function in [bf16::gelu, bf16::silu] {
+        exactly(function, &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, -0.0)]);
+    }
+    exactly(bf16::sigmoid, &[(f32::NEG_INFINITY, 0.0), (-3e38, 0.0)]);
 }

@@ -3,6 +3,7 @@
 use crate::hostile::attack;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
+use kernels::activations::Activations as _;
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Saved, Stored, bf16, ops};
 
@@ -114,9 +115,9 @@ on_each_device! {
         let of = |f: &dyn Fn(usize) -> f32| (0..m * n).map(|at| round(f(at))).collect::<Vec<f32>>();
         assert_same("linear_residual", &linear, &of(&|at| 1.0f32.mul_add(residual[at].widen(), with_bias(at))));
         assert_same("pre", &kept, &of(&with_bias));
-        assert_same("gelu", &gelu, &of(&|at| kernels::math::gelu(with_bias(at))));
-        assert_same("silu", &silu, &of(&|at| kernels::math::silu(with_bias(at))));
-        assert_same("gated", &gated, &of(&|at| kernels::math::silu(residual[at].widen()) * with_bias(at)));
+        assert_same("gelu", &gelu, &of(&|at| bf16::gelu(with_bias(at))));
+        assert_same("silu", &silu, &of(&|at| bf16::silu(with_bias(at))));
+        assert_same("gated", &gated, &of(&|at| bf16::silu(residual[at].widen()) * with_bias(at)));
     }
 
     fn extents_must_agree(device: &Device) {

@@ -1,4 +1,4 @@
-//! BF16 in memory: what an op gives of BF16 is what it gives of the same numbers as f32, rounded once.
+//! BF16 in memory: what an op gives of BF16 is what it gives of the same numbers as f32, rounded once; an activation within 2^-15 of that.
 
 use crate::shapes::ROWS;
 use crate::support::{Random, on_each_device};
@@ -15,8 +15,23 @@ struct Case<'c, 's> {
     outputs: RefCell<Vec<Output>>,
 }
 
-/// Numbers, and whether they were stored as BF16.
-type Output = (Vec<f32>, bool);
+/// What an op gave.
+struct Output {
+    values: Vec<f32>,
+    /// Stored as BF16.
+    is_rounded: bool,
+    /// How far f32's may be from BF16's before they are rounded: a part of themselves, and anywhere.
+    off_by: [f32; 2],
+}
+
+impl Output {
+    /// The least and the largest that f32's `value` allows.
+    fn range(&self, value: f32) -> [f32; 2] {
+        let [part, anywhere] = self.off_by;
+        let off_by = part * value.abs() + anywhere;
+        [value - off_by, value + off_by].map(|x| if self.is_rounded { bf16::narrow(x).widen() } else { x })
+    }
+}
 
 impl<'s> Case<'_, 's> {
     /// Numbers that BF16 holds, whatever S is.
@@ -37,11 +52,23 @@ impl<'s> Case<'_, 's> {
     }
 
     fn keep<S: Stored>(&self, tensor: &impl Source<'s, S>) -> Result<()> {
+        self.keep_within(tensor, [0.0; 2])
+    }
+
+    /// What an activation or its product with something gave: BF16's is within 2^-15, and that of a derivative, or of a sum of some, `anywhere`.
+    fn keep_activated<S: Stored>(&self, tensor: &impl Source<'s, S>, anywhere: f32) -> Result<()> {
+        self.keep_within(tensor, [2f32.powi(-15), anywhere])
+    }
+
+    fn keep_within<S: Stored>(&self, tensor: &impl Source<'s, S>, off_by: [f32; 2]) -> Result<()> {
         let values = self.trial.output(tensor)?.into_iter().map(S::widen).collect();
-        self.outputs.borrow_mut().push((values, <S as Element>::NAME == "bf16"));
+        self.outputs.borrow_mut().push(Output { values, is_rounded: <S as Element>::NAME == "bf16", off_by });
         Ok(())
     }
 }
+
+/// How far BF16's derivative of an activation may be from f32's, times a dy of up to 4.
+const DERIVATIVE: f32 = 1.0 / (1 << 14) as f32;
 
 /// A test for each op, generic in what is stored.
 macro_rules! rounded_once {
@@ -62,9 +89,17 @@ macro_rules! rounded_once {
                 };
                 let (floats, halves) = (outputs(run::<f32>), outputs(run::<bf16>));
                 assert!(!floats.is_empty() && floats.len() == halves.len());
-                for ((want, _), (got, is_rounded)) in floats.into_iter().zip(halves) {
-                    let round = |x: f32| if is_rounded { bf16::narrow(x).widen() } else { x };
-                    assert_same(format!("{shape:?}"), &got, &want.into_iter().map(round).collect::<Vec<_>>());
+                for (want, got) in floats.iter().zip(&halves) {
+                    if got.off_by == [0.0; 2] {
+                        let want: Vec<f32> = want.values.iter().map(|&x| got.range(x)[0]).collect();
+                        assert_same(format!("{shape:?}"), &got.values, &want);
+                        continue;
+                    }
+                    assert_eq!(want.values.len(), got.values.len());
+                    for (&want, &value) in want.values.iter().zip(&got.values) {
+                        let [least, largest] = got.range(want);
+                        assert!((least..=largest).contains(&value), "{shape:?}: {value:e} for {want:e}");
+                    }
                 }
             }
 
@@ -93,41 +128,42 @@ rounded_once! {
     }
     add_bias<S>: |c| { c.keep(&ops::add_bias(c.trial, &c.x::<S>()?, &c.row()?)?) }
     copy<S>: |c| { c.keep(&ops::copy(c.trial, &c.x::<S>()?)?) }
-    tanh<S>: |c| { c.keep(&ops::tanh(c.trial, &c.x::<S>()?)?) }
+    tanh<S>: |c| { c.keep_activated(&ops::tanh(c.trial, &c.x::<S>()?)?, 0.0) }
     tanh_backward<S>: |c| { c.keep(&ops::tanh_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
-    gelu<S>: |c| { c.keep(&ops::gelu(c.trial, &c.x::<S>()?)?) }
-    gelu_backward<S>: |c| { c.keep(&ops::gelu_backward(c.trial, &c.x::<S>()?, &c.x()?)?) }
+    gelu<S>: |c| { c.keep_activated(&ops::gelu(c.trial, &c.x::<S>()?)?, 0.0) }
+    gelu_backward<S>: |c| { c.keep_activated(&ops::gelu_backward(c.trial, &c.x::<S>()?, &c.x()?)?, DERIVATIVE) }
     gelu_bias_backward<S>: |c| {
         let mut db = c.row()?;
-        c.keep(&ops::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?)?;
-        c.keep(&db)
+        c.keep_activated(&ops::gelu_bias_backward(c.trial, &c.x::<S>()?, &c.x()?, &mut db, true)?, DERIVATIVE)?;
+        c.keep_activated(&db, c.shape[0] as f32 * DERIVATIVE)
     }
     sub<S>: |c| { c.keep(&ops::sub(c.trial, &c.x::<S>()?, &c.x()?)?) }
     mul<S>: |c| { c.keep(&ops::mul(c.trial, &c.x::<S>()?, &c.x()?)?) }
     activations<S>: |c| {
         let x = c.x::<S>()?;
         c.keep(&ops::relu(c.trial, &x)?)?;
-        c.keep(&ops::sigmoid(c.trial, &x)?)?;
-        c.keep(&ops::silu(c.trial, &x)?)?;
+        c.keep_activated(&ops::sigmoid(c.trial, &x)?, 0.0)?;
+        c.keep_activated(&ops::silu(c.trial, &x)?, 0.0)?;
         c.keep(&ops::gelu_exact(c.trial, &x)?)
     }
     activations_backward<S>: |c| {
         let (x, dy) = (c.x::<S>()?, c.x()?);
         c.keep(&ops::relu_backward(c.trial, &x, &dy)?)?;
         c.keep(&ops::sigmoid_backward(c.trial, &x, &dy)?)?;
-        c.keep(&ops::silu_backward(c.trial, &x, &dy)?)?;
+        c.keep_activated(&ops::silu_backward(c.trial, &x, &dy)?, DERIVATIVE)?;
         c.keep(&ops::gelu_exact_backward(c.trial, &x, &dy)?)
     }
     swiglu<S>: |c| {
         let (gate, up, dy) = (c.x::<S>()?, c.x()?, c.x()?);
-        c.keep(&ops::swiglu(c.trial, &gate, &up)?)?;
-        ops::swiglu_backward(c.trial, &gate, &up, &dy)?.iter().try_for_each(|result| c.keep(result))
+        c.keep_activated(&ops::swiglu(c.trial, &gate, &up)?, 0.0)?;
+        let gradients = ops::swiglu_backward(c.trial, &gate, &up, &dy)?;
+        gradients.iter().try_for_each(|result| c.keep_activated(result, 4.0 * DERIVATIVE))
     }
     swiglu_packed<S>: |c| {
         let [rows, cols] = c.shape;
         let (x, dy) = (c.of::<S>([rows, 2 * cols])?, c.x()?);
-        c.keep(&ops::swiglu_packed(c.trial, &x)?)?;
-        c.keep(&ops::swiglu_packed_backward(c.trial, &x, &dy)?)
+        c.keep_activated(&ops::swiglu_packed(c.trial, &x)?, 0.0)?;
+        c.keep_activated(&ops::swiglu_packed_backward(c.trial, &x, &dy)?, 4.0 * DERIVATIVE)
     }
     dropout<S>: |c| {
         let (x, generator) = (c.x::<S>()?, ops::Generator::new(c.trial.device(), 3)?);
@@ -212,7 +248,8 @@ rounded_once! {
     max_columns<S>: |c| { c.keep(&ops::max_columns(c.trial, &c.x::<S>()?)?) }
     argmax_columns<S>: |c| {
         let places = c.trial.output(&ops::argmax_columns(c.trial, &c.x::<S>()?)?)?;
-        c.outputs.borrow_mut().push((places.into_iter().map(|place| place as f32).collect(), false));
+        let values = places.into_iter().map(|place| place as f32).collect();
+        c.outputs.borrow_mut().push(Output { values, is_rounded: false, off_by: [0.0; 2] });
         Ok(())
     }
     squared_norm<S>: |c| { c.keep(&ops::squared_norm(c.trial, &c.x::<S>()?)?) }

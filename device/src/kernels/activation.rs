@@ -6,8 +6,8 @@
 //! Invariant: an element of an output depends on the same element of the inputs alone. The order of a bias's sum follows from the
 //! number of rows.
 
+use crate::activations::Activations;
 use crate::block::ColumnTile;
-use crate::math;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, Part, put};
@@ -21,7 +21,7 @@ family! {
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), math::tanh));
+            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::hyperbolic_tangent));
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
@@ -58,7 +58,7 @@ family! {
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), math::gelu));
+            write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::gelu));
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
@@ -77,7 +77,7 @@ family! {
             write_own_vectors!(S, x.len(), dx, |index, part| {
                 let x = F4::load_part(x, index, part, 0.0);
                 let dy = F4::load_part(dy, index, part, 0.0);
-                dy * map4!(x, math::gelu_derivative)
+                dy * map4!(x, S::gelu_derivative)
             });
         }
     }
@@ -147,7 +147,7 @@ unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], 
         });
         unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
-                let gradient = dys[at] * map4!(xs[at], math::gelu_derivative);
+                let gradient = dys[at] * map4!(xs[at], S::gelu_derivative);
                 gradient.store_part(dx, index(at), part);
                 sum = sum + gradient;
             }

@@ -8,19 +8,20 @@
 //! ```
 //! Invariant: an element of an output depends on the same element of the inputs alone.
 
+use crate::activations::Activations;
 use crate::block::BLOCK;
 use crate::math;
 use crate::vector::F4;
 use crate::window::Window;
 use crate::{family, for_own_vector, map4, write_own_vectors};
-use cuda_std::{GpuFloat, prelude::*};
+use cuda_std::prelude::*;
 use half::bf16;
 
 /// max(x, 0), as the kernels' `function`; a NaN stays one. Backward gets x or y.
 pub const RELU: u32 = 0;
-/// [`math::sigmoid`]. Backward gets y.
+/// [`sigmoid`](crate::activations::Activations::sigmoid). Backward gets y.
 pub const SIGMOID: u32 = 1;
-/// [`math::silu`]. Backward gets x.
+/// [`silu`](crate::activations::Activations::silu). Backward gets x.
 pub const SILU: u32 = 2;
 /// [`math::gelu_exact`]. Backward gets x.
 pub const GELU_EXACT: u32 = 3;
@@ -35,8 +36,8 @@ family! {
                 let x = F4::load_part(x, index, part, 0.0);
                 match function {
                     RELU => map4!(x, rectified),
-                    SIGMOID => map4!(x, math::sigmoid),
-                    SILU => map4!(x, math::silu),
+                    SIGMOID => map4!(x, S::sigmoid),
+                    SILU => map4!(x, S::silu),
                     _ => map4!(x, math::gelu_exact),
                 }
             });
@@ -62,7 +63,7 @@ family! {
                 match function {
                     RELU => kept.zip(dy, |kept, dy| if kept <= 0.0 { 0.0 } else { dy }),
                     SIGMOID => dy * kept.fma(-kept, kept),
-                    SILU => dy * map4!(kept, silu_derivative),
+                    SILU => dy * map4!(kept, S::silu_derivative),
                     _ => dy * map4!(kept, math::gelu_exact_derivative),
                 }
             });
@@ -82,15 +83,6 @@ fn rectified(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
 
-/// s + x s (1 - s), s the sigmoid of x. Where x is far from 0, it stands for one at which s is 0 or 1.
-#[inline(always)]
-fn silu_derivative(x: f32) -> f32 {
-    let x = if x > 110.0 { 110.0 } else { x };
-    let x = if x < -110.0 { -110.0 } else { x };
-    let s = math::sigmoid(x);
-    GpuFloat::mul_add(x * s, math::sigmoid(-x), s)
-}
-
 /// Where gate and up stand: alone, or both in rows of 2 `cols`.
 #[inline(always)]
 fn places(cols: usize, both: bool) -> [Window; 2] {
@@ -107,7 +99,7 @@ family! {
         // SAFETY: the vector lies inside `y`, and `gate` and `up` have its elements.
         unsafe {
             write_own_vectors!(S, length, y, |index, part| {
-                map4!(places[0].load(gate, index, part), math::silu) * places[1].load(up, index, part)
+                map4!(places[0].load(gate, index, part), S::silu) * places[1].load(up, index, part)
             });
         }
     }
@@ -133,8 +125,8 @@ family! {
             unsafe {
                 let dy = F4::load_part(dy, index, part, 0.0);
                 let (gate, up) = (places[0].load(gate, index, part), places[1].load(up, index, part));
-                places[0].store(dy * up * map4!(gate, silu_derivative), dgate, index, part);
-                places[1].store(dy * map4!(gate, math::silu), dup, index, part);
+                places[0].store(dy * up * map4!(gate, S::silu_derivative), dgate, index, part);
+                places[1].store(dy * map4!(gate, S::silu), dup, index, part);
             }
         });
     }

@@ -13,11 +13,13 @@
 use super::SILU;
 use super::{ACTIVATIONS, GATE, GELU, KEEP};
 use crate::block::opaque;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::math;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector::{load_run, load_run_raw, store_run};
-use crate::{map4, math, unroll_on_gpu};
+use crate::{map4, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
 
@@ -119,19 +121,21 @@ impl<S: Stored> Epilogue<'_, S> {
                 for row in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     if flags & GELU != 0 {
-                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::gelu); });
-                    } else if flags & GATE != 0 {
-                        let mut gates = [F4::splat(0.0); GROUPS];
-                        if i + row < m {
+                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], S::gelu); });
+                    } else {
+                        let is_gated = flags & GATE != 0;
+                        let mut gates = sums[0];
+                        if is_gated && i + row < m {
                             unroll_on_gpu!(group < GROUPS => {
                                 let at = place(row as usize, group);
                                 let part = if whole { Part::Whole } else { part(at, inside(group)) };
                                 gates[group] = F4::load_part_raw(c, at, part, 0.0);
                             });
                         }
-                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(gates[group], math::silu) * done[group]; });
-                    } else {
-                        unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], math::silu); });
+                        unroll_on_gpu!(group < GROUPS => {
+                            let silu = map4!(gates[group], S::silu);
+                            done[group] = if is_gated { silu * done[group] } else { silu };
+                        });
                     }
                     unroll_on_gpu!(row < ROWS => {
                         sums[row] = if row + 1 < ROWS { sums[row + 1] } else { done };

@@ -1,0 +1,155 @@
+//! Activations by what memory holds of their results: for f32 those of [`math`], for BF16 within 2^-15 in half the operations.
+//!
+//! BF16 rounds off up to 2^-8 of a result, so the last bits of an f32 would be computed for nothing: they take longer than the bytes. All but
+//! tanh are made of one exponential and one inverse, of z >= 0:
+//!
+//! ```text
+//! e = 2^-z          within 2^-18, see `exp2_negative`
+//! i = 1 / (1 + e)   within 2^-18: a cubic and one step of Newton's iteration
+//! sigmoid           i at +z, e i at -z
+//! ```
+//! Invariant: as in [`math`], only exactly rounded operations in the order written: the same bits on every CPU and GPU. A NaN gives a NaN.
+//! Each derivative is computed at -|x|, and is 1 less that at |x|.
+
+use crate::math::{self, exp2_less_1, exp2_negative, fma, larger_or_nan, newton, select};
+use half::bf16;
+
+/// Activations and their derivatives, as exact as a type that memory holds can tell.
+pub trait Activations {
+    /// tanh: not by that name, which an f32 has on a CPU for one of the system's.
+    fn hyperbolic_tangent(x: f32) -> f32;
+
+    /// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    fn gelu(x: f32) -> f32;
+
+    /// The derivative of [`gelu`](Self::gelu). Near its root at -0.7525 BF16's is good to 2^-18, not to a part of itself.
+    fn gelu_derivative(x: f32) -> f32;
+
+    /// 1 / (1 + e^-x).
+    fn sigmoid(x: f32) -> f32;
+
+    /// x / (1 + e^-x).
+    fn silu(x: f32) -> f32;
+
+    /// The derivative of [`silu`](Self::silu). Near its root at -1.2785 BF16's is good to 2^-18, not to a part of itself.
+    fn silu_derivative(x: f32) -> f32;
+}
+
+impl Activations for f32 {
+    #[inline(always)]
+    fn hyperbolic_tangent(x: f32) -> f32 {
+        math::tanh(x)
+    }
+
+    #[inline(always)]
+    fn gelu(x: f32) -> f32 {
+        math::gelu(x)
+    }
+
+    #[inline(always)]
+    fn gelu_derivative(x: f32) -> f32 {
+        math::gelu_derivative(x)
+    }
+
+    #[inline(always)]
+    fn sigmoid(x: f32) -> f32 {
+        math::sigmoid(x)
+    }
+
+    #[inline(always)]
+    fn silu(x: f32) -> f32 {
+        math::silu(x)
+    }
+
+    #[inline(always)]
+    fn silu_derivative(x: f32) -> f32 {
+        math::silu_derivative(x)
+    }
+}
+
+const LOG2_E: f32 = core::f32::consts::LOG2_E;
+/// GELU is x sigmoid(x (`GELU_1` + `GELU_3` x^2)): 2 sqrt(2/pi), and this times 0.044715.
+const GELU_1: f32 = 1.595_769_1;
+const GELU_3: f32 = 0.071_354_82;
+/// From this size of x on, e is 0 for GELU, and for SiLU.
+const GELU_END: f32 = 12.0;
+const SILU_END: f32 = 128.0;
+
+impl Activations for bf16 {
+    /// (1 - e) / (1 + e), with e of 2 |x|; what 1 - e loses of e is not lost, since e - 1 is known too.
+    #[inline(always)]
+    fn hyperbolic_tangent(x: f32) -> f32 {
+        let (t, power) = exp2_less_1(-2.0 * LOG2_E * x.abs());
+        let above = fma(-power, t, 1.0 - power);
+        let y = above * inverse(2.0 - above);
+        select(x.is_nan(), x, f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000)))
+    }
+
+    #[inline(always)]
+    fn gelu(x: f32) -> f32 {
+        let x = larger_or_nan(x, -GELU_END);
+        let logistic = Logistic::new(x * fma(x * x, GELU_3 * LOG2_E, GELU_1 * LOG2_E));
+        x * logistic.at(x)
+    }
+
+    #[inline(always)]
+    fn gelu_derivative(x: f32) -> f32 {
+        let below = larger_or_nan(-x.abs(), -GELU_END);
+        let square = below * below;
+        let logistic = Logistic::new(below * fma(square, GELU_3 * LOG2_E, GELU_1 * LOG2_E));
+        logistic.derivative(x, below * fma(square, 3.0 * GELU_3, GELU_1))
+    }
+
+    #[inline(always)]
+    fn sigmoid(x: f32) -> f32 {
+        select(x.is_nan(), x, Logistic::new(x * LOG2_E).at(x))
+    }
+
+    #[inline(always)]
+    fn silu(x: f32) -> f32 {
+        let x = larger_or_nan(x, -SILU_END);
+        x * Logistic::new(x * LOG2_E).at(x)
+    }
+
+    #[inline(always)]
+    fn silu_derivative(x: f32) -> f32 {
+        let below = larger_or_nan(-x.abs(), -SILU_END);
+        Logistic::new(below * LOG2_E).derivative(x, below)
+    }
+}
+
+/// e and i, of the size of z.
+#[derive(Clone, Copy)]
+struct Logistic {
+    e: f32,
+    inverse: f32,
+}
+
+impl Logistic {
+    #[inline(always)]
+    fn new(z: f32) -> Self {
+        let e = exp2_negative(-z.abs());
+        Self { e, inverse: inverse(1.0 + e) }
+    }
+
+    /// sigmoid(z), where z has the sign of `x`.
+    #[inline(always)]
+    fn at(self, x: f32) -> f32 {
+        self.inverse * select(x.is_sign_negative(), self.e, 1.0)
+    }
+
+    /// The derivative of x sigmoid(z) at `x`, where `growth` is x times the derivative of z, both at -|x|.
+    #[inline(always)]
+    fn derivative(self, x: f32, growth: f32) -> f32 {
+        let below = self.e * self.inverse * fma(growth, self.inverse, 1.0);
+        select(x.is_sign_negative(), below, 1.0 - below)
+    }
+}
+
+/// 1 / s for s in `[1, 2]`: the cubic whose relative error, a multiple of Chebyshev's T4, is least (1 / 577), and one step of Newton's
+/// iteration, which squares it.
+#[inline(always)]
+fn inverse(s: f32) -> f32 {
+    let cubic = fma(fma(fma(-128.0 / 577.0, s, 768.0 / 577.0), s, -1696.0 / 577.0), s, 1632.0 / 577.0);
+    newton(cubic, s)
+}
