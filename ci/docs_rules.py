@@ -163,7 +163,8 @@ def package(manifest, files):
         if not 1 <= len(manifest[field]) <= 5:
             yield f"{name}: {len(manifest[field])} {field}, wanted are 1 to 5"
     for dependency in manifest["dependencies"]:
-        if dependency.get("path") and dependency["req"] == "*":
+        # What is for development alone is left out when a package is packed.
+        if dependency.get("path") and dependency["req"] == "*" and dependency.get("kind") != "dev":
             yield f"{name}: no version for {dependency['name']}, which is a path"
     unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
     if unwanted:
@@ -246,7 +247,8 @@ def self_test():
         print(f"refused: a list of docs/adding.md that {what}")
 
     good = {"name": "p", "description": "d", "license": "MIT", "readme": "R", "rust_version": "1", "keywords": ["k"]}
-    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}]}
+    own = {"name": "p", "path": "/p", "req": "*", "kind": "dev"}
+    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}, own]}
     plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
     plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
     plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
