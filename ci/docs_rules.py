@@ -29,6 +29,7 @@ PATH = re.compile(r"^(?:\./)?([.a-z]+)/[\w./{},*-]*$")
 PROGRAM = re.compile(r"--(example|bench|test)[ =](\w+)")
 FOLDERS = {"example": "examples", "bench": "benches", "test": "tests"}
 PACKAGE_LIMIT_BYTES = 2_000_000
+PACKAGE_FIELDS = ("description", "documentation", "license", "readme", "rust_version")
 
 
 def lines_of(file):
@@ -156,7 +157,7 @@ def tracked(root):
 def package(manifest, files):
     """Violations in a package's metadata, and in the list of its files: (path, bytes)."""
     name = manifest["name"]
-    for field in ("description", "license", "readme", "rust_version"):
+    for field in PACKAGE_FIELDS:
         if not manifest.get(field):
             yield f"{name}: no {field}"
     for field in ("keywords", "categories"):
@@ -246,10 +247,10 @@ def self_test():
             raise SystemExit(f"passed a list that {what}")
         print(f"refused: a list of docs/adding.md that {what}")
 
-    good = {"name": "p", "description": "d", "license": "MIT", "readme": "R", "rust_version": "1", "keywords": ["k"]}
+    good = {"name": "p", "keywords": ["k"]} | {field: "given" for field in PACKAGE_FIELDS}
     own = {"name": "p", "path": "/p", "req": "*", "kind": "dev"}
     good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}, own]}
-    plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
+    plants = [good | {field: None} for field in PACKAGE_FIELDS]
     plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
     plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
     files = [("src/lib.rs", 10), ("LICENSE-APACHE", 10), ("LICENSE-MIT", 10)]
