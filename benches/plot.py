@@ -2,7 +2,8 @@
 """Draws what benches measured: `python3 benches/plot.py [FILE.json ..]`, by default the newest run of each group.
 
 Reads the files that `cargo bench` leaves in `benches/runs/` and writes `docs/plots/GROUP.png`. A point is the median of a line's
-samples, a bar on it the 10th to 90th percentile. Nothing is drawn that no file holds. Needs matplotlib.
+samples, a bar on it the 10th to 90th percentile. Without a file it also draws `docs/plots/beside-pytorch.svg`, with which the README
+opens. Nothing is drawn that no file holds. Needs matplotlib.
 """
 
 import json
@@ -21,6 +22,14 @@ pyplot.rcParams |= {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "stepscope"
+# What the README shows, by precision.
+FRONT = {
+    "f32": "2026-11-21-h200-step.json",
+    "TF32": "2026-11-21-h200-step-tf32.json",
+    "BF16": "2026-11-21-h200-step-bf16.json",
+}
+# Legible on white and on black: the page behind the picture may be either.
+FRONT_INK, FRONT_OURS, FRONT_PEER = "#7a8088", "#1f83d6", "#d9822b"
 
 
 class Run:
@@ -160,6 +169,57 @@ def upload(run):
 GROUPS = {function.__name__: function for function in (kernels, matmul, step, arena, upload)}
 
 
+def front(runs):
+    """Our captured step beside PyTorch's fastest, inputs on the device: a panel a batch, a pair of bars a precision."""
+    steps, fastest = defaultdict(dict), set()
+    for precision, run in runs.items():
+        medians = defaultdict(dict)
+        for line in run.lines:
+            if line["measure"] == "resident":
+                medians[line["batch"]][line["contender"]] = statistics.median(line["nanoseconds"]) / 1e6
+        for batch, by_contender in medians.items():
+            ours = by_contender[f"{OURS} captured"]
+            peers = {name: median for name, median in by_contender.items() if not name.startswith(OURS)}
+            best = min(peers, key=peers.get)
+            fastest.add(best)
+            steps[batch][precision] = (ours, peers[best])
+    figure, grid = pyplot.subplots(1, len(steps), figsize=(9.6, 2.9))
+    for axes, (batch, by_precision) in zip(grid, steps.items()):
+        longest = max(max(pair) for pair in by_precision.values())
+        for place, pair in enumerate(by_precision.values()):
+            for side, (median, colour) in enumerate(zip(pair, (FRONT_OURS, FRONT_PEER))):
+                at = place + 0.38 * (side - 0.5)
+                axes.barh(at, median, 0.34, color=colour)
+                weight = "bold" if median == min(pair) else "normal"
+                axes.text(median + 0.02 * longest, at, f"{median:#.3g}", va="center", weight=weight)
+        axes.set_yticks(range(len(by_precision)), by_precision)
+        axes.tick_params(left=False, bottom=False, labelbottom=False)
+        axes.set(title=f"batch {batch}", xlim=(0, 1.2 * longest))
+        axes.invert_yaxis()
+        axes.grid(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    names = (f"{OURS}, captured", f"{' or '.join(sorted(fastest))} (its fastest)")
+    bars = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (FRONT_OURS, FRONT_PEER)]
+    figure.legend(bars, names, loc="lower center", ncols=2, frameon=False)
+    content = next(iter(runs.values())).content
+    device = f"{content['device']}, driver {content['driver']}, {content['date']}"
+    figure.suptitle(f"Milliseconds a training step, less is better: {device}", fontsize=12)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return figure
+
+
+def draw_front():
+    """The picture has no background, text that is text, and the same bytes each time."""
+    inks = ("text.color", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style = {name: FRONT_INK for name in inks} | {"font.size": 11, "font.sans-serif": ["DejaVu Sans", "sans-serif"]}
+    style |= {"svg.fonttype": "none", "svg.hashsalt": "front"}
+    path = ROOT / "docs/plots/beside-pytorch.svg"
+    with pyplot.rc_context(style):
+        figure = front({precision: Run(ROOT / "benches/runs" / name) for precision, name in FRONT.items()})
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    print(f"{', '.join(FRONT.values())} -> {path.relative_to(ROOT)}")
+
+
 def newest():
     """The newest file of each group: `DATE-DEVICE-GROUP.json`, of a GPU where there is one."""
     found = {}
@@ -183,6 +243,8 @@ def main():
         figure.tight_layout()
         figure.savefig(plots / f"{group}.png", dpi=90)
         print(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path} -> docs/plots/{group}.png")
+    if not paths:
+        draw_front()
 
 
 if __name__ == "__main__":

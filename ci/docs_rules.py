@@ -29,6 +29,7 @@ PATH = re.compile(r"^(?:\./)?([.a-z]+)/[\w./{},*-]*$")
 PROGRAM = re.compile(r"--(example|bench|test)[ =](\w+)")
 FOLDERS = {"example": "examples", "bench": "benches", "test": "tests"}
 PACKAGE_LIMIT_BYTES = 2_000_000
+PACKAGE_FIELDS = ("description", "documentation", "license", "readme", "rust_version")
 
 
 def lines_of(file):
@@ -156,14 +157,15 @@ def tracked(root):
 def package(manifest, files):
     """Violations in a package's metadata, and in the list of its files: (path, bytes)."""
     name = manifest["name"]
-    for field in ("description", "license", "readme", "rust_version"):
+    for field in PACKAGE_FIELDS:
         if not manifest.get(field):
             yield f"{name}: no {field}"
     for field in ("keywords", "categories"):
         if not 1 <= len(manifest[field]) <= 5:
             yield f"{name}: {len(manifest[field])} {field}, wanted are 1 to 5"
     for dependency in manifest["dependencies"]:
-        if dependency.get("path") and dependency["req"] == "*":
+        # What is for development alone is left out when a package is packed.
+        if dependency.get("path") and dependency["req"] == "*" and dependency.get("kind") != "dev":
             yield f"{name}: no version for {dependency['name']}, which is a path"
     unwanted = [path for path, _ in files if path.split("/")[0] in {"tests", "benches", "examples", "ci", "target"}]
     if unwanted:
@@ -245,9 +247,10 @@ def self_test():
             raise SystemExit(f"passed a list that {what}")
         print(f"refused: a list of docs/adding.md that {what}")
 
-    good = {"name": "p", "description": "d", "license": "MIT", "readme": "R", "rust_version": "1", "keywords": ["k"]}
-    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}]}
-    plants = [good | {field: None} for field in ("description", "license", "readme", "rust_version")]
+    good = {"name": "p", "keywords": ["k"]} | {field: "given" for field in PACKAGE_FIELDS}
+    own = {"name": "p", "path": "/p", "req": "*", "kind": "dev"}
+    good |= {"categories": ["c"], "dependencies": [{"name": "q", "path": "/q", "req": "^0.1"}, own]}
+    plants = [good | {field: None} for field in PACKAGE_FIELDS]
     plants += [good | {"keywords": []}, good | {"categories": ["c"] * 6}]
     plants += [good | {"dependencies": [{"name": "q", "path": "/q", "req": "*"}]}]
     files = [("src/lib.rs", 10), ("LICENSE-APACHE", 10), ("LICENSE-MIT", 10)]

@@ -87,6 +87,8 @@ pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site
 pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
+#[cfg(feature = "progress")]
+pub use trainer::ProgressBar;
 pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Shards, Trainer, Update};
 pub use upload::{Progress, Transfer};
 pub use windows::Windows;

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 use stepscope::{
-    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Learner, Model as Trained, Observer, Result,
-    Schedule, Trainer, Update, bf16, ops, replace_file,
+    AdamWConfig, Arena, Checkpoint, Ended, EpochProgress, Error, Group, Learner, Model as Trained, Observer,
+    ProgressBar, Result, Schedule, Trainer, Update, bf16, ops, replace_file,
 };
 
 use crate::bars::shown;
@@ -17,7 +17,6 @@ use crate::model::Model;
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
 use crate::shared::log::Log;
-use crate::shared::progress::Progress;
 use crate::shared::ranks::Rank;
 use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
@@ -63,19 +62,18 @@ pub(crate) struct Run<'r> {
 
 /// Shows an epoch, and keeps what the report wants.
 struct Watch<'w> {
-    shown: Progress,
+    bar: ProgressBar,
     settings: String,
     position: &'w mut Position,
 }
 
 impl Observer for Watch<'_> {
-    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
-        self.shown.advance(update.samples, update.loss, arena);
+    fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         if self.position.batches.len() < BATCHES_KEPT {
             let head_gradient_l2 = update.watched_l2.unwrap_or(0.0);
             self.position.batches.push(BatchResult { loss: update.loss, head_gradient_l2 });
         }
-        Ok(())
+        self.bar.updated(update, progress, arena)
     }
 
     fn notes(&self) -> Vec<(&str, String)> {
@@ -238,17 +236,18 @@ impl<'r> Run<'r> {
         mut progress: EpochProgress,
     ) -> Result<Ended> {
         let order = fold.epoch_order(self.args.seed, epoch).split_off(progress.samples as usize);
-        let shown = Progress::new(format!("fold {}, epoch {epoch}", fold.index), (order.len(), "samples"), self.log());
+        let samples = order.len();
+        let bar = self.log().shows(ProgressBar::new(format!("fold {}, epoch {epoch}", fold.index), samples));
         let mut batches = samples::batches(self.dataset, fold, order, self.cut(), self.group)?;
         let mut position = std::mem::take(&mut self.position);
         let settings = settings(self.args, (self.dataset, self.rank.shards()));
-        let mut watch = Watch { shown, settings, position: &mut position };
+        let mut watch = Watch { bar, settings, position: &mut position };
         if fold.index == 0 && epoch == 0 {
             self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
         }
         let ended = trainer.epoch(batches, &mut progress, &mut watch)?;
         if ended == Ended::Finished {
-            let (seconds, samples_per_second) = watch.shown.finish(progress.mean_loss());
+            let seconds = watch.bar.finish(&progress).as_secs_f64();
             let (valid_loss, valid_accuracy) = self.validate(trainer, fold)?;
             watch.position.epochs.push(EpochResult {
                 fold: fold.index,
@@ -258,7 +257,7 @@ impl<'r> Run<'r> {
                 valid_accuracy,
                 baseline_accuracy: fold.baseline_accuracy,
                 seconds,
-                samples_per_second,
+                samples_per_second: samples as f64 / seconds,
             });
             trainer.save(&EpochProgress::default(), &watch.notes())?;
         }

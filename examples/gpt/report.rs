@@ -8,8 +8,6 @@ use stepscope::{Result, replace_file};
 use crate::shared::loss_svg::{Part, Picture};
 use crate::shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 
-/// Dots of a curve at most: each is the mean of as many updates as it takes.
-const DOTS: usize = 100;
 /// Numbers below the axis.
 const NUMBERS: usize = 5;
 
@@ -96,17 +94,13 @@ impl Report {
 impl Position {
     fn picture(&self, vocabulary: usize) -> Picture {
         let updates = self.losses.len();
-        let (each, step) = (updates.div_ceil(DOTS).max(1), updates.div_ceil(NUMBERS).max(1));
-        let dot = |(number, losses): (usize, &[f64])| {
-            let middle = (number * each) as f64 + (losses.len() + 1) as f64 / 2.0;
-            (middle, losses.iter().sum::<f64>() / losses.len() as f64)
-        };
+        let step = updates.div_ceil(NUMBERS).max(1);
         let part = Part {
             name: String::new(),
             range: 0.0..updates as f64 + 1.0,
             ticks: (0..=updates).step_by(step).map(|update| (update as f64, update.to_string())).collect(),
             curves: [
-                self.losses.chunks(each).enumerate().map(dot).collect(),
+                (1u32..).map(f64::from).zip(self.losses.iter().copied()).collect(),
                 self.evaluations.iter().map(|look| (look.update as f64, look.loss)).collect(),
             ],
         };

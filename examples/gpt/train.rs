@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use stepscope::{Arena, Checkpoint, Ended, EpochProgress, Error, Observer, Result, Samples, Trainer, Update};
+use stepscope::{
+    Arena, Checkpoint, Ended, EpochProgress, Error, Observer, ProgressBar, Result, Samples, Trainer, Update,
+};
 
 use crate::bad_input::{Outcome, bad};
 use crate::cli::Args;
@@ -12,7 +14,6 @@ use crate::plan::Plan;
 use crate::report::{Evaluation, Position};
 use crate::samples::{self, Sequences};
 use crate::shared::log::Log;
-use crate::shared::progress::Progress;
 
 /// The checkpoint's note with [`Position`].
 const POSITION: &str = "gpt.position";
@@ -52,13 +53,12 @@ impl Plan<'_> {
         let batches = samples::batches(&self.text, &windows, form, [batch, accumulate], progress.samples)?;
         let mut batches = batches.deadline(MOST_WAIT);
         let held_out = samples::held_out(&self.text, form, HELD_OUT, self.look())?;
-        let per_update = batch * accumulate * form.context;
-        let left = (updates - progress.updates) as usize * per_update;
+        let left = (updates - progress.updates) as usize * batch * accumulate;
+        let bar = ProgressBar::new("training", left).counting("tokens", form.context);
         let mut watch = Watch {
-            shown: Progress::new("training".into(), (left, "tokens"), if leads { Log::Text } else { Log::Quiet }),
+            bar: if leads { Log::Text } else { Log::Quiet }.shows(bar),
             leads,
             settings: self.settings(),
-            tokens: per_update,
             last: Instant::now(),
             trained: &mut trained,
         };
@@ -79,7 +79,7 @@ impl Plan<'_> {
         }
         let notes = watch.notes();
         trainer.save(&progress, &notes)?;
-        watch.shown.finish(progress.mean_loss());
+        watch.bar.finish(&progress);
         Ok(Some(trained))
     }
 
@@ -109,12 +109,10 @@ impl Plan<'_> {
 
 /// Shows the updates, and keeps what the report wants.
 struct Watch<'w> {
-    shown: Progress,
+    bar: ProgressBar,
     /// Whether this rank writes files.
     leads: bool,
     settings: String,
-    /// Tokens of an update.
-    tokens: usize,
     /// When the last update ended.
     last: Instant,
     trained: &'w mut Trained,
@@ -133,7 +131,7 @@ impl Watch<'_> {
         let evaluations = &mut self.trained.position.evaluations;
         let best = evaluations.iter().all(|before| loss < before.loss);
         evaluations.push(Evaluation { update, loss, perplexity });
-        self.shown.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
+        self.bar.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
         match best && self.leads {
             true => Checkpoint::save(out.join("best.safetensors"), &trainer.learner().parameters, None, &self.notes()),
             false => Ok(()),
@@ -142,12 +140,11 @@ impl Watch<'_> {
 }
 
 impl Observer for Watch<'_> {
-    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
+    fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         self.trained.position.losses.push(update.loss);
         self.trained.seconds.push(self.last.elapsed().as_secs_f64());
         self.last = Instant::now();
-        self.shown.advance(self.tokens, update.loss, arena);
-        Ok(())
+        self.bar.updated(update, progress, arena)
     }
 
     fn notes(&self) -> Vec<(&str, String)> {

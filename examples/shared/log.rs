@@ -6,6 +6,7 @@ use std::error::Error;
 use std::io::{IsTerminal, Write, stderr};
 
 use clap::ValueEnum;
+use stepscope::ProgressBar;
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
@@ -13,13 +14,24 @@ use tracing_subscriber::prelude::*;
 /// What is written to standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Log {
-    /// A table that is drawn again and again on a terminal, else a line now and then.
+    /// A bar with figures on a terminal, else a line now and then.
     Text,
     /// Objects, one a line, for programs.
     Json,
     /// Nothing: another rank says it.
     #[value(skip)]
     Quiet,
+}
+
+impl Log {
+    /// The bar as this log has it.
+    pub(crate) fn shows(self, bar: ProgressBar) -> ProgressBar {
+        match self {
+            Log::Text => bar,
+            Log::Json => bar.as_events(),
+            Log::Quiet => bar.silent(),
+        }
+    }
 }
 
 /// Listens to this program and the library. `RUST_LOG` says how closely: warnings, with JSON also progress, unless it is set; from

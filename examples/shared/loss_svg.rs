@@ -1,7 +1,7 @@
 //! `loss.svg`: training and validation loss, part beside part of a run.
 //!
 //! Text is written as SVG text, so drawing needs no font; the dashed line is the loss of guessing all classes alike. Where single losses are too many to follow
-//! they are faint, and a line shows the mean of the last few.
+//! they are faint, and a line shows the mean of those around each. Invariant: the file stays small however long a run is.
 
 use std::ops::Range;
 
@@ -19,6 +19,8 @@ const FAINT: RGBColor = RGBColor(225, 225, 225);
 /// More losses in a part are smoothed, over this share of them.
 const MOST_DOTS: usize = 60;
 const SMOOTHED_SHARE: usize = 20;
+/// Points of a line for the losses of a mean, at most: so a line has some five hundred.
+const POINTS_IN_A_MEAN: usize = 25;
 
 type Chart<'a> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
@@ -72,7 +74,7 @@ impl Picture {
         let mut chart = ChartBuilder::on(&left)
             .caption(self.caption, ("sans-serif", 20).into_font().color(&BLACK))
             .margin(16)
-            .x_label_area_size(72)
+            .x_label_area_size(if self.parts.iter().all(|part| part.name.is_empty()) { 52 } else { 72 })
             .y_label_area_size(64)
             .build_cartesian_2d(x.clone(), y.clone())?;
         chart
@@ -135,46 +137,67 @@ fn draw_axis(chart: &mut Chart<'_>, part: &Part, bottom: f64) -> Drawn {
     Ok(())
 }
 
-/// One dot for each loss, joined where they are finite; or, of so many, the mean of the last ones.
+/// One dot for each loss, joined where they are finite; or, of so many, a faint line and their smooth one.
 fn draw_losses(chart: &mut Chart<'_>, points: &[(f64, f64)], color: RGBColor, window: Option<usize>) -> Drawn {
     for part in points.split(|(_, loss)| !loss.is_finite()) {
-        let Some(window) = window else {
+        let Some(window) = window.filter(|_| !part.is_empty()) else {
             chart.draw_series(LineSeries::new(part.iter().copied(), color.stroke_width(2)))?;
             chart.draw_series(part.iter().map(|&point| Circle::new(point, 4, color.filled())))?;
             continue;
         };
-        chart.draw_series(LineSeries::new(part.iter().copied(), color.mix(0.3).stroke_width(1)))?;
-        chart.draw_series(LineSeries::new(trailing_means(part, window), color.stroke_width(2)))?;
+        let each = losses_of_a_point(window);
+        chart.draw_series(LineSeries::new(part.chunks(each).map(mean), faint(color)))?;
+        chart.draw_series(LineSeries::new(means_around(part, window, each), color.stroke_width(2)))?;
     }
     Ok(())
 }
 
-/// At each place the mean of its loss and of those before it, `window` in all where there are so many.
-fn trailing_means(points: &[(f64, f64)], window: usize) -> Vec<(f64, f64)> {
-    let last = |end: usize| &points[end.saturating_sub(window)..end];
-    let mean = |losses: &[(f64, f64)]| losses.iter().map(|(_, loss)| loss).sum::<f64>() / losses.len() as f64;
-    points.iter().zip(1..).map(|(&(x, _), end)| (x, mean(last(end)))).collect()
+fn faint(color: RGBColor) -> ShapeStyle {
+    color.mix(0.4).stroke_width(1)
+}
+
+/// How many losses a point of a line stands for, where so many are smoothed.
+fn losses_of_a_point(window: usize) -> usize {
+    window.div_ceil(POINTS_IN_A_MEAN)
+}
+
+/// The mean place and the mean loss of some, at least one.
+fn mean(points: &[(f64, f64)]) -> (f64, f64) {
+    let sum = points.iter().fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
+    (sum.0 / points.len() as f64, sum.1 / points.len() as f64)
+}
+
+/// At every so many places, the last among them, the mean of the `window` losses around it: of fewer at the ends.
+fn means_around(points: &[(f64, f64)], window: usize, each: usize) -> impl Iterator<Item = (f64, f64)> {
+    let around = move |at: usize| &points[at.saturating_sub(window / 2)..points.len().min(at + window.div_ceil(2))];
+    let places = (0..points.len() - 1).step_by(each).chain([points.len() - 1]);
+    places.map(move |at| (points[at].0, mean(around(at)).1))
 }
 
 /// Beside the chart, so that it hides no loss.
 fn draw_legend(area: &DrawingArea<SVGBackend<'_>, Shift>, classes: usize, window: Option<usize>) -> Drawn {
     let text = ("sans-serif", 14).into_font().color(&BLACK).pos(Pos::new(HPos::Left, VPos::Center));
-    let training = window.map_or("training".into(), |window| format!("training, mean of {window}"));
-    let guessing = format!("guessing: ln {classes} = {:.3}", (classes as f64).ln());
-    for (y, name, color) in [(60, &*training, Some(TRAIN)), (82, "validation", Some(VALID)), (104, &guessing, None)] {
-        match color {
-            Some(color) => {
-                area.draw(&PathElement::new([(0, y), (24, y)], color.stroke_width(2)))?;
-                area.draw(&Circle::new((12, y), 4, color.filled()))?;
-            }
-            None => {
-                for x in [0, 9, 18] {
-                    area.draw(&PathElement::new([(x, y), (x + 6, y)], QUIET.stroke_width(1)))?;
-                }
-            }
+    let mean_of = |losses: usize| if losses > 1 { format!("training, mean of {losses}") } else { "training".into() };
+    let mut rows = match window {
+        None => vec![(mean_of(1), TRAIN.stroke_width(2), true)],
+        Some(window) => vec![
+            (mean_of(window), TRAIN.stroke_width(2), false),
+            (mean_of(losses_of_a_point(window)), faint(TRAIN), false),
+        ],
+    };
+    rows.push(("validation".into(), VALID.stroke_width(2), true));
+    for (y, (name, style, dotted)) in (60..).step_by(22).zip(&rows) {
+        area.draw(&PathElement::new([(0, y), (24, y)], *style))?;
+        if *dotted {
+            area.draw(&Circle::new((12, y), 4, style.filled()))?;
         }
-        area.draw(&Text::new(name.to_owned(), (32, y), text.clone()))?;
+        area.draw(&Text::new(name.clone(), (32, y), text.clone()))?;
     }
+    let y = 60 + 22 * rows.len() as i32;
+    for x in [0, 9, 18] {
+        area.draw(&PathElement::new([(x, y), (x + 6, y)], QUIET.stroke_width(1)))?;
+    }
+    area.draw(&Text::new(format!("guessing: ln {classes} = {:.3}", (classes as f64).ln()), (32, y), text))?;
     Ok(())
 }
 
@@ -197,14 +220,27 @@ mod tests {
     fn many_losses_are_smoothed_and_few_are_dots() {
         let (few, many) = (picture(10), picture(200));
         assert!(few.contains(">\ntraining\n<") && few.matches("<circle").count() == 10 + 1 + 2, "{few}");
-        assert!(many.contains(">\ntraining, mean of 10\n<") && many.matches("<circle").count() == 1 + 2, "{many}");
-        assert!(many.contains("opacity=\"0.3\""), "{many}");
+        assert!(many.contains(">\ntraining, mean of 10\n<") && many.contains(">\ntraining\n<"), "{many}");
+        assert!(many.contains("opacity=\"0.4\"") && many.matches("<circle").count() == 1 + 1, "{many}");
     }
 
     #[test]
-    fn means_are_of_the_last_ones() {
+    fn a_long_run_has_a_small_picture() {
+        let long = picture(200_000);
+        assert!(
+            long.contains(">\ntraining, mean of 10000\n<") && long.contains(">\ntraining, mean of 400\n<"),
+            "{long}"
+        );
+        assert!(long.len() < 32 << 10, "{} bytes", long.len());
+    }
+
+    #[test]
+    fn means_are_of_those_around() {
         let points = [(0.0, 4.0), (1.0, 2.0), (2.0, 0.0), (3.0, 10.0)];
-        assert_eq!(trailing_means(&points, 2), [(0.0, 4.0), (1.0, 3.0), (2.0, 1.0), (3.0, 5.0)]);
-        assert_eq!(trailing_means(&[], 3), []);
+        let means = |each| means_around(&points, 3, each).collect::<Vec<_>>();
+        assert_eq!(means(1), [(0.0, 3.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]);
+        assert_eq!(means(2), [(0.0, 3.0), (2.0, 4.0), (3.0, 5.0)]);
+        assert_eq!(means_around(&points[..1], 3, 2).collect::<Vec<_>>(), [(0.0, 4.0)]);
+        assert_eq!(mean(&points), (1.5, 4.0));
     }
 }

@@ -1,4 +1,4 @@
-//! What examples that train share: their log, their screen, progress, the ranks of a group, the picture of the loss,
+//! What examples that train share: their log, their screen, the ranks of a group, the picture of the loss,
 //! and what memory and graphs were used.
 
 #![allow(dead_code, reason = "each example uses its part")]
@@ -6,7 +6,6 @@
 pub(crate) mod exit;
 pub(crate) mod log;
 pub(crate) mod loss_svg;
-pub(crate) mod progress;
 pub(crate) mod ranks;
 pub(crate) mod screen;
 pub(crate) mod usage;

@@ -11,6 +11,8 @@ mod batch;
 mod epoch;
 mod forecast;
 mod model;
+#[cfg(feature = "progress")]
+mod progress_bar;
 mod run;
 mod setup;
 mod shards;
@@ -19,5 +21,7 @@ mod stage;
 pub use batch::{EpochProgress, Samples, Update};
 pub use epoch::{Ended, Observer};
 pub use model::{Learner, Model};
+#[cfg(feature = "progress")]
+pub use progress_bar::ProgressBar;
 pub use setup::Trainer;
 pub use shards::Shards;

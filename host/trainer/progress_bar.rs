@@ -1,0 +1,304 @@
+//! A progress bar: how an epoch stands while it runs, for people before a terminal or behind a log, and for programs.
+//!
+//! Invariant: the arena is asked for its report only when something is shown, so showing costs the same however fast steps are. What
+//! cannot be written ends nothing.
+
+#![forbid(unsafe_code)]
+
+use super::batch::{EpochProgress, Update};
+use super::epoch::Observer;
+use crate::error::Result;
+use crate::memory::Arena;
+use indicatif::{ProgressState, ProgressStyle};
+use std::fmt;
+use std::io::{Write, stderr};
+use std::time::{Duration, Instant};
+
+/// Time between two pictures on a terminal.
+const DRAW_EVERY: Duration = Duration::from_millis(100);
+/// Time between two lines, or two events.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+/// An [`Observer`] that shows an epoch on standard error: on a terminal a bar with the time that is left, the time of a step, samples a
+/// second, loss, memory and overflows; elsewhere a line of the same figures every ten seconds. Needs the feature `progress`.
+///
+/// ```
+/// # use stepscope::nn::Linear;
+/// use stepscope::*;
+///
+/// # struct Line(Linear);
+/// # impl Model for Line {
+/// #     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+/// #         self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+/// #     }
+/// # }
+/// # struct Points([f32; 4], [u32; 2]);
+/// # impl Samples for Points {
+/// #     fn len(&self) -> usize {
+/// #         2
+/// #     }
+/// #     fn inputs(&self) -> Result<Inputs<'_>> {
+/// #         Inputs::new().with(&self.0, [2, 2])?.with(&self.1, [2])
+/// #     }
+/// # }
+/// fn train<M: Model, S: Samples>(trainer: &mut Trainer<'_, M>, batches: Vec<Result<Vec<S>>>, samples: usize) -> Result<()> {
+///     let mut bar = ProgressBar::new("epoch 0", samples);
+///     let mut progress = EpochProgress::default();
+///     trainer.epoch(batches, &mut progress, &mut bar)?;
+///     let duration = bar.finish(&progress); // epoch 0  80 samples in 0.1 s  loss 0.0312  1482 samples/s
+///     assert!(!duration.is_zero());
+///     Ok(())
+/// }
+/// # fn main() -> Result<()> {
+/// # let device = Device::open(DeviceKind::Emulated)?;
+/// # let mut layout = Layout::builder();
+/// # let model = Line(Linear::new(layout.names().at("line"), 2, 2));
+/// # let learner = Learner::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
+/// # let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+/// # let mut trainer = Trainer::eager(&mut arena, learner);
+/// # let batches = (0..40).map(|_| Ok(vec![Points([1.0, 0.0, 0.0, 1.0], [0, 1])])).collect();
+/// # train(&mut trainer, batches, 80)
+/// # }
+/// ```
+///
+/// An observer of one's own that wants the bar too has one as a field, and calls its [`Observer::updated`].
+#[derive(Debug)]
+pub struct ProgressBar {
+    name: String,
+    /// What is counted, and how many of it a sample has.
+    unit: (&'static str, usize),
+    /// Samples in all.
+    samples: usize,
+    /// Samples so far.
+    done: usize,
+    shows: Shows,
+    /// Hidden where there is no terminal.
+    bar: indicatif::ProgressBar,
+    start: Instant,
+    /// When something was last shown.
+    shown: Instant,
+    /// Updates since then.
+    updates: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Shows {
+    Text,
+    Events,
+    Nothing,
+}
+
+/// How an epoch stands.
+struct Standing {
+    step_ms: f64,
+    per_second: f64,
+    loss: f64,
+    memory_bytes: usize,
+    overflows: u64,
+}
+
+impl ProgressBar {
+    /// Starts the clock for so many samples, those of an epoch that are left; `name` says which epoch.
+    pub fn new(name: impl Into<String>, samples: usize) -> Self {
+        Self::on(indicatif::ProgressBar::new(0), name.into(), samples)
+    }
+
+    fn on(bar: indicatif::ProgressBar, name: String, samples: usize) -> Self {
+        let now = Instant::now();
+        let bar = bar.with_prefix(name.clone());
+        let new = Self {
+            name,
+            unit: ("samples", 1),
+            samples,
+            done: 0,
+            shows: Shows::Text,
+            bar,
+            start: now,
+            shown: now,
+            updates: 0,
+        };
+        new.counting("samples", 1)
+    }
+
+    /// Counts not samples but what they are made of, such as `tokens`, of which each sample has so many.
+    pub fn counting(mut self, unit: &'static str, per_sample: usize) -> Self {
+        self.unit = (unit, per_sample);
+        let style = ProgressStyle::with_template("{prefix}  {bar:30} {pos}/{len} {unit}  {eta} left\n{msg}");
+        let style = style.expect("the template is well-formed");
+        self.bar.set_style(style.with_key("unit", move |_: &ProgressState, text: &mut dyn fmt::Write| {
+            text.write_str(unit).expect("a string takes all that is written")
+        }));
+        self.bar.set_length(self.counted(self.samples) as u64);
+        self
+    }
+
+    /// Tells the same by events of `tracing` and draws nothing: `training` every ten seconds and `trained` at the end, both of level
+    /// `INFO`, with the figures as fields.
+    pub fn as_events(self) -> Self {
+        Self { shows: Shows::Events, ..self }.without_bar()
+    }
+
+    /// Shows nothing: another rank does.
+    pub fn silent(self) -> Self {
+        Self { shows: Shows::Nothing, ..self }.without_bar()
+    }
+
+    fn without_bar(self) -> Self {
+        self.bar.set_draw_target(indicatif::ProgressDrawTarget::hidden());
+        self
+    }
+
+    /// So many samples, in what is counted.
+    fn counted(&self, samples: usize) -> usize {
+        samples * self.unit.1
+    }
+
+    /// Says a sentence between what is shown.
+    pub fn say(&self, text: &str) {
+        match self.shows {
+            Shows::Text => self.bar.suspend(|| write_line(text)),
+            Shows::Events => tracing::info!("{text}"),
+            Shows::Nothing => (),
+        }
+    }
+
+    /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`].
+    pub fn finish(&self, progress: &EpochProgress) -> Duration {
+        let (duration, done, loss) = (self.start.elapsed(), self.counted(self.done), progress.mean_loss());
+        let seconds = duration.as_secs_f64();
+        let per_second = done as f64 / seconds;
+        self.bar.finish_and_clear();
+        let Self { name, unit: (unit, _), .. } = self;
+        match self.shows {
+            Shows::Text => write_line(&format!(
+                "{name}  {done} {unit} in {seconds:.1} s  loss {loss:.4}  {per_second:.0} {unit}/s"
+            )),
+            Shows::Events => tracing::info!(epoch = name, unit, done, seconds, per_second, loss, "trained"),
+            Shows::Nothing => (),
+        }
+        duration
+    }
+
+    /// Shows how the epoch stands.
+    fn show(&mut self, loss: f64, arena: &Arena) {
+        let report = arena.report();
+        let [done, of] = [self.done, self.samples].map(|samples| self.counted(samples));
+        let standing = Standing {
+            step_ms: self.shown.elapsed().as_secs_f64() * 1e3 / f64::from(self.updates),
+            per_second: done as f64 / self.start.elapsed().as_secs_f64(),
+            loss,
+            memory_bytes: report.peak_bytes,
+            overflows: report.overflow.allocations,
+        };
+        (self.shown, self.updates) = (Instant::now(), 0);
+        let Self { name, unit: (unit, _), .. } = self;
+        let Standing { step_ms, per_second, memory_bytes, overflows, .. } = standing;
+        match self.shows {
+            Shows::Text if self.bar.is_hidden() => {
+                write_line(&format!("{name}  {done}/{of} {unit}  {}", standing.line(unit)));
+            }
+            Shows::Text => self.bar.set_message(standing.line(unit)),
+            Shows::Events => tracing::info!(
+                epoch = name,
+                unit,
+                done,
+                of,
+                step_ms,
+                per_second,
+                loss,
+                memory_bytes,
+                overflows,
+                "training"
+            ),
+            Shows::Nothing => (),
+        }
+    }
+}
+
+impl Observer for ProgressBar {
+    fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
+        self.done += update.samples;
+        self.updates += 1;
+        self.bar.set_position(self.counted(self.done) as u64);
+        let every = if self.bar.is_hidden() { LINE_EVERY } else { DRAW_EVERY };
+        if self.shown.elapsed() >= every {
+            self.show(update.loss, arena);
+        }
+        Ok(())
+    }
+}
+
+impl Standing {
+    fn line(&self, unit: &str) -> String {
+        let Self { step_ms, per_second, loss, memory_bytes, overflows } = self;
+        let mib = *memory_bytes as f64 / f64::from(1 << 20);
+        format!(
+            "step {step_ms:.1} ms  {unit}/s {per_second:.0}  loss {loss:.4}  memory {mib:.1} MiB  overflows {overflows}"
+        )
+    }
+}
+
+/// A line of standard error, if it takes one.
+fn write_line(text: &str) {
+    drop(writeln!(stderr(), "{text}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{Device, DeviceKind};
+    use crate::memory::Capacity;
+    use indicatif::{InMemoryTerm, ProgressDrawTarget};
+
+    fn arena() -> Arena {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap()
+    }
+
+    /// The bar and the progress hear of an update of so many samples.
+    fn update(bar: &mut ProgressBar, progress: &mut EpochProgress, samples: usize, loss: f64, arena: &Arena) {
+        let update = Update { number: progress.updates + 1, samples, loss, watched_l2: None };
+        progress.add(&update);
+        bar.updated(&update, progress, arena).unwrap();
+    }
+
+    #[test]
+    fn a_terminal_has_a_bar_that_goes_away() {
+        let terminal = InMemoryTerm::new(10, 90);
+        let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
+        let bar = indicatif::ProgressBar::with_draw_target(None, target);
+        let mut bar = ProgressBar::on(bar, "fold 0, epoch 0".into(), 8);
+        let (mut arena, mut progress) = (arena(), EpochProgress::default());
+        arena.step(|step| step.empty::<f32>([1 << 17]).map(drop)).unwrap();
+        update(&mut bar, &mut progress, 3, 1.5, &arena);
+        assert!(!terminal.contents().contains("1.5000"), "it is drawn at its own pace");
+        bar.show(1.25, &arena);
+        bar.bar.tick();
+        let shown = terminal.contents();
+        assert!(shown.starts_with("fold 0, epoch 0") && shown.contains("3/8 samples"), "{shown}");
+        for text in [" left\nstep ", "samples/s", "loss 1.2500", "memory 0.5 MiB", "overflows 0"] {
+            assert!(shown.contains(text), "no {text}: {shown}");
+        }
+        bar.finish(&progress);
+        assert_eq!(terminal.contents(), "");
+    }
+
+    #[test]
+    fn it_counts_samples_or_what_they_are_made_of() {
+        let (samples, tokens) = (ProgressBar::new("a", 4), ProgressBar::new("a", 4).counting("tokens", 10));
+        for (mut bar, all) in [(samples.as_events(), 4), (tokens.silent(), 40)] {
+            let (arena, mut progress) = (arena(), EpochProgress::default());
+            assert!(bar.bar.is_hidden() && bar.bar.length() == Some(all));
+            update(&mut bar, &mut progress, 3, 1.0, &arena);
+            update(&mut bar, &mut progress, 1, 2.0, &arena);
+            assert_eq!(bar.bar.position(), all);
+            assert!(!bar.finish(&progress).is_zero());
+        }
+    }
+
+    #[test]
+    fn a_line_has_all_figures() {
+        let standing = Standing { step_ms: 12.34, per_second: 81.4, loss: 0.9, memory_bytes: 3 << 19, overflows: 7 };
+        assert_eq!(standing.line("samples"), "step 12.3 ms  samples/s 81  loss 0.9000  memory 1.5 MiB  overflows 7");
+    }
+}
