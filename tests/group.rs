@@ -526,6 +526,18 @@ fn the_link_ends_as_soon_as_another_rank_has_failed() {
     assert_eq!(said[0], Ok(()));
 }
 
+/// The same by NCCL, of four.
+#[cfg(feature = "cuda")]
+mod four_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs four NVIDIA GPUs"]
+    fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
+        what_goes_wrong_ends_all(DeviceKind::Cuda, 4);
+    }
+}
+
 /// The same by NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {

@@ -242,6 +242,24 @@ fn a_group_that_does_not_meet_says_why() {
     assert!(said.iter().all(|said| said.contains("weights")), "{said:?}");
 }
 
+/// The same by NCCL, of four.
+#[cfg(feature = "cuda")]
+mod four_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs four NVIDIA GPUs"]
+    fn a_killed_rank_of_four_is_named_and_two_go_on() {
+        one_gets("-KILL", DeviceKind::Cuda, 4, 3);
+    }
+
+    #[test]
+    #[ignore = "needs four NVIDIA GPUs"]
+    fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
+        one_gets("-STOP", DeviceKind::Cuda, 4, 3);
+    }
+}
+
 /// The same by NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {

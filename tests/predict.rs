@@ -20,6 +20,7 @@ use std::time::Duration;
 use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, DeviceKind, Gradients, Model, Parameters, Tape};
 
 const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs");
+const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs/2026-11-21-h200-kernels.json");
 
 fn run(arguments: &[&str]) -> Output {
     Command::new(example::program("predict")).args(arguments).output().unwrap()
@@ -101,6 +102,8 @@ fn a_bad_argument_is_refused_with_exit_code_2() {
         (&["--precision", "fp8"], "--precision"),
         (&["--against", "no/such/folder"], "no/such/folder/2026-11-21-h200-step.json: "),
         (&["--against", RUNS, "--gpu", "gb10"], "cannot be used with"),
+        (&["--beside", "no/such/file.json"], "no/such/file.json: "),
+        (&["--beside", KERNELS], "a file of the step bench expected"),
         (&["--json", "no/such/folder/file.json"], "--json: "),
     ] {
         let output = run(arguments);
@@ -108,6 +111,20 @@ fn a_bad_argument_is_refused_with_exit_code_2() {
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         assert!(error.contains(wanted), "{arguments:?}: {error}");
         assert!(output.stdout.is_empty());
+    }
+}
+
+/// A run of the step bench is predicted as any other GPU's, in its precision and batches.
+#[test]
+fn a_run_of_the_step_bench_has_predictions_beside_it() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/runs/2026-11-21-h200-step-tf32.json");
+    let [there, here] = ["h200", "gb10"].map(|gpu| json(&format!("--beside {file} --gpu {gpu}")));
+    let lines = |compared: &Value| compared.as_array().unwrap().clone();
+    assert_eq!(lines(&there).len(), 3);
+    for (there, here) in lines(&there).iter().zip(&lines(&here)) {
+        assert!(there["name"].as_str().unwrap().ends_with("tf32"), "{there}");
+        assert_eq!([&there["name"], &there["measured"]], [&here["name"], &here["measured"]]);
+        assert!(number(&here["predicted"]) > number(&there["predicted"]), "{there}, {here}");
     }
 }
 

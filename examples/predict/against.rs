@@ -29,9 +29,8 @@ struct Line {
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-fn read(folder: &Path, name: &str) -> Outcome<Value> {
-    let path = folder.join(name);
-    let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+fn read(path: &Path) -> Outcome<Value> {
+    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
@@ -58,13 +57,33 @@ impl Compared {
 /// # Errors
 /// When the samples cannot be read.
 pub(crate) fn compare(folder: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
-    let lines = all(folder, gpu.processors)?;
+    Ok(predicted(all(folder, gpu.processors)?, gpu, kernels))
+}
+
+/// The steps that a run of the step bench has measured, as they are predicted.
+///
+/// # Errors
+/// When its file cannot be read, or is of another bench.
+pub(crate) fn beside(file: &Path, gpu: &Gpu, kernels: &Kernels) -> Outcome<Vec<Compared>> {
+    let run = read(file)?;
+    let of_command = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let named = of_command.windows(2).find(|words| words[0] == "--precision").and_then(|words| words[1].as_str());
+    let precision = named.unwrap_or("ieee").parse().map_err(|error| format!("{}: {error}", file.display()))?;
+    let mut found = Vec::new();
+    add_steps(&run, gpu.processors, precision, &mut found)?;
+    if found.is_empty() {
+        return Err(format!("{}: a file of the step bench expected, no captured step found", file.display()).into());
+    }
+    Ok(predicted(found, gpu, kernels))
+}
+
+fn predicted(lines: Vec<Line>, gpu: &Gpu, kernels: &Kernels) -> Vec<Compared> {
     let compared = lines.into_iter().map(|Line { group, name, measured_us, launches, calls }| {
         let forecast = Forecast::of(gpu, kernels, &launches);
         let predicted = forecast.microseconds / calls as f64;
         Compared { group, name, predicted, measured: measured_us, bound: forecast.bound }
     });
-    Ok(compared.collect())
+    compared.collect()
 }
 
 /// The median of some numbers.
@@ -100,15 +119,10 @@ fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
 fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (precision, suffix) in PRECISIONS {
-        let run = read(folder, &format!("2026-11-21-h200-step{suffix}.json"))?;
-        for line in lines(&run, "stepscope captured").filter(|line| line["measure"] == "resident") {
-            let batch = number(line, "batch");
-            let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            let launches = step::launches(processors, Work::CrossAsset, precision, batch)?;
-            found.push(step_line(format!("CrossAsset, batch {batch}, {precision}"), measured_us, launches));
-        }
+        let run = read(&folder.join(format!("2026-11-21-h200-step{suffix}.json")))?;
+        add_steps(&run, processors, precision, &mut found)?;
     }
-    let run = read(folder, "2026-11-23-h200-gpt2-124m.json")?;
+    let run = read(&folder.join("2026-11-23-h200-gpt2-124m.json"))?;
     let gpt = |name: &str, size, arch, recompute, precision, batch, samples: &Value| -> Outcome<Line> {
         let work = Work::Gpt { sizes: Sizes::new(size, arch, 50_304, 1024), recompute };
         let measured_us = median(samples).ok_or("no samples")? * 1e6;
@@ -132,6 +146,17 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     Ok(found)
 }
 
+/// The captured steps of a run of the step bench, inputs on the device.
+fn add_steps(run: &Value, processors: u32, precision: Precision, found: &mut Vec<Line>) -> Outcome<()> {
+    for line in lines(run, "stepscope captured").filter(|line| line["measure"] == "resident") {
+        let batch = number(line, "batch");
+        let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
+        let launches = step::launches(processors, Work::CrossAsset, precision, batch)?;
+        found.push(step_line(format!("CrossAsset, batch {batch}, {precision}"), measured_us, launches));
+    }
+    Ok(())
+}
+
 fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
     Line { group: "step", name, measured_us, launches, calls: 1 }
 }
@@ -145,7 +170,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             name.ends_with("_bf16") || new.iter().any(|new| name.starts_with(new))
         }),
     ] {
-        let run = read(folder, file)?;
+        let run = read(&folder.join(file))?;
         for line in lines(&run, "stepscope") {
             let (name, elements) = (line["kernel"].as_str().unwrap_or_default(), number(line, "elements"));
             // LayerNorm's backward pass has been written anew since, and measured: below.
@@ -161,7 +186,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             }
         }
     }
-    let run = read(folder, "2026-11-23-h200-layer-norm.json")?;
+    let run = read(&folder.join("2026-11-23-h200-layer-norm.json"))?;
     for name in ["layer_norm_backward", "layer_norm_backward_bf16"] {
         let measured_us = run["microseconds p50 p10 p90"][name][0].as_f64().ok_or("no samples")?;
         if let Some((launches, calls)) = bench::kernel(processors, name, 1 << 28)? {
@@ -174,7 +199,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
 fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     let mut add = |file: String, named: &str, launch: &dyn Fn(Product) -> Result<Vec<Launch>>| -> Outcome<()> {
-        let run = read(folder, &file)?;
+        let run = read(&folder.join(file))?;
         for line in lines(&run, "stepscope") {
             let case: Product = serde_json::from_value(line.clone())?;
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
@@ -198,7 +223,7 @@ fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
 }
 
 fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
-    let run = read(folder, "2026-11-23-h200-attention-stored-bf16.json")?;
+    let run = read(&folder.join("2026-11-23-h200-attention-stored-bf16.json"))?;
     let mut found = Vec::new();
     for line in lines(&run, "stepscope") {
         let case = ["batch", "tokens", "heads", "kv_heads", "width"].map(|name| number(line, name));

@@ -66,6 +66,10 @@ pub(crate) struct Args {
     /// Predict what was measured on an H200, from the samples in this folder, and print both: benches/runs
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["gpu", "model", "batch", "precision", "size", "context", "recompute"])]
     pub(crate) against: Option<PathBuf>,
+
+    /// Predict the steps that the step bench has measured, from its samples in this file, and print both
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["against", "model", "batch", "precision", "size", "context", "recompute"])]
+    pub(crate) beside: Option<PathBuf>,
 }
 
 /// What is trained.

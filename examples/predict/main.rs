@@ -4,6 +4,7 @@
 //! cargo run --release --example predict -- --gpu gb10 --model gpt --precision bf16     # by kernel: bytes, operations, time, what binds
 //! cargo run --release --example predict -- --gpu h200 --model crossasset --batch 4096
 //! cargo run --release --example predict -- --against benches/runs                      # beside every recorded line of an H200
+//! cargo run --release --example predict -- --gpu gb10 --beside FILE                    # beside a run of the step bench
 //!
 //! step.rs       what a step launches: rehearsed, on a GPU that is not here      code.rs    what the kernels are made of: code.json
 //! bench.rs      the same of what the benches time                              gpu.rs     what a GPU can do, and who measured it
@@ -76,11 +77,13 @@ fn failed(error: &dyn Error) -> ExitCode {
 fn run(args: &Args) -> Result<String, Box<dyn Error>> {
     let gpu = args.gpu();
     let kernels = Kernels::of(gpu.arch);
-    let (text, json) = match &args.against {
-        Some(folder) => {
-            let compared = against::compare(folder, &gpu, &kernels)?;
-            (report::comparison(&compared), serde_json::to_value(&compared)?)
-        }
+    let compared = match (&args.against, &args.beside) {
+        (Some(folder), _) => Some(against::compare(folder, &gpu, &kernels)?),
+        (_, Some(file)) => Some(against::beside(file, &gpu, &kernels)?),
+        _ => None,
+    };
+    let (text, json) = match compared {
+        Some(compared) => (report::comparison(&compared), serde_json::to_value(&compared)?),
         None => {
             let launches = step::launches(gpu.processors, args.work(), args.precision, args.batch())?;
             let forecast = Forecast::of(&gpu, &kernels, &launches);

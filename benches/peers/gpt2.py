@@ -1,0 +1,90 @@
+"""GPT-2 124M trained by PyTorch on random tokens: a line of JSON with tokens a second and the most bytes of the allocator.
+
+    python3 benches/peers/gpt2.py [--precision bf16]                                          # one GPU
+    python3 -m torch.distributed.run --nproc-per-node 4 benches/peers/gpt2.py                 # DDP, as PyTorch's documentation has it
+
+As its users would train it: compiled, flash attention, fused AdamW, clipping by the global norm 1.0, bf16 as autocast over f32 weights. A sample has
+1024 tokens, an update 16 samples a GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, WIDTH, HEADS, LAYERS, TOKENS, SAMPLES = 50304, 768, 12, 12, 1024, 16
+WARM_UP = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(approximate="tanh"), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, h):
+        heads = self.attention(self.norm1(h)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        h = h + self.output(mixed.transpose(1, 2).flatten(2))
+        return h + self.mlp(self.norm2(h))
+
+
+class Gpt2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids, targets):
+        h = self.tokens(ids) + self.positions.weight
+        logits = self.norm(self.blocks(h)) @ self.tokens.weight.T
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--precision", choices=["ieee", "tf32", "bf16"], default="bf16")
+    parser.add_argument("--updates", type=int, default=20)
+    given = parser.parse_args()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_tf32 = given.precision == "tf32"
+    torch.manual_seed(7 + rank)
+    model = Gpt2().cuda()
+    if ranks > 1:
+        dist.init_process_group("nccl")
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    step = torch.compile(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1, fused=True)
+    cast = torch.autocast("cuda", torch.bfloat16) if given.precision == "bf16" else contextlib.nullcontext()
+    seconds = []
+    for _ in range(WARM_UP + given.updates):
+        ids = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), device="cuda")
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with cast:
+            loss = step(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    median = statistics.median(seconds[WARM_UP:])
+    if rank == 0:
+        told = {"ranks": ranks, "precision": given.precision, "tokens_per_second": ranks * SAMPLES * TOKENS / median}
+        print(json.dumps(told | {"peak_bytes": torch.cuda.max_memory_allocated(), "seconds": seconds[WARM_UP:]}), flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+main()
