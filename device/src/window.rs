@@ -24,12 +24,6 @@ pub struct Window {
 }
 
 impl Window {
-    /// The whole array.
-    #[inline(always)]
-    pub fn whole(cols: usize) -> Self {
-        Self { cols, stride: cols, start: 0 }
-    }
-
     #[inline(always)]
     fn is_whole(self) -> bool {
         self.stride == self.cols && self.start == 0

@@ -83,10 +83,10 @@ fn rectified(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
 
-/// Where gate and up stand: alone, or both in rows of 2 `cols`.
+/// Where gate and up stand in rows of 2 `cols`. Where each stands alone, the kernels read without a look at rows, all before the first is used.
 #[inline(always)]
-fn places(cols: usize, both: bool) -> [Window; 2] {
-    if both { [0, cols].map(|start| Window { cols, stride: 2 * cols, start }) } else { [Window::whole(cols); 2] }
+fn halves(cols: usize) -> [Window; 2] {
+    [0, cols].map(|start| Window { cols, stride: 2 * cols, start })
 }
 
 family! {
@@ -94,13 +94,18 @@ family! {
     /// `length` is y's. Overwrites `y`.
     swiglu_forward<S: Stored> { swiglu_forward_f32: f32; swiglu_forward_bf16: bf16; }
     unsafe fn(gate: &[S], up: &[S], cols: usize, length: usize, y: *mut S) {
-        let places = places(cols, up.is_empty());
-        let up = if up.is_empty() { gate } else { up };
         // SAFETY: the vector lies inside `y`, and `gate` and `up` have its elements.
         unsafe {
-            write_own_vectors!(S, length, y, |index, part| {
-                map4!(places[0].load(gate, index, part), S::silu) * places[1].load(up, index, part)
-            });
+            if up.is_empty() {
+                let [first, second] = halves(cols);
+                write_own_vectors!(S, length, y, |index, part| {
+                    map4!(first.load(gate, index, part), S::silu) * second.load(gate, index, part)
+                });
+            } else {
+                write_own_vectors!(S, length, y, |index, part| {
+                    map4!(F4::load_part(gate, index, part, 0.0), S::silu) * F4::load_part(up, index, part, 0.0)
+                });
+            }
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `length` goes, which is that of `y`. `y` is whole rows of `cols`, and `gate` and `up`
@@ -117,16 +122,20 @@ family! {
     /// `[rows, cols]`. Overwrites `dgate` and `dup`.
     swiglu_backward<S: Stored> { swiglu_backward_f32: f32; swiglu_backward_bf16: bf16; }
     unsafe fn(gate: &[S], up: &[S], dy: &[S], cols: usize, dgate: *mut S, dup: *mut S) {
-        let places = places(cols, up.is_empty());
-        let dup = if up.is_empty() { dgate } else { dup };
-        let up = if up.is_empty() { gate } else { up };
         for_own_vector!(dy.len(), |index, part| {
             // SAFETY: the vector lies inside `dy`, and the others have its elements.
             unsafe {
                 let dy = F4::load_part(dy, index, part, 0.0);
-                let (gate, up) = (places[0].load(gate, index, part), places[1].load(up, index, part));
-                places[0].store(dy * up * map4!(gate, S::silu_derivative), dgate, index, part);
-                places[1].store(dy * map4!(gate, S::silu), dup, index, part);
+                if up.is_empty() {
+                    let [first, second] = halves(cols);
+                    let (x, up) = (first.load(gate, index, part), second.load(gate, index, part));
+                    first.store(dy * up * map4!(x, S::silu_derivative), dgate, index, part);
+                    second.store(dy * map4!(x, S::silu), dgate, index, part);
+                } else {
+                    let (x, up) = (F4::load_part(gate, index, part, 0.0), F4::load_part(up, index, part, 0.0));
+                    (dy * up * map4!(x, S::silu_derivative)).store_part(dgate, index, part);
+                    (dy * map4!(x, S::silu)).store_part(dup, index, part);
+                }
             }
         });
     }
