@@ -1,6 +1,7 @@
 //! Activations by which a network gates: ReLU, sigmoid, SiLU, the exact GELU; and SwiGLU, a product with one of them.
 //!
-//! The activations share a kernel for each direction: `function` says which. All threads of a launch take the same way.
+//! The activations share a kernel for each direction: `function` says which. All threads of a launch take the same way, once: with a choice
+//! for each vector a thread would wait for the first before it asks for the next.
 //!
 //! ```text
 //! swiglu        gate            up               y                of one tensor, rows of 2 cols
@@ -32,15 +33,17 @@ family! {
     unsafe fn(x: &[S], function: u32, y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
         unsafe {
-            write_own_vectors!(S, x.len(), y, |index, part| {
-                let x = F4::load_part(x, index, part, 0.0);
-                match function {
-                    RELU => map4!(x, rectified),
-                    SIGMOID => map4!(x, S::sigmoid),
-                    SILU => map4!(x, S::silu),
-                    _ => map4!(x, math::gelu_exact),
-                }
-            });
+            macro_rules! of {
+                ($f:path) => {
+                    write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), $f))
+                };
+            }
+            match function {
+                RELU => of!(rectified),
+                SIGMOID => of!(S::sigmoid),
+                SILU => of!(S::silu),
+                _ => of!(math::gelu_exact),
+            }
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
@@ -57,16 +60,21 @@ family! {
     unsafe fn(kept: &[S], dy: &[S], function: u32, dx: *mut S) {
         // SAFETY: the vector lies inside `kept`, and the others are as long.
         unsafe {
-            write_own_vectors!(S, kept.len(), dx, |index, part| {
-                let kept = F4::load_part(kept, index, part, 0.0);
-                let dy = F4::load_part(dy, index, part, 0.0);
-                match function {
-                    RELU => kept.zip(dy, |kept, dy| if kept <= 0.0 { 0.0 } else { dy }),
-                    SIGMOID => dy * kept.fma(-kept, kept),
-                    SILU => dy * map4!(kept, S::silu_derivative),
-                    _ => dy * map4!(kept, math::gelu_exact_derivative),
-                }
-            });
+            macro_rules! of {
+                (|$kept:ident, $dy:ident| $dx:expr) => {
+                    write_own_vectors!(S, kept.len(), dx, |index, part| {
+                        let $kept = F4::load_part(kept, index, part, 0.0);
+                        let $dy = F4::load_part(dy, index, part, 0.0);
+                        $dx
+                    })
+                };
+            }
+            match function {
+                RELU => of!(|kept, dy| kept.zip(dy, |kept, dy| if kept <= 0.0 { 0.0 } else { dy })),
+                SIGMOID => of!(|kept, dy| dy * kept.fma(-kept, kept)),
+                SILU => of!(|kept, dy| dy * map4!(kept, S::silu_derivative)),
+                _ => of!(|kept, dy| dy * map4!(kept, math::gelu_exact_derivative)),
+            }
         }
     }
     // SAFETY: a thread touches its own vectors, as far as `kept` has them; `dy` and `dx` are as long.
