@@ -165,7 +165,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
     for (file, is_known) in [
         ("2026-11-21-h200-kernels.json", (|_| true) as fn(&str) -> bool),
-        ("2026-11-22-h200-kernels-both-types.json", |name| {
+        ("2026-11-23-h200-kernels-both-types.json", |name| {
             let new = ["silu", "swiglu", "layer_norm", "dropout", "embedding"];
             name.ends_with("_bf16") || new.iter().any(|new| name.starts_with(new))
         }),
