@@ -6,7 +6,7 @@
     docs_rules.py adding ROOT              docs/adding.md lists the files that name its example, and no others
     docs_rules.py self-test                each rule finds a planted violation and passes what is right
 
-A fence ```sh is run by ci/docs, ```sh gpu needs a GPU, ```sh slow takes minutes or runs in another step of .ci/run. Text in
+A fence ```sh is run by ci/docs, ```sh gpu needs a GPU, ```sh slow takes minutes or runs in another script of ci/. Text in
 other fences is not run, so it may not look like a command; a transcript's lines start with `$ `.
 """
 

@@ -132,7 +132,10 @@ fn activations_of_bf16() {
         let x = x.clamp(-900.0, 900.0);
         reference::sigmoid(x) * (1.0 + x * reference::sigmoid(-x))
     });
-    exactly(|x| bf16::narrow(bf16::hyperbolic_tangent(x)).widen(), &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, 1.0), (-9e9, -1.0)]);
+    exactly(
+        |x| bf16::narrow(bf16::hyperbolic_tangent(x)).widen(),
+        &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, 1.0), (-9e9, -1.0)],
+    );
     for function in [bf16::gelu, bf16::silu] {
         exactly(function, &[(0.0, 0.0), (-0.0, -0.0), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, -0.0)]);
     }
