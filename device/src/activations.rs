@@ -69,7 +69,7 @@ impl Activations for f32 {
 
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// GELU is x sigmoid(x (`GELU_1` + `GELU_3` x^2)): 2 sqrt(2/pi), and this times 0.044715.
-const GELU_1: f32 = 1.595_769_1;
+const GELU_1: f32 = 1.595_769;
 const GELU_3: f32 = 0.071_354_82;
 /// From this size of x on, e is 0 for GELU, and for SiLU.
 const GELU_END: f32 = 12.0;
