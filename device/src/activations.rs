@@ -11,7 +11,7 @@
 //! Invariant: as in [`math`], only exactly rounded operations in the order written: the same bits on every CPU and GPU. A NaN gives a NaN.
 //! Each derivative is computed at -|x|, and is 1 less that at |x|.
 
-use crate::math::{self, exp2_less_1, exp2_negative, fma, larger_or_nan, newton, select};
+use crate::math::{self, LOG2_E, exp2_less_1, exp2_negative, fma, larger_or_nan, newton, select};
 use half::bf16;
 
 /// Activations and their derivatives, as exact as a type that memory holds can tell.
@@ -67,7 +67,6 @@ impl Activations for f32 {
     }
 }
 
-const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// GELU is x sigmoid(x (`GELU_1` + `GELU_3` x^2)): 2 sqrt(2/pi), and this times 0.044715.
 const GELU_1: f32 = 1.595_769;
 const GELU_3: f32 = 0.071_354_82;

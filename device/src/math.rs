@@ -25,7 +25,7 @@
 
 use cuda_std::GpuFloat;
 
-const LOG2_E: f32 = core::f32::consts::LOG2_E;
+pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// ln 2 in two parts: its leading 15 bits, so that a product with an integer below 2^9 is exact, and the rest.
 const LN2_HI: f32 = f32::from_bits(0x3f31_7200);
 const LN2_LO: f32 = f32::from_bits(0x35bf_be8e);

@@ -72,7 +72,7 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
     for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&PRODUCTS[..], &SMALLEST_PRODUCTS) {
         let (a, b, bias) = (i.normals([batches, m, k])?, i.normals([batches, k, n])?, i.normals([batches, n])?);
         let shape = [batches * k.div_ceil(chunk), m, n];
-        let mut out = i.output(beta != 0.0 || flags & GATE != 0, shape, || i.normals(shape))?;
+        let mut out = i.output(reads_c(flags, beta), shape, || i.normals(shape))?;
         let mut pre = i.output(false, shape, || i.normals(shape))?;
         let (c, written) = out.in_place();
         i.step.launch(matmul {
@@ -104,6 +104,11 @@ pub(super) fn product(i: &Inputs<'_, '_>, tile: Tile) -> Result<()> {
     Ok(())
 }
 
+/// Whether a multiply reads `c`: it adds it, or has it for a gate.
+fn reads_c(flags: u32, beta: f32) -> bool {
+    beta != 0.0 || flags & GATE != 0
+}
+
 /// Nothing may follow the sum of a chunk.
 fn unless_chunked<'t>(chunked: bool, bias: &'t Tensor<'_>) -> Slice<'t, f32> {
     if chunked { Slice::empty() } else { bias.slice() }
@@ -125,7 +130,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
         let [(a, stride_a), (b, stride_b)] = round_factors(i, format, batches, [m, n, k], TRANSPOSE_B, [&a, &b])?;
         let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
         let length = batches * k.div_ceil(chunk) * m * n;
-        let mut out = i.output(beta != 0.0 || flags & GATE != 0, [length], || i.whole(length))?;
+        let mut out = i.output(reads_c(flags, beta), [length], || i.whole(length))?;
         let mut pre = i.output(false, [length], || i.step.upload(&i.step.read(&out)?, [length]))?;
         let (c, written) = out.in_place();
         i.step.launch(matmul_tensor {

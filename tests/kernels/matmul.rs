@@ -142,7 +142,8 @@ impl Case {
             let fused = |part: &[(f32, f32)]| part.iter().fold(0.0, |sum: f32, (a, b)| a.mul_add(*b, sum));
             let add = |parts: Vec<f32>| parts.into_iter().reduce(|sum, next| sum + next).expect("a part");
             let mut sum = self.in_parts(self.factors(at).collect(), fused, add);
-            sum = self.bias(at).map_or(sum * self.form.alpha, |bias| sum * self.form.alpha + bias);
+            sum *= self.form.alpha;
+            sum = self.bias(at).map_or(sum, |bias| sum + bias);
             if self.form.beta != 0.0 {
                 sum = self.form.beta.mul_add(self.old[place], sum);
             }

@@ -3,7 +3,7 @@
 use crate::precision::Precision;
 use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
-use kernels::matmul::{GATE, GELU, KEEP, SILU, Tile};
+use kernels::matmul::{KEEP, Tile};
 
 /// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
 ///
@@ -128,14 +128,9 @@ impl Gemm {
 #[derive(Debug)]
 pub enum Epilogue<'e, 's, S: Stored> {
     Store,
-    Gelu {
-        pre: &'e mut Tensor<'s, S>,
-    },
-    Silu {
-        pre: &'e mut Tensor<'s, S>,
-    },
-    /// silu(c) times the sums; `c` is the gate.
-    Gated {
+    /// By this flag of the kernels (`GELU`, `SILU`, or `GATE`, where `c` is the gate); the sums themselves go to `pre`.
+    Activate {
+        flag: u32,
         pre: &'e mut Tensor<'s, S>,
     },
 }
@@ -145,9 +140,7 @@ impl<'e, S: Stored> Epilogue<'e, '_, S> {
     pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
         match self {
             Self::Store => (PointerMut::empty(), 0),
-            Self::Gelu { pre } => (pre.out(), GELU | KEEP),
-            Self::Silu { pre } => (pre.out(), SILU | KEEP),
-            Self::Gated { pre } => (pre.out(), GATE | KEEP),
+            Self::Activate { flag, pre } => (pre.out(), flag | KEEP),
         }
     }
 }

@@ -6,6 +6,7 @@ use super::form::{Epilogue, Gemm, Gradient};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
+use kernels::matmul::{GATE, GELU, SILU};
 
 /// `out = x w`; `x`: `[.., k]`, `w`: `[k, n]`, `out`: `[.., n]`.
 ///
@@ -71,10 +72,7 @@ pub fn linear_gelu<'s, S: Factor<S>>(
     w: &impl Source<'s, S>,
     bias: Option<&impl Source<'s, f32>>,
 ) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
-    let (shape, form) = forward("linear_gelu", x, w)?;
-    let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
-    S::queue(step, &form, x, w, bias, None::<&Tensor<'s, S>>, &mut out, Epilogue::Gelu { pre: &mut pre })?;
-    Ok((out, pre))
+    activated("linear_gelu", step, x, w, bias, None::<&Tensor<'s, S>>, GELU)
 }
 
 /// `pre = x w + bias`, `out = silu(pre)`; returns `(out, pre)`, backward needs `pre`. As [`linear`].
@@ -88,10 +86,7 @@ pub fn linear_silu<'s, S: Factor<S>>(
     w: &impl Source<'s, S>,
     bias: Option<&impl Source<'s, f32>>,
 ) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
-    let (shape, form) = forward("linear_silu", x, w)?;
-    let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
-    S::queue(step, &form, x, w, bias, None::<&Tensor<'s, S>>, &mut out, Epilogue::Silu { pre: &mut pre })?;
-    Ok((out, pre))
+    activated("linear_silu", step, x, w, bias, None::<&Tensor<'s, S>>, SILU)
 }
 
 /// `up = x w + bias`, `out = silu(gate) up`; returns `(out, up)`, backward needs `up` and the gate; `gate`: the shape of `out`. SwiGLU
@@ -107,11 +102,25 @@ pub fn linear_swiglu<'s, S: Factor<S>>(
     bias: Option<&impl Source<'s, f32>>,
     gate: &impl Source<'s, S>,
 ) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
-    let (shape, form) = forward("linear_swiglu", x, w)?;
-    same_shape("linear_swiglu", shape, gate.shape())?;
-    let (mut out, mut up) = (step.empty(shape)?, step.empty(shape)?);
-    S::queue(step, &form, x, w, bias, Some(gate), &mut out, Epilogue::Gated { pre: &mut up })?;
-    Ok((out, up))
+    activated("linear_swiglu", step, x, w, bias, Some(gate), GATE)
+}
+
+/// `x w + bias`, activated or gated by `c` as a flag of the kernels says, and itself.
+#[track_caller]
+fn activated<'s, S: Factor<S>>(
+    op: &'static str,
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    bias: Option<&impl Source<'s, f32>>,
+    c: Option<&impl Source<'s, S>>,
+    flag: u32,
+) -> Result<(Tensor<'s, S>, Tensor<'s, S>)> {
+    let (shape, form) = forward(op, x, w)?;
+    c.map_or(Ok(()), |c| same_shape(op, shape, c.shape()))?;
+    let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
+    S::queue(step, &form, x, w, bias, c, &mut out, Epilogue::Activate { flag, pre: &mut pre })?;
+    Ok((out, pre))
 }
 
 /// `out = alpha A B + bias + beta out`, in place, for any strides; see [`Gemm`].
