@@ -8,7 +8,7 @@ use crate::tensor::{Memory, Stored};
 use bytemuck::Pod;
 use std::time::Duration;
 
-impl<T: Pod> Memory<T> {
+impl<T: Pod + Send> Memory<T> {
     /// Queues a copy of `values` to the start of the memory.
     ///
     /// # Panics
@@ -21,8 +21,7 @@ impl<T: Pod> Memory<T> {
     pub(crate) fn download(self, device: &Device, deadline: Duration) -> Result<Vec<T>> {
         // SAFETY: the memory is valid by this type's invariant; at the deadline the device is lost, and memory leaks
         // rather than being freed under a copy that may still run.
-        let bytes = unsafe { device.download(self.address(), self.len() * size_of::<T>(), deadline)? };
-        Ok(bytemuck::allocation::pod_collect_to_vec(&bytes))
+        unsafe { device.download(self.address(), self.len(), deadline) }
     }
 }
 

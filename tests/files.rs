@@ -132,15 +132,18 @@ fn a_path_that_changes_hands_never_blocks() {
             }
         });
         wait_until("the path is there", || path.exists());
-        let mut opened = [0; 2];
-        for _ in 0..20_000 {
+        // On a busy machine one of the two threads may run alone for long: as often as it takes until both were met.
+        let (mut files, mut refused, mut strange) = (0, 0, Vec::new());
+        while strange.is_empty() && (files + refused < 20_000 || files == 0 || refused == 0) {
             match PlainFile::open(&path) {
-                Ok(file) => opened[0] += usize::from(file.len() == 4),
-                Err(error) => opened[1] += usize::from(error.kind() == ErrorKind::InvalidInput),
+                Ok(file) if file.len() == 4 => files += 1,
+                Err(error) if error.kind() == ErrorKind::InvalidInput => refused += 1,
+                Ok(file) => strange.push(format!("a file of {} bytes", file.len())),
+                Err(error) => strange.push(error.to_string()),
             }
         }
         done.store(1, Ordering::SeqCst);
-        assert!(opened[0] > 0 && opened[1] > 0 && opened[0] + opened[1] == 20_000, "{opened:?}");
+        assert_eq!(strange, [""; 0]);
     });
 }
 

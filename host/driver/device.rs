@@ -16,6 +16,7 @@ use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, NotEnded, Retired};
 use super::ring::Staging;
 use crate::error::{Error, Result};
+use bytemuck::Pod;
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Entry, Grid, Words};
 use std::cell::RefCell;
@@ -405,14 +406,14 @@ impl Device {
     /// Waits for the work queued before, until the deadline, then copies.
     ///
     /// # Safety
-    /// `from` is memory of this device, of at least `bytes` bytes, that stays until the copy is done or the device is lost.
-    pub(crate) unsafe fn download(&self, from: u64, bytes: usize, deadline: Duration) -> Result<Vec<u8>> {
+    /// `from` is memory of this device, of at least `len` elements, that stays until the copy is done or the device is lost.
+    pub(crate) unsafe fn download<T: Pod + Send>(&self, from: u64, len: usize, deadline: Duration) -> Result<Vec<T>> {
         let start = Instant::now();
         self.synchronize(deadline)?;
         self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
-            let mut to = vec![0; bytes];
-            // SAFETY: `from` is device memory of `bytes` bytes, as this function asks, and `to` is as long and the call's own.
-            let copied = unsafe { driver.download(from, &mut to) };
+            let mut to = vec![T::zeroed(); len];
+            // SAFETY: `from` is device memory of `len` elements, as this function asks, and `to` is as long and the call's own.
+            let copied = unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) };
             if let Err(error) = copied {
                 // The copy may be under way.
                 std::mem::forget(to);

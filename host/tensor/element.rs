@@ -6,7 +6,7 @@ use half::bf16;
 use std::fmt;
 
 /// What a tensor may hold.
-pub trait Element: bytemuck::Pod + fmt::Debug + PartialEq + sealed::Sealed {
+pub trait Element: bytemuck::Pod + Send + fmt::Debug + PartialEq + sealed::Sealed {
     /// The name of the type in messages and files.
     const NAME: &'static str;
     /// The word that checked mode leaves where nothing has been written.
