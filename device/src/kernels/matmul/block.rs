@@ -17,7 +17,7 @@
 //! Invariant: each sum is one chain over ascending k that begins with zero. Nothing beyond k is added. The chains of a chunk are added in
 //! order.
 
-use super::epilogue::Epilogue;
+use super::epilogue::{Epilogue, Places};
 use super::operand::Stage;
 use super::split::Chunk;
 use super::tile::place;
@@ -84,9 +84,9 @@ pub(super) unsafe fn compute<
             unsafe {
                 let epilogue = problem.epilogue;
                 if TN > F4::LEN {
-                    epilogue.finish(i, [j(0), j(1)], 4, [0, 1].map(|i| [vector(i, 0), vector(i, 1)]));
+                    epilogue.finish(Places::new(i, [j(0), j(1)], 4), [0, 1].map(|i| [vector(i, 0), vector(i, 1)]));
                 } else {
-                    epilogue.finish(i, [j(0)], TN as u32, [0, 1].map(|i| [vector(i, 0)]));
+                    epilogue.finish(Places::new(i, [j(0)], TN as u32), [0, 1].map(|i| [vector(i, 0)]));
                 }
             }
             unroll!(pair < TM / 2 - 1 => {

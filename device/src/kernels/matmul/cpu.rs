@@ -19,7 +19,7 @@
 //! Invariant: the same chains as in every other tile.
 
 use super::block::{GROUP, Problem};
-use super::epilogue::Epilogue;
+use super::epilogue::{Epilogue, Places};
 use super::operand::Operand;
 use super::tile::{Cost, Tile, place};
 use crate::tile::SharedTile;
@@ -106,7 +106,7 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
                             continue;
                         }
                         for (j, four) in (j..n).step_by(F4::LEN).zip(run.as_chunks().0) {
-                            problem.epilogue.finish(i, [j], F4::LEN as u32, [[F4(*four)]]);
+                            problem.epilogue.finish(Places::new(i, [j], 4), [[F4(*four)]]);
                         }
                     }
                 }

@@ -1,11 +1,11 @@
 //! The epilogue of a matrix multiply: scale, bias, old content, activation or gate, and the write.
 //!
-//! A thread brings `ROWS` rows of up to four neighbours in each of `GROUPS` groups of columns:
+//! A thread brings `ROWS` rows, and in each `GROUPS` groups of up to four neighbours:
 //!
 //! ```text
 //!                 columns[0] .. + 3           columns[1] .. + 3
-//! row i           sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu or gate -> out
-//! row i + 1       sums[1][0]                  sums[1][1]
+//! row             sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu or gate -> out
+//! row + apart     sums[1][0]                  sums[1][1]
 //! ```
 //! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
@@ -40,26 +40,45 @@ pub(crate) struct Epilogue<'p, S> {
     pub(crate) flags: u32,
 }
 
+/// Where a thread's sums lie in the output: `ROWS` rows, and in each `GROUPS` groups of neighbours.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<const GROUPS: usize> {
+    /// The first row.
+    pub(crate) row: u32,
+    /// Rows from one of the thread's to its next.
+    pub(crate) apart: u32,
+    /// The first column of each group.
+    pub(crate) columns: [u32; GROUPS],
+    /// The columns of a group, up to four.
+    pub(crate) width: u32,
+}
+
+impl<const GROUPS: usize> Places<GROUPS> {
+    /// Of rows that follow each other.
+    #[inline(always)]
+    pub(crate) fn new(row: u32, columns: [u32; GROUPS], width: u32) -> Self {
+        Self { row, apart: 1, columns, width }
+    }
+}
+
 impl<S: Stored> Epilogue<'_, S> {
-    /// Finishes the sums of `ROWS` rows from `i` on. A row has groups of up to `width` neighbours, each from its own column on. Sums that
-    /// lie outside the output are dropped.
+    /// Finishes a thread's sums. Those that lie outside the output are dropped.
     ///
     /// # Safety
     /// The contract has accepted the arguments.
     #[inline(always)]
     pub(crate) unsafe fn finish<const ROWS: usize, const GROUPS: usize>(
         &self,
-        i: u32,
-        columns: [u32; GROUPS],
-        width: u32,
+        places: Places<GROUPS>,
         mut sums: [[F4; GROUPS]; ROWS],
     ) {
         let Self { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags } = *self;
-        let first = start + i as usize * ldc as usize;
-        let place = |row: usize, group: usize| first + row * ldc as usize + columns[group] as usize;
+        let Places { row: first_row, apart, columns, width } = places;
+        let first = start + first_row as usize * ldc as usize;
+        let place = |row: usize, group: usize| first + row * apart as usize * ldc as usize + columns[group] as usize;
+        let exists = |row: usize| first_row + row as u32 * apart < m;
         let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
-        let whole =
-            i + ROWS as u32 <= m && (first | ldc as usize).is_multiple_of(F4::LEN) && inside(GROUPS - 1) == F4::LEN;
+        let whole = exists(ROWS - 1) && (first | ldc as usize).is_multiple_of(F4::LEN) && inside(GROUPS - 1) == F4::LEN;
         // Either all vectors lie inside the output, or each is looked at. Without a look between them, reads follow each other, and so do
         // writes.
         macro_rules! for_each {
@@ -74,7 +93,7 @@ impl<S: Stored> Epilogue<'_, S> {
                 } else {
                     unroll_on_gpu!($row < ROWS => {
                         unroll_on_gpu!($group < GROUPS => {
-                            if i + ($row as u32) < m {
+                            if exists($row) {
                                 let $at = place($row, $group);
                                 let $part = part($at, inside($group));
                                 $body
@@ -125,7 +144,7 @@ impl<S: Stored> Epilogue<'_, S> {
                     } else {
                         let is_gated = flags & GATE != 0;
                         let mut gates = sums[0];
-                        if is_gated && i + row < m {
+                        if is_gated && exists(row as usize) {
                             unroll_on_gpu!(group < GROUPS => {
                                 let at = place(row as usize, group);
                                 let part = if whole { Part::Whole } else { part(at, inside(group)) };

@@ -15,7 +15,7 @@
 //! ```
 //! Invariant: chunks and chains follow from m, n and k alone, never from the device or the number of batches.
 
-use super::epilogue::Epilogue;
+use super::epilogue::{Epilogue, Places};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{checks, checks::check_outputs};
 use crate::block::divide;
@@ -124,7 +124,7 @@ family! {
         let (start, bias_start) = (batch * stride_c, batch * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m: m as u32, n, ldc, alpha, beta, flags };
         // SAFETY: row and columns lie inside the output.
-        unsafe { epilogue.finish(row as u32, [column as u32], F4::LEN as u32, [[sum]]) };
+        unsafe { epilogue.finish(Places::new(row as u32, [column as u32], 4), [[sum]]) };
     }
     // SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has found the matrices of `out`, `c`, `pre`
     // and `bias`, as far as they are used. A thread looks at its row and batch first, and cuts its columns off at `n`.

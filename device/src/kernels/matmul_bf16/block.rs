@@ -11,12 +11,12 @@
 //! ```
 //! Invariant: the products of an output are added in the same order in every tile.
 
-use super::fragment::{STEP, Sums, quad, quad_place};
+use super::fragment::{STEP, Sums, quads, quads_place};
 #[cfg(target_arch = "nvptx64")]
 use super::fragment::{Source, multiply};
 use super::operand::{Operand, Part};
 use super::tile::{DEPTH, STAGES, Tile};
-use crate::matmul::epilogue::Epilogue;
+use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul::tile::place;
 use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -84,7 +84,7 @@ pub(super) unsafe fn compute<
     #[cfg(not(target_arch = "nvptx64"))]
     let sums = unsafe { sum::<true, true, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin) };
     // SAFETY: the contract has accepted the problem.
-    unsafe { finish(epilogue, [first[0] + origin[0], first[1] + origin[1]], sums) };
+    unsafe { finish::<ROWS, TILES, COLS, S>(epilogue, [first[0] + origin[0], first[1] + origin[1]], sums) };
 }
 
 /// A thread's sums of the block's tile, which begins at `first`; its warp's part begins `origin` further. `A_ALONG` and `B_ALONG` say how
@@ -237,22 +237,24 @@ unsafe fn sum<
 /// # Safety
 /// The contract has accepted the problem.
 #[inline(always)]
-unsafe fn finish<const ROWS: usize, const TILES: usize, S: Stored>(
+unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     epilogue: Epilogue<'_, S>,
     first: [u32; 2],
     mut sums: Sums<ROWS, TILES>,
 ) {
-    let [line, column] = quad_place();
+    const { assert!(TILES == 2 * PAIRS) };
+    let [line, column] = quads_place();
     // One row of tiles at a time; then the next takes its place. The epilogue is long code, and so it is there once.
     for row in 0..ROWS as u32 {
-        let (mut quads, mut columns) = ([F4::splat(0.0); TILES], [0; TILES]);
-        unroll_on_gpu!(tile < TILES => {
+        let (mut rows, mut columns) = ([[F4::splat(0.0); PAIRS]; 2], [0; PAIRS]);
+        unroll_on_gpu!(pair < PAIRS => {
             // SAFETY: all lanes are here, and nothing in this loop parts them before.
-            quads[tile] = unsafe { quad(sums[0][tile]) };
-            columns[tile] = first[1] + 8 * tile as u32 + column;
+            [rows[0][pair], rows[1][pair]] = unsafe { quads([sums[0][2 * pair], sums[0][2 * pair + 1]]) };
+            columns[pair] = first[1] + 16 * pair as u32 + column;
         });
+        let places = Places { row: first[0] + 16 * row + line, apart: 8, columns, width: F4::LEN as u32 };
         // SAFETY: the contract has accepted the problem.
-        unsafe { epilogue.finish(first[0] + 16 * row + line, columns, F4::LEN as u32, [quads]) };
+        unsafe { epilogue.finish(places, rows) };
         unroll_on_gpu!(at < ROWS - 1 => { sums[at] = sums[at + 1]; });
     }
 }

@@ -8,9 +8,10 @@
 //! rows 0..7     q 0      q 2     columns 0..7   q 0    q 1          rows 0..7          tile 0    tile 1
 //! rows 8..15    q 1      q 3     columns 8..15  q 2    q 3          rows 8..15         tile 0    tile 1
 //!
-//! a tile, as the instruction gives it:                  and after the lanes have exchanged:
-//!   lane 4 g + t: row g     columns 2 t, 2 t + 1          even t: row g,      columns 2 t .. 2 t + 3
-//!                 row g + 8 columns 2 t, 2 t + 1          odd t:  row g + 8,  columns 2 t - 2 .. 2 t + 1
+//! two tiles, as the instructions give them:             and after two lanes have exchanged:
+//!   lane 4 g + t: row g     columns 2 t, 2 t + 1          even t: columns 2 t .. 2 t + 3 of tile 0, row g and row g + 8
+//!                 row g + 8 columns 2 t, 2 t + 1          odd t:  columns 2 t - 2 .. 2 t + 1 of tile 1
+//!                 of both                               so four lanes write 16 columns of a row side by side
 //! ```
 //! Where k is not contiguous in memory, the matrices lie transposed in shared memory, and `ldmatrix.trans` turns them.
 //!
@@ -108,36 +109,42 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
     });
 }
 
-/// The sums of a tile as four neighbours of one row each: what the lanes exchange two by two. See [`quad_place`].
+/// The sums of two tiles side by side, as a lane has them, to four neighbours in row g and four in row g + 8 of one of them. See
+/// [`quads_place`].
 ///
 /// # Safety
-/// All lanes of the warp make the call, with the sums of the same tile.
+/// All lanes of the warp make the call, with the sums of the same tiles.
 #[inline(always)]
-pub(super) unsafe fn quad(sums: [f32; 4]) -> F4 {
+pub(super) unsafe fn quads(tiles: [[f32; 4]; 2]) -> [F4; 2] {
     #[cfg(target_arch = "nvptx64")]
     {
         // By masks: a condition would become a branch, and part the lanes.
         let odd = (warp::lane_id() % 2).wrapping_neg();
         let choose = |if_odd: u32, if_even: u32| if_odd & odd | if_even & !odd;
-        let [a, b, c, d] = sums.map(f32::to_bits);
-        // SAFETY: all lanes are here, as the caller promises.
-        let [x, y] = unsafe { crate::warp::of_other_lane(u32::MAX, [choose(a, c), choose(b, d)], 1) };
-        F4([choose(x, a), choose(y, b), choose(c, x), choose(d, y)].map(f32::from_bits))
+        let [left, right] = tiles.map(|tile| tile.map(f32::to_bits));
+        // Two columns of a row: an odd lane gives those of the left tile for its neighbour's of the right.
+        let row = |at: usize| {
+            let sent = [choose(left[at], right[at]), choose(left[at + 1], right[at + 1])];
+            // SAFETY: all lanes are here, as the caller promises.
+            let [x, y] = unsafe { crate::warp::of_other_lane(u32::MAX, sent, 1) };
+            let own = [choose(right[at], left[at]), choose(right[at + 1], left[at + 1])];
+            F4([choose(x, own[0]), choose(y, own[1]), choose(own[0], x), choose(own[1], y)].map(f32::from_bits))
+        };
+        [row(0), row(2)]
     }
     // The emulator's lanes have summed them so.
     #[cfg(not(target_arch = "nvptx64"))]
-    F4(sums)
+    tiles.map(F4)
 }
 
-/// The row and the first column of a lane's four neighbours in a tile of 16 x 8.
+/// The first row and the first column of a lane's [`quads`] in two tiles of 16 x 8 side by side; the other row is eight further down.
 #[inline(always)]
-pub(super) fn quad_place() -> [u32; 2] {
+pub(super) fn quads_place() -> [u32; 2] {
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-    [g + 8 * (t % 2), t / 2 * 4]
+    [g, 8 * (t % 2) + 4 * (t / 2)]
 }
 
-/// Adds the products of a stage's step to a lane's four neighbours of each tile, one by one, k ascending: what the emulator does in
-/// place of [`multiply`].
+/// Adds the products of a stage's step to a lane's [`quads`], one by one, k ascending: what the emulator does in place of [`multiply`].
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
@@ -154,22 +161,22 @@ pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
         let word = place(along_k, width, down, along / CHUNK) * CHUNK_WORDS + along % CHUNK / 2;
         f32::from_bits(if along % 2 == 0 { part.get(word) << 16 } else { part.get(word) & 0xffff_0000 })
     };
-    let [line, column] = quad_place();
+    let [line, column] = quads_place();
     for k in STEP * step..STEP * (step + 1) {
-        let mut left = [0.0; ROWS];
-        let mut right = [[0.0; 4]; TILES];
+        let mut left = [[0.0; 2]; ROWS];
         for (row, left) in left.iter_mut().enumerate() {
-            *left = element(a, along_a, rows, first_row + 16 * row as u32 + line, k);
+            *left = [0, 8].map(|below| element(a, along_a, rows, first_row + 16 * row as u32 + line + below, k));
         }
-        for (tile, right) in right.iter_mut().enumerate() {
-            for (at, right) in right.iter_mut().enumerate() {
-                *right = element(b, along_b, cols, first_col + 8 * tile as u32 + column + at as u32, k);
+        // Both rows of two tiles have the same columns.
+        let mut right = [0.0; 4];
+        for tile in 0..TILES {
+            if tile % 2 == 0 {
+                let first = first_col + 8 * tile as u32 + column;
+                right = [0, 1, 2, 3].map(|at| element(b, along_b, cols, first + at, k));
             }
-        }
-        for (sums, left) in sums.iter_mut().zip(left) {
-            for (sums, right) in sums.iter_mut().zip(right) {
-                for (sum, right) in sums.iter_mut().zip(right) {
-                    *sum = GpuFloat::mul_add(left, right, *sum);
+            for (sums, left) in sums.iter_mut().zip(left) {
+                for (sum, right) in sums[tile].iter_mut().zip(right) {
+                    *sum = GpuFloat::mul_add(left[tile % 2], right, *sum);
                 }
             }
         }

@@ -14,7 +14,7 @@
 use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
 use crate::format::Format;
-use crate::matmul::epilogue::Epilogue;
+use crate::matmul::epilogue::{Epilogue, Places};
 use crate::matmul::tile::place;
 use crate::mma::{Factor, Side, Sums, multiply};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -132,12 +132,13 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
         let (row, col) = (block / COLS as u32, block % COLS as u32);
         let i = first[0] + origin[0] + 32 * row + 4 * g;
         let j = first[1] + origin[1] + 32 * col + 4 * t;
+        let places = Places::new(i, [j, j + 16], 4);
         let halves = [0, 1, 2, 3].map(|line| {
             let [w, x, y, z, p, q, r, s] = sums[0][0][line];
             [F4([w, x, y, z]), F4([p, q, r, s])]
         });
         // SAFETY: the contract has accepted the problem.
-        unsafe { epilogue.finish(i, [j, j + 16], F4::LEN as u32, halves) };
+        unsafe { epilogue.finish(places, halves) };
         unroll_on_gpu!(at < ROWS * COLS - 1 => {
             sums[at / COLS][at % COLS] = sums[(at + 1) / COLS][(at + 1) % COLS];
         });
