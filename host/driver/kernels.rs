@@ -47,11 +47,11 @@ macro_rules! kernels {
     }};
 }
 
-/// The library's own.
+/// The library's own. A static: of a constant each use would have a copy of the PTX, ten megabytes for each GPU.
 #[cfg(feature = "cuda")]
-pub(super) const OWN: Kernels = crate::kernels!();
+pub(super) static OWN: Kernels = crate::kernels!();
 #[cfg(not(feature = "cuda"))]
-pub(super) const OWN: Kernels = Kernels { package: "stepscope-kernels", ptx: &[] };
+pub(super) static OWN: Kernels = Kernels { package: "stepscope-kernels", ptx: &[] };
 
 /// An error unless each package is there once, and none calls itself like the library's own.
 pub(super) fn check_names(others: &[Kernels]) -> Result<()> {
