@@ -222,6 +222,28 @@ on_each_device! {
         assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
     }
 
+    /// The same logits as by hand: a run is judged by the numbers that it trains with.
+    fn evaluation_multiplies_as_training_does(device: &Device) {
+        let x = Random::new(3).normals(32 * INPUTS);
+        let points = Points { x, labels: vec![1; 32] };
+        let mut seen = Vec::new();
+        for precision in ops::Precision::ALL {
+            let mut arena = arena(device);
+            let learner = Classifier::learner(device).with_precision(precision);
+            let by_hand = arena.step(|step| {
+                step.set_precision(precision);
+                let batch = step.upload_inputs(&points.inputs()?)?;
+                let tape = Tape::new(step, &learner.parameters).evaluating();
+                step.read(learner.model.forward(&tape, &batch)?.value())
+            });
+            let mut trainer = Trainer::captured(&mut arena, learner, &batches(0, 8)[0][0]).unwrap();
+            let (_, logits) = trainer.evaluate(&points, |step, logits| step.read(logits.value())).unwrap();
+            assert_eq!(logits, by_hand.unwrap(), "{precision}");
+            assert!(!seen.contains(&logits), "{precision} rounds as another does");
+            seen.push(logits);
+        }
+    }
+
     fn wrong_batches_and_errors_among_them_reach_the_caller(device: &Device) {
         let mut arena = arena(device);
         let mut trainer = trainer(&mut arena, false, 8);

@@ -119,7 +119,7 @@ impl<'r> Plan<'r> {
         let mut needs = |samples: usize, train: bool| {
             let largest = Sequences::zeros(samples, self.form());
             let measured = small.measure(|step| {
-                step.set_precision(if train { learner.precision } else { Precision::Ieee });
+                step.set_precision(learner.precision);
                 let batch = step.upload_inputs(&largest.inputs()?)?;
                 let tape = Tape::new(step, &learner.parameters);
                 let tape = if train { tape } else { tape.evaluating() };

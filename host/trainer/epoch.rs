@@ -234,7 +234,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         self.learner().shards.is_none()
     }
 
-    /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients.
+    /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients. Multiplies are those
+    /// of training: [`Learner::precision`] holds for them, and for what `read` multiplies.
     ///
     /// # Errors
     /// [`Error::NotFinite`] when the sum is not finite; [`Error::Label`] for a label that is no class; those of the step.
@@ -244,8 +245,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         samples: &impl Samples,
         read: impl for<'s> FnOnce(&Eager<'s>, &Var<'s>) -> Result<T>,
     ) -> Result<(f64, T)> {
-        let Learner { model, parameters, .. } = self.stage.learner();
+        let Learner { model, parameters, precision, .. } = self.stage.learner();
         let (loss, made) = self.arena.step(|step| {
+            step.set_precision(*precision);
             let batch = step.upload_inputs(&samples.inputs()?)?;
             let tape = Tape::new(step, parameters).evaluating();
             let output = model.forward(&tape, &batch)?;

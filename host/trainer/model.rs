@@ -53,7 +53,7 @@ pub struct Learner<M, R = AdamWConfig> {
     pub gradients: Gradients,
     /// The optimiser.
     pub optimizer: Optimizer<R>,
-    /// How the multiplies of training round their factors; evaluation is always [`Precision::Ieee`].
+    /// How multiplies round their factors, in training and in evaluation.
     pub precision: Precision,
     /// Where training has dropout's numbers from; evaluation draws none.
     pub generator: Option<Generator>,
@@ -136,7 +136,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         Learner { model: wrap(model), parameters, gradients, optimizer, precision, generator, shards }
     }
 
-    /// The same, trained with this precision.
+    /// The same, trained and evaluated with this precision.
     #[must_use]
     pub fn with_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
