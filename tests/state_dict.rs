@@ -6,7 +6,8 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use stepscope::nn::{Attention, Embedding, Linear, RmsNorm, SwiGlu};
+use stepscope::nn::{Attention, Block, Embedding, LayerNorm, Linear, MultiHeadAttention, RmsNorm, SwiGlu};
+use stepscope::ops::Rotary;
 use stepscope::*;
 use support::on_each_device;
 
@@ -21,6 +22,10 @@ fn layout() -> Layout {
     Attention::new(names.at("attention"), 128);
     Embedding::new(names.at("wte"), 6, 4, 0.02);
     SwiGlu::new(names.at("mlp"), 3, 5, 2);
+    LayerNorm::new(names.at("ln"), 7);
+    MultiHeadAttention::new(names.at("heads"), 8, 2);
+    Block::gpt2(names.at("gpt2"), 8, 2, 12);
+    Block::llama(names.at("llama"), 16, [4, 2], 12, Rotary::default());
     layout.add("scalegain", [4], Initializer::ONE);
     layout.add("kernel", [2, 3, 4], Initializer::fan_in(6));
     layout.build().unwrap()
@@ -47,18 +52,37 @@ on_each_device! {
         assert_eq!(names, [
             "attention.k_norm.weight", "attention.norm.weight", "attention.q_norm.weight", "attention.wk.weight",
             "attention.wo.weight", "attention.wq.weight", "attention.wv.weight", "encoder.0.bias", "encoder.0.weight",
-            "kernel", "mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "norm.weight", "scalegain",
+            "gpt2.attention.o_proj.bias", "gpt2.attention.o_proj.weight", "gpt2.attention.qkv_proj.bias",
+            "gpt2.attention.qkv_proj.weight", "gpt2.mlp.down.bias", "gpt2.mlp.down.weight", "gpt2.mlp.up.bias",
+            "gpt2.mlp.up.weight", "gpt2.norm1.bias", "gpt2.norm1.weight", "gpt2.norm2.bias", "gpt2.norm2.weight",
+            "heads.o_proj.bias", "heads.o_proj.weight", "heads.qkv_proj.bias", "heads.qkv_proj.weight", "kernel",
+            "llama.attention.o_proj.weight", "llama.attention.qkv_proj.weight", "llama.mlp.down_proj.weight",
+            "llama.mlp.gate_proj.weight", "llama.mlp.up_proj.weight", "llama.norm1.weight", "llama.norm2.weight",
+            "ln.bias", "ln.weight", "mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "norm.weight", "scalegain",
             "wte.weight",
         ]);
         let ours = parameters.flat().read().unwrap();
         let entry = |name: &str| layout.entries().iter().find(|entry| entry.name() == name).unwrap();
-        let (shape, theirs) = &file["encoder.0.weight"];
-        assert_eq!(shape, &[3, 5]);
-        let start = entry("encoder.0.weight").start();
-        for input in 0..5 {
-            for output in 0..3 {
-                assert_eq!(theirs[output * 5 + input].to_bits(), ours[start + input * 3 + output].to_bits());
+        // Of grouped heads, queries and what two of them share, side by side.
+        for (name, inputs, outputs) in [
+            ("encoder.0.weight", 5, 3),
+            ("heads.qkv_proj.weight", 8, 24),
+            ("gpt2.attention.qkv_proj.weight", 8, 24),
+            ("gpt2.mlp.up.weight", 8, 12),
+            ("gpt2.mlp.down.weight", 12, 8),
+            ("llama.attention.qkv_proj.weight", 16, 32),
+            ("llama.mlp.gate_proj.weight", 16, 12),
+        ] {
+            let (shape, theirs) = &file[name];
+            assert_eq!(shape, &[outputs, inputs], "{name}");
+            let start = entry(name).start();
+            for (input, output) in (0..inputs).flat_map(|input| (0..outputs).map(move |output| (input, output))) {
+                assert_eq!(theirs[output * inputs + input].to_bits(), ours[start + input * outputs + output].to_bits(), "{name}");
             }
+        }
+        for (theirs, ours_name) in [("ln.weight", "ln.gain"), ("gpt2.norm2.weight", "gpt2.norm2.gain"), ("gpt2.norm2.bias", "gpt2.norm2.bias"), ("heads.o_proj.bias", "heads.o_proj.bias")] {
+            let entry = entry(ours_name);
+            assert_eq!(file[theirs], (entry.shape().extents().to_vec(), ours[entry.range()].to_vec()), "{theirs}");
         }
         assert_eq!(file["mlp.down_proj.weight"].0, [2, 5]);
         // A table is as it is.
