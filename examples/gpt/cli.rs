@@ -62,7 +62,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
-    /// Learning rate of AdamW at its highest [default: 2e-3 of a tiny model, 6e-4 of 124m, 3e-4 of 350m]
+    /// Learning rate of AdamW at its highest [default: 2e-3 of a tiny model, 6e-4 of 124m, 3e-4 of 350m, 2.5e-4 of 774m, 2e-4 of 1558m]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
@@ -142,6 +142,12 @@ pub(crate) enum Size {
     /// GPT-2's medium.
     #[value(name = "350m")]
     Medium,
+    /// GPT-2's large.
+    #[value(name = "774m")]
+    Large,
+    /// GPT-2's XL.
+    #[value(name = "1558m")]
+    Xl,
 }
 
 /// What a model is made of.

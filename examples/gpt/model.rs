@@ -41,6 +41,8 @@ impl Sizes {
             Size::Tiny => (4, 128, 4, 2),
             Size::Small => (12, 768, 12, 4),
             Size::Medium => (24, 1024, 16, 8),
+            Size::Large => (36, 1280, 20, 10),
+            Size::Xl => (48, 1600, 25, 5),
         };
         // SwiGLU has three matrices where GELU has two.
         let (heads, hidden, tied, epsilon) = match arch {

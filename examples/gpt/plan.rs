@@ -143,7 +143,9 @@ impl<'r> Plan<'r> {
         self.args.learning_rate.unwrap_or(match self.sizes.width {
             ..=256 => 2e-3,
             257..=768 => 6e-4,
-            _ => 3e-4,
+            769..=1024 => 3e-4,
+            1025..=1280 => 2.5e-4,
+            _ => 2e-4,
         })
     }
 

@@ -103,7 +103,7 @@ def trained(first, config, tokens, told, factor=1.0):
         {"params": [p for p in w.values() if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in w.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    highest = told.learning_rate or {"tiny": 2e-3, "124m": 6e-4, "350m": 3e-4}[told.size]
+    highest = told.learning_rate or {"tiny": 2e-3, "124m": 6e-4, "350m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}[told.size]
     optimizer = torch.optim.AdamW(groups, lr=highest, betas=(0.9, 0.95))
     warmup, context = min(told.updates // 10, 700), config["n_positions"]
     held_out = max(len(tokens) // 20, context + 1)
