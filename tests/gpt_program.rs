@@ -145,13 +145,15 @@ fn files_of_another_model_are_refused() {
         "has a context of 16, got --context 17",
     );
     let config = theirs.join("config.json");
-    let wider = fs::read_to_string(&config).unwrap().replace("\"n_layer\": 4", "\"n_layer\": 5");
-    fs::write(&config, wider).unwrap();
+    let before = fs::read_to_string(&config).unwrap();
+    fs::write(&config, before.replace("\"n_layer\": 4", "\"n_layer\": 5")).unwrap();
     refused(
         &data,
         &format!("--weights {} --tokenizer bytes", theirs.display()),
         "has no `transformer.h.4.ln_1.weight` [128]",
     );
+    fs::write(&config, before).unwrap();
+    weights_of_another_model_are_refused(&data, &theirs);
 
     // What decides the weights is another: the run does not begin, and what was there stays.
     let checkpoint = out.join("model.safetensors");
@@ -165,4 +167,43 @@ fn files_of_another_model_are_refused() {
         );
     }
     assert!(fs::read(&checkpoint).unwrap() == before);
+}
+
+/// Weights of a shape, a length or numbers that the model cannot have, and another tokenizer's.
+fn weights_of_another_model_are_refused(data: &Path, theirs: &Path) {
+    let (config, file) = (theirs.join("config.json"), theirs.join("model.safetensors"));
+    let (told, whole) = (fs::read_to_string(&config).unwrap(), fs::read(&file).unwrap());
+    let weights = format!("--weights {} --tokenizer bytes", theirs.display());
+    fs::write(&config, told.replace("\"n_inner\": 512", "\"n_inner\": 256")).unwrap();
+    refused(data, &weights, "`transformer.h.0.mlp.c_fc.weight`: expected [128, 256] by config.json, got [128, 512]");
+    fs::write(&config, &told).unwrap();
+    for length in [whole.len() - 4, whole.len() / 2, 100, 0] {
+        fs::write(&file, &whole[..length]).unwrap();
+        refused(data, &weights, "model.safetensors: ");
+    }
+    for wrong in [f32::NAN, f32::INFINITY] {
+        // The last tensor of the file.
+        let mut bytes = whole.clone();
+        let last = bytes.len() - 4;
+        bytes[last..].copy_from_slice(&wrong.to_le_bytes());
+        fs::write(&file, bytes).unwrap();
+        refused(
+            data,
+            &weights,
+            &format!("`transformer.wte.weight`: expected finite numbers, got {wrong} at place 32767"),
+        );
+    }
+    fs::write(&file, whole).unwrap();
+
+    // A vocabulary of 256 is neither of 100 tokens nor of 128, to which they are rounded up. With one of 200 it is the text that is too short.
+    let tokenizer = |tokens: usize| {
+        let words: Vec<String> = (0..tokens).map(|token| format!("\"w{token}\": {token}")).collect();
+        let model = format!(r#"{{ "type": "WordLevel", "vocab": {{ {} }}, "unk_token": "w0" }}"#, words.join(", "));
+        let path = data.parent().unwrap().join(format!("{tokens}.json"));
+        fs::write(&path, format!(r#"{{ "version": "1.0", "added_tokens": [], "model": {model} }}"#)).unwrap();
+        format!("--weights {} --tokenizer {}", theirs.display(), path.display())
+    };
+    refused(data, &tokenizer(100), "the weights have a vocabulary of 256, and ");
+    refused(data, &tokenizer(257), "the weights have a vocabulary of 256, and ");
+    refused(data, &tokenizer(200), "tokens are too few");
 }

@@ -178,10 +178,10 @@ fn tokenizer_name<'a>(args: &'a Args, weights: Option<&Weights>) -> &'a str {
     args.tokenizer.as_deref().unwrap_or(default)
 }
 
-/// The sizes of a model that has all tokens of the tokenizer.
+/// The sizes of a model that has the tokens of the tokenizer and no more, but for those that a vocabulary is rounded up by.
 fn matching(sizes: Sizes, tokenizer: &Tokenizer) -> Outcome<Sizes> {
-    if tokenizer.vocabulary() > sizes.vocabulary {
-        let (has, needs) = (sizes.vocabulary, tokenizer.vocabulary());
+    let (has, needs) = (sizes.vocabulary, tokenizer.vocabulary());
+    if !(needs..=needs.next_multiple_of(VOCABULARY_UNIT)).contains(&has) {
         let reason = format!(
             "the weights have a vocabulary of {has}, and {} of {needs}: give the one they were made with",
             tokenizer.name()

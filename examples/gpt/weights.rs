@@ -6,7 +6,7 @@
 //! | other matrices | as they are (`Conv1D`) | transposed (`Linear`) |
 //! | tables, gains, biases | as they are | as they are |
 //!
-//! Invariant: a file gives every weight, each of the shape that `config.json` says, or nothing is changed.
+//! Invariant: a file gives every weight, each finite and of the shape that `config.json` says, or nothing is changed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -165,6 +165,10 @@ impl Weights {
                     let reason = format!("`{}`: expected {:?} by config.json, got {shape:?}", part.name, part.shape);
                     return Err(bad(place, reason));
                 }
+                if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+                    let reason = format!("`{}`: expected finite numbers, got {} at place {at}", part.name, values[at]);
+                    return Err(bad(place, reason));
+                }
                 for (place, value) in places(&part, first, all).zip(values) {
                     ours[place] = value;
                 }
@@ -193,7 +197,7 @@ impl Weights {
     /// Overwrites all weights with these.
     ///
     /// # Errors
-    /// Those of the upload; a weight that is not finite.
+    /// Those of the upload.
     pub(crate) fn load(&self, parameters: &mut Parameters) -> Result<()> {
         let bytes = |entry: &LayoutEntry| self.values.get(entry.name()).map(|values| bytemuck::cast_slice(values));
         parameters.load(bytes, Transfer::new())

@@ -13,6 +13,7 @@ PyTorch and transformers are installed into target/torch-venv at the first run: 
 Exit code 0: all agree. 1: something does not, or a planted error passed. 2: the example failed.
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -51,8 +52,10 @@ def trace(program, device, folder):
 
     tokens = numpy.random.default_rng(3).integers(0, 256, 4000).astype("<u2")
     (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    words = {"type": "WordLevel", "vocab": {f"w{word}": word for word in range(VOCABULARY)}, "unk_token": "w0"}
+    (folder / "words.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
     arguments = [
-        program, "--weights", folder / "theirs", "--tokenizer", "bytes", "--data", folder / "tokens.bin", "--batch", str(BATCH),
+        program, "--weights", folder / "theirs", "--tokenizer", folder / "words.json", "--data", folder / "tokens.bin", "--batch", str(BATCH),
         "--out", folder / "ours", "--trace", folder / "trace.safetensors", "--device", device,
     ]
     done = subprocess.run(arguments, capture_output=True, text=True)
