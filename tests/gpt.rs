@@ -37,7 +37,7 @@ mod train;
 mod weights;
 
 use clap::Parser;
-use cli::Args;
+use cli::{Arch, Args, Size};
 use plan::Plan;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -69,6 +69,9 @@ fn arguments(data: &Path, out: &Path, more: &str) -> Args {
     );
     Args::parse_from(own.split(' ').chain(more.split_whitespace()))
 }
+
+/// The digest of the weights that a captured run of [`arguments`] ends with, by 400 words of [`folder`].
+const GOLDEN: &str = "9e590e3687fc98b6b99d0488d3b91666e9dca93214474bfa96f30272b55a8cea";
 
 /// What a run gives: the digest of its weights, and the bits of all losses.
 type Bits = (String, Vec<u64>);
@@ -114,6 +117,12 @@ on_each_device! {
             };
             assert_eq!((stops, resumed), (5, captured), "{arch}: resumed behind each update");
         }
+    }
+
+    /// A short training in f32 ends with the same weights on every device, in every run and in every version: who changes a bit says so.
+    fn a_training_has_the_bits_that_it_always_had(device: &Device) {
+        let (folder, data) = folder(400);
+        assert_eq!(trained(device, &arguments(&data, folder.path(), ""), false).unwrap().0, GOLDEN);
     }
 
     /// BF16 and TF32 learn what f32 does, nearly.
@@ -284,6 +293,55 @@ fn weights_that_do_not_fit_are_refused_by_name() {
     fs::write(theirs.join("config.json"), config).unwrap();
     fs::write(&weights, &bytes[..bytes.len() - 4]).unwrap();
     refused(&theirs, "model.safetensors: ");
+}
+
+#[test]
+fn weights_of_two_bytes_are_read_as_they_are() {
+    use half::{bf16, f16};
+    use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+    type Rounded = (Dtype, fn(f32) -> [u8; 2], fn(f32) -> f32);
+    let (folder, data) = folder(400);
+    let args = arguments(&data, folder.path(), "");
+    let plan = Plan::load(&args, 1).unwrap();
+    let mut learner = plan.learner(&support::open(stepscope::DeviceKind::Emulated)).unwrap();
+    let ours = learner.parameters.flat().read().unwrap();
+    let theirs = folder.path().join("theirs");
+    weights::write(&theirs, &learner.parameters, &plan.sizes).unwrap();
+    let path = theirs.join("model.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&whole).unwrap();
+    let types: [Rounded; 2] = [
+        (Dtype::BF16, |x| bf16::from_f32(x).to_le_bytes(), |x| bf16::from_f32(x).to_f32()),
+        (Dtype::F16, |x| f16::from_f32(x).to_le_bytes(), |x| f16::from_f32(x).to_f32()),
+    ];
+    for (dtype, bytes, rounded) in types {
+        let narrow = |(name, tensor): (&str, TensorView<'_>)| {
+            let numbers = tensor.data().as_chunks().0.iter().map(|&four| f32::from_le_bytes(four));
+            (name.to_owned(), tensor.shape().to_vec(), numbers.flat_map(bytes).collect::<Vec<u8>>())
+        };
+        let tensors: Vec<_> = file.iter().map(narrow).collect();
+        let view = |bytes, shape: &Vec<usize>| TensorView::new(dtype, shape.clone(), bytes).unwrap();
+        let views = tensors.iter().map(|(name, shape, bytes)| (name, view(bytes, shape)));
+        fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+        Weights::read(&theirs, None).unwrap().load(&mut learner.parameters).unwrap();
+        let want: Vec<f32> = ours.iter().map(|&x| rounded(x)).collect();
+        assert!(want != ours && learner.parameters.flat().read().unwrap() == want, "{dtype:?}");
+    }
+}
+
+#[test]
+fn sizes_have_as_many_weights_as_gpt2_has() {
+    let known = [
+        (Size::Small, 124_439_808),
+        (Size::Medium, 354_823_168),
+        (Size::Large, 774_030_080),
+        (Size::Xl, 1_557_611_200),
+    ];
+    for (size, weights) in known {
+        let sizes = model::Sizes::new(size, Arch::Gpt2, 50_257, 1024);
+        assert_eq!(plan::layout(sizes).unwrap().weights(), weights, "{size:?}");
+        plan::layout(model::Sizes::new(size, Arch::Llama, 32_000, 2048)).unwrap();
+    }
 }
 
 #[test]
