@@ -441,7 +441,7 @@ on_each_device! {
             let arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
             let measured = arena.measure(|step| {
                 let tape = Tape::new(step, &weights);
-                let mut x = tape.input(step.empty([256, 64])?);
+                let mut x = tape.input(step.empty::<f32>([256, 64])?);
                 for mlp in &mlps {
                     x = mlp.forward_residual(&tape, &x, &x)?;
                 }

@@ -7,7 +7,7 @@ use crate::autograd::{Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::step::Step;
-use crate::tensor::{Source, Stored, Target, Tensor};
+use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
 use kernels::block::{CHUNK, row_chunk};
 use kernels::reduce;
@@ -198,26 +198,33 @@ fn with_columns<'s, S: Stored>(op: &'static str, x: &impl Source<'s, S>) -> Resu
     }
 }
 
+/// A tensor of one value, stored as x is.
+fn filled<'s, S: Stored>(step: &Step<'s>, shape: Shape, value: f32) -> Result<Tensor<'s, S>> {
+    let mut out = step.empty(shape)?;
+    super::fill_into(step, &mut out, value)?;
+    Ok(out)
+}
+
 impl<'s> Tape<'_, 's> {
-    /// The sum of all elements; `x`: any shape, result: `[1]`. See [`ops::sum`].
+    /// The sum of all elements; `x`: any shape, result: `[1]`, f32. See [`ops::sum`].
     ///
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn sum(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn sum<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s>> {
         let op = self.op("sum", [x])?;
         let (y, shape) = (ops::sum(self.step(), x.value())?, x.shape());
-        op.record_scalar(y.save(), x, move |step| ops::fill(step, shape, 1.0))
+        op.record_scalar(y.save(), x, move |step| filled(step, shape, 1.0))
     }
 
-    /// The mean of all elements; `x`: any shape with elements, result: `[1]`. See [`ops::mean`].
+    /// The mean of all elements; `x`: any shape with elements, result: `[1]`, f32. See [`ops::mean`].
     ///
     /// # Errors
     /// Those of the op.
     #[track_caller]
-    pub fn mean(&self, x: &Var<'s>) -> Result<Var<'s>> {
+    pub fn mean<S: Stored>(&self, x: &Var<'s, S>) -> Result<Var<'s>> {
         let op = self.op("mean", [x])?;
         let (y, shape) = (ops::mean(self.step(), x.value())?, x.shape());
-        op.record_scalar(y.save(), x, move |step| ops::fill(step, shape, 1.0 / shape.elements() as f32))
+        op.record_scalar(y.save(), x, move |step| filled(step, shape, 1.0 / shape.elements() as f32))
     }
 }

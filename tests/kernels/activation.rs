@@ -1,6 +1,6 @@
 //! `ops::{tanh, gelu}` and their backward passes.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::reference::{gelu, gelu_derivative, ulps};
 use crate::shapes::{LENGTHS, ROWS};
@@ -125,25 +125,27 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
-    fn gradient_of_tanh(device: &Device) {
+stored_as_each! {
+    fn gradient_of_gelu<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
-            Case::new("tanh", seed, 1, values).check(device, |_, tape, p| tape.tanh(&leaf(tape, p[0])?), |p| {
-                p[0].iter().map(|x| x.tanh()).collect()
+            Case::new("gelu", seed, 1, values).stored_as::<S>(Roundings::ONCE).check(device, |_, tape, p| tape.gelu(&leaf_as::<S>(tape, p[0])?), |p| {
+                p[0].iter().map(|&x| gelu(x)).collect()
             });
         }
     }
 
-    fn gradient_of_gelu(device: &Device) {
+    fn gradient_of_tanh<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
-            Case::new("gelu", seed, 1, values).check(device, |_, tape, p| tape.gelu(&leaf(tape, p[0])?), |p| {
-                p[0].iter().map(|&x| gelu(x)).collect()
+            Case::new("tanh", seed, 1, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| tape.tanh(&leaf_as::<S>(tape, p[0])?), |p| {
+                p[0].iter().map(|x| x.tanh()).collect()
             });
         }
     }

@@ -1,6 +1,6 @@
 //! `ops::dropout`: Philox's words by place, the same in backward, others in each step, replayed or not.
 
-use crate::gradients::{Case, DRAWN, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, DRAWN, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::shapes::LENGTHS;
 use crate::support::{Random, bits, on_each_device};
@@ -139,17 +139,19 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
+stored_as_each! {
     /// Backward drops what forward did.
-    fn gradient(device: &Device) {
+    fn gradient<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
             let count = shape.iter().product();
             let scales = [plain(&vec![1.0; count], 0.4, 0, DRAWN.1), plain(&vec![1.0; count], 0.4, 1, DRAWN.1)];
-            Case::new("dropout", seed, 2, values).check(device, |_, tape, p| {
-                let x = leaf(tape, p[0])?;
+            Case::new("dropout", seed, 2, values).stored_as::<S>(Roundings { forward: 2.0, backward: 2.0, kept: 0.0 }).check(device, |_, tape, p| {
+                let x = leaf_as::<S>(tape, p[0])?;
                 tape.dropout(&tape.dropout(&x, 0.4)?, 0.4)
             }, |p| p[0].iter().enumerate().map(|(at, x)| x * f64::from(scales[0][at]) * f64::from(scales[1][at])).collect());
         }

@@ -2,7 +2,7 @@
 //!
 //! One rounded operation an element: the float64 result rounded to f32 is the correctly rounded one, so bits are equal.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
@@ -169,15 +169,27 @@ on_each_device! {
             });
         }
     }
+}
 
-    fn gradient_of_scale(device: &Device) {
+stored_as_each! {
+    fn gradient_of_each<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let (shape, factor) = (extents(&mut random, seed, [7, 5, 13]), random.uniform(-2.0, 2.0));
-            let values = vec![normal(&mut random, &shape)];
-            Case::new("scale", seed, 1, values).check(device, |_, tape, p| tape.scale(&leaf(tape, p[0])?, factor), |p| {
-                p[0].iter().map(|x| f64::from(factor) * x).collect()
-            });
+            let values = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
+            let case = |name| Case::new(name, seed, 1, values.clone()).stored_as::<S>(Roundings::ONCE);
+            let each = |p: &[Vec<f64>], f: fn(f64, f64) -> f64| p[0].iter().zip(&p[1]).map(|(&a, &b)| f(a, b)).collect::<Vec<f64>>();
+            macro_rules! check {
+                ($op:ident, $f:expr) => {
+                    case(stringify!($op)).check(device, |_, tape, p| tape.$op(&leaf_as::<S>(tape, p[0])?, &leaf_as(tape, p[1])?), |p| each(p, $f));
+                };
+            }
+            check!(add, |a, b| a + b);
+            check!(sub, |a, b| a - b);
+            check!(mul, |a, b| a * b);
+            Case::new("scale", seed, 1, values[..1].to_vec()).stored_as::<S>(Roundings::ONCE).check(device, |_, tape, p| {
+                tape.scale(&leaf_as::<S>(tape, p[0])?, factor)
+            }, |p| p[0].iter().map(|x| f64::from(factor) * x).collect());
         }
     }
 }

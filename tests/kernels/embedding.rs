@@ -1,6 +1,6 @@
 //! `ops::{embedding, gather, add_positions}` and their backward passes: rows as they are, and sums whose order is a plain chain.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::linear;
 use crate::support::{Random, on_each_device};
@@ -232,10 +232,6 @@ on_each_device! {
                 let product = linear::in_float64(&p[1], &p[0], &[], rows, cols);
                 table(&p[0]).iter().zip(product).map(|(row, product)| row + product).collect()
             });
-            Case::new("gather", seed, count, operands[..1].to_vec()).check(device, |step, tape, p| {
-                let ids = step.upload(&ids, [count])?.save();
-                tape.tanh(&tape.gather(&leaf(tape, p[0])?, ids)?)
-            }, |p| table(&p[0]).iter().map(|x| x.tanh()).collect());
         }
     }
 
@@ -247,6 +243,22 @@ on_each_device! {
             Case::new("add_positions", seed, batch, operands).check(device, |_, tape, p| {
                 tape.add_positions(&leaf(tape, p[0])?, p[1])
             }, |p| p[0].iter().enumerate().map(|(at, x)| x + p[1][at % (tokens * cols)]).collect());
+        }
+    }
+}
+
+stored_as_each! {
+    fn gradient_of_gather<S>(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [count, rows, cols] = extents(&mut random, seed, [150, 5, 13]);
+            let ids = random.belows(count, rows as u32);
+            let operands = vec![normal(&mut random, &[rows, cols])];
+            // Sums over rows are f32, and written once.
+            let roundings = Roundings { forward: 0.0, ..Roundings::ONCE };
+            Case::new("gather", seed, count, operands).stored_as::<S>(roundings).check(device, |step, tape, p| {
+                tape.gather(&leaf_as::<S>(tape, p[0])?, step.upload(&ids, [count])?.save())
+            }, |p| rows_of(&p[0], &ids, cols));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! `ops::{relu, sigmoid, silu, gelu_exact, swiglu}` and their backward passes.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::reference::{self, ulps};
 use crate::shapes::{LENGTHS, ROWS};
@@ -169,25 +169,31 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
-    fn gradient(device: &Device) {
+stored_as_each! {
+    fn gradient<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape @ [a, b, cols] = extents(&mut random, seed, [7, 5, 13]);
             let values = vec![normal(&mut random, &shape)];
             let each = |p: &[Vec<f64>], f: fn(f64) -> f64| p[0].iter().map(|&x| f(x)).collect::<Vec<f64>>();
-            let case = |name| Case::new(name, seed, 1, values.clone());
-            case("relu").check(device, |_, tape, p| tape.relu(&leaf(tape, p[0])?), |p| each(p, |x| x.max(0.0)));
-            case("sigmoid").check(device, |_, tape, p| tape.sigmoid(&leaf(tape, p[0])?), |p| each(p, reference::sigmoid));
-            case("silu").check(device, |_, tape, p| tape.silu(&leaf(tape, p[0])?), |p| each(p, reference::silu));
-            case("gelu_exact").check(device, |_, tape, p| tape.gelu_exact(&leaf(tape, p[0])?), |p| each(p, reference::gelu_exact));
+            let case = |name, roundings| Case::new(name, seed, 1, values.clone()).stored_as::<S>(roundings);
+            let once = Roundings::ONCE;
+            case("relu", once).check(device, |_, tape, p| tape.relu(&leaf_as::<S>(tape, p[0])?), |p| each(p, |x| x.max(0.0)));
+            // The derivative y (1 - y) is of the output: off by up to y |1 - 2 y| roundings.
+            let kept = Roundings { kept: 1.0, ..once };
+            case("sigmoid", kept).check(device, |_, tape, p| tape.sigmoid(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::sigmoid));
+            case("silu", once).check(device, |_, tape, p| tape.silu(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::silu));
+            case("gelu_exact", once)
+                .check(device, |_, tape, p| tape.gelu_exact(&leaf_as::<S>(tape, p[0])?), |p| each(p, reference::gelu_exact));
             let two = vec![normal(&mut random, &shape), normal(&mut random, &shape)];
-            Case::new("swiglu", seed, 1, two).check(device, |_, tape, p| {
-                tape.swiglu(&leaf(tape, p[0])?, &leaf(tape, p[1])?)
+            Case::new("swiglu", seed, 1, two).stored_as::<S>(once).check(device, |_, tape, p| {
+                tape.swiglu(&leaf_as::<S>(tape, p[0])?, &leaf_as(tape, p[1])?)
             }, |p| p[0].iter().zip(&p[1]).map(|(&gate, up)| reference::silu(gate) * up).collect());
             let packed = vec![normal(&mut random, &[a, b, 2 * cols])];
-            Case::new("swiglu_packed", seed, 1, packed).check(device, |_, tape, p| {
-                tape.swiglu_packed(&leaf(tape, p[0])?)
+            Case::new("swiglu_packed", seed, 1, packed).stored_as::<S>(once).check(device, |_, tape, p| {
+                tape.swiglu_packed(&leaf_as::<S>(tape, p[0])?)
             }, |p| {
                 let row = |x: &[f64]| (0..cols).map(|at| reference::silu(x[at]) * x[cols + at]).collect::<Vec<_>>();
                 p[0].chunks_exact(2 * cols).flat_map(row).collect()

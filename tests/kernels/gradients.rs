@@ -3,13 +3,17 @@
 //! The forward pass is plain Rust in float64, beside the test of its op, and knows nothing of the library. An op's inputs are parameters
 //! too (by [`leaf`]), so that every gradient can be read; its output is weighted by random coefficients and summed, so that every element
 //! of it has another gradient.
+//!
+//! Where operands are stored as BF16, the float64 pass has the numbers that BF16 holds, and bounds follow from what is written: a number that
+//! is written as BF16 is off by at most 2^-8 of itself, and 2^-15 more where it is an activation's ([`Roundings`]).
 
 use crate::support::{Random, relative_l2, tolerance};
+use kernels::stored::Stored as _;
 use std::ops::Index;
-use stepscope::ops::Generator;
+use stepscope::ops::{Cast, Generator};
 use stepscope::{
-    Arena, Capacity, Device, Eager, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack, Tape, Var,
-    ops,
+    Arena, Capacity, Device, Eager, Element, Gradients, Initializer, Layout, Parameter, Parameters, Result, Stack,
+    Tape, Var, bf16, ops,
 };
 
 /// Seeds of each test's shapes and values.
@@ -62,6 +66,53 @@ impl Index<usize> for Handles {
 
 /// Seed and step of the random numbers that each pass of a case draws.
 pub(crate) const DRAWN: (u64, u64) = (0x0123_4567_89ab_cdef, 9);
+
+/// How far a number that is written as BF16 may be from what f32 has of the exact operands, as a part of itself.
+const ROUNDING: f64 = 1.0 / (1 << 8) as f64 + 1.0 / (1 << 15) as f64;
+
+/// How many roundings to BF16 results have behind them. Each is relative to the norm of the whole, exactly or by a bound.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Roundings {
+    /// Of the output: how many numbers are written one after the other, up to it.
+    pub(crate) forward: f64,
+    /// Of a gradient.
+    pub(crate) backward: f64,
+    /// Of a gradient too, but by the norm of the output's gradient: what backward makes of a result that forward has rounded and kept, or of
+    /// sums that may cancel.
+    pub(crate) kept: f64,
+}
+
+impl Roundings {
+    /// Of an op that writes its output, and its input's gradient, once; backward reads the input alone.
+    pub(crate) const ONCE: Self = Self { forward: 1.0, backward: 1.0, kept: 0.0 };
+
+    /// The same of `tanh`, whose derivative `1 - y^2` is of the output: off by up to `2 y^2` roundings.
+    pub(crate) const TANH: Self = Self { kept: 2.0, ..Self::ONCE };
+}
+
+/// Tests on each device, of f32 and of BF16 in memory: functions that are generic in it.
+macro_rules! stored_as_each {
+    ($($(#[$meta:meta])* fn $name:ident<$S:ident>($device:ident: &Device) $body:block)+) => {$(
+        $(#[$meta])*
+        mod $name {
+            use super::*;
+
+            fn of<$S: stepscope::ops::Cast>($device: &stepscope::Device) $body
+
+            $crate::support::on_each_device! {
+                fn of_f32(device: &Device) { of::<f32>(device); }
+
+                fn of_bf16(device: &Device) { of::<stepscope::bf16>(device); }
+            }
+        }
+    )+};
+}
+pub(crate) use stored_as_each;
+
+/// [`leaf`], stored as S; its gradient is exact.
+pub(crate) fn leaf_as<'s, S: Cast>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s, S>> {
+    tape.stored_as(&leaf(tape, parameter)?)
+}
 
 /// A parameter as a variable: a copy of its weights, whose gradient becomes the parameter's.
 pub(crate) fn leaf<'s>(tape: &Tape<'_, 's>, parameter: Parameter) -> Result<Var<'s>> {
@@ -126,26 +177,41 @@ pub(crate) struct Case {
     pub(crate) operands: Vec<ParameterValues>,
     /// The most elements of an operand whose gradient is checked; every one when there are fewer.
     pub(crate) sample: usize,
+    /// None where nothing is stored as BF16.
+    pub(crate) roundings: Option<Roundings>,
 }
 
 impl Case {
     pub(crate) fn new(name: &'static str, seed: u64, length: usize, operands: Vec<ParameterValues>) -> Self {
-        Self { name, seed, length, operands, sample: usize::MAX }
+        Self { name, seed, length, operands, sample: usize::MAX, roundings: None }
+    }
+
+    /// The same of operands that are stored as S, by [`leaf_as`]; of f32, nothing is rounded.
+    pub(crate) fn stored_as<S: Cast>(mut self, roundings: Roundings) -> Self {
+        if <S as Element>::NAME == <bf16 as Element>::NAME {
+            self.operands.iter_mut().for_each(|operand| round(&mut operand.values));
+            self.roundings = Some(roundings);
+        }
+        self
     }
 
     /// Fails unless `on_tape` and `reference` compute the same output, and the gradients are those of the reference.
-    pub(crate) fn check(
+    pub(crate) fn check<S: Cast>(
         self,
         device: &Device,
-        on_tape: impl for<'t, 's> Fn(&Eager<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s>>,
+        on_tape: impl for<'t, 's> Fn(&Eager<'s>, &Tape<'t, 's>, &Handles) -> Result<Var<'s, S>>,
         reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
     ) {
-        let Self { name, seed, length, mut operands, sample } = self;
+        let Self { name, seed, length, mut operands, sample, roundings } = self;
         let mut random = Random::new(!seed);
         let mut exact: Vec<Vec<f64>> =
             operands.iter().map(|operand| operand.values.iter().map(|&value| f64::from(value)).collect()).collect();
         let expected = reference(&exact);
-        let coefficients = random.normals(expected.len());
+        let mut coefficients = random.normals(expected.len());
+        if roundings.is_some() {
+            round(&mut coefficients);
+        }
+        let Roundings { forward, backward, kept } = roundings.unwrap_or_default();
         let loss = |values: &[Vec<f64>]| -> f64 {
             reference(values).iter().zip(&coefficients).map(|(y, &c)| y * f64::from(c)).sum()
         };
@@ -160,7 +226,7 @@ impl Case {
                 let mut output = Vec::new();
                 for (pass, generator) in generators.iter().enumerate() {
                     let tape = Tape::new(step, &parameters).with_generator(generator);
-                    let y = on_tape(step, &tape, &handles)?;
+                    let y = tape.to_f32(&on_tape(step, &tape, &handles)?)?;
                     output = step.read(y.value())?;
                     let loss = project(&tape, &y, handles[exact.len()])?;
                     match pass {
@@ -172,7 +238,7 @@ impl Case {
                 Ok(output)
             })
             .unwrap();
-        let limit = tolerance(length);
+        let limit = tolerance(length) + forward * ROUNDING;
         let error = relative_l2(&got, &expected);
         assert!(error <= limit, "{name}, seed {seed}: forward {error:.2e} > {limit:.2e}");
         for number in 0..exact.len() {
@@ -183,6 +249,12 @@ impl Case {
                 (0..sample).map(|_| random.extent(0, len - 1)).collect()
             };
             let wanted: Vec<f64> = places.iter().map(|&place| difference(&mut exact, number, place, &loss)).collect();
+            let of_output = if kept == 0.0 {
+                0.0
+            } else {
+                kept * norm(coefficients.iter().map(|&x| x.into())) / norm(wanted.iter().copied())
+            };
+            let limit = tolerance(length) + (backward + of_output) * ROUNDING;
             // Backward adds to what is there, or overwrites it.
             for (gradients, times) in [(&once, 1.0), (&twice, 2.0)] {
                 let all = read(gradients, &handles.stacks[number]);
@@ -195,6 +267,15 @@ impl Case {
             }
         }
     }
+}
+
+/// To numbers that BF16 holds.
+fn round(values: &mut [f32]) {
+    values.iter_mut().for_each(|x| *x = bf16::narrow(*x).widen());
+}
+
+fn norm(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|x| x * x).sum::<f64>().sqrt()
 }
 
 /// The central difference of `loss` by one element of one operand.

@@ -1,6 +1,6 @@
 //! `ops::{cross_entropy, squared_error, binary_cross_entropy}`: losses and their gradients.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, longest, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::reference::{self, ulps};
 use crate::shapes::{LENGTHS, ROWS};
@@ -285,44 +285,6 @@ on_each_device! {
         }
     }
 
-    fn gradient_of_the_others(device: &Device) {
-        for seed in SEEDS {
-            let mut random = Random::new(seed);
-            let shape @ [rows, classes] = extents(&mut random, seed, [71, 11]).map(|extent| extent + 1);
-            let target = random.uniforms(rows * classes, 0.0, 1.0);
-            let mut labels = random.belows(rows, classes as u32);
-            labels[rows / 2] = ops::IGNORED;
-            let weight = 1.0 / rows as f32;
-            let values = vec![normal(&mut random, &shape)];
-            let case = |name| Case::new(name, seed, longest(&shape) * 2, values.clone());
-            case("squared_error").check(device, |step, tape, p| {
-                tape.squared_error(&leaf(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
-            }, |p| vec![f64::from(weight) * p[0].iter().zip(&target).map(|(x, &t)| (x - f64::from(t)).powi(2)).sum::<f64>()]);
-            case("binary_cross_entropy").check(device, |step, tape, p| {
-                tape.binary_cross_entropy(&leaf(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
-            }, |p| {
-                let each = |(&x, &t): (&f64, &f32)| {
-                    let p = reference::sigmoid(x);
-                    -f64::from(t) * p.ln() - (1.0 - f64::from(t)) * (1.0 - p).ln()
-                };
-                vec![f64::from(weight) * p[0].iter().zip(&target).map(each).sum::<f64>()]
-            });
-            let rules = LabelRules { smoothing: 0.2, ignore: true };
-            case("cross_entropy_by").check(device, |step, tape, p| {
-                let labels = step.upload(&labels, [rows])?.save();
-                tape.cross_entropy_by(&leaf(tape, p[0])?, labels, weight, rules)
-            }, |p| {
-                let counted = p[0].chunks_exact(classes).zip(&labels).filter(|(_, label)| **label != ops::IGNORED);
-                let smoothing = f64::from(0.2f32);
-                let row = |(x, &label): (&[f64], &u32)| {
-                    let logs: Vec<f64> = softmax::in_float64(x).iter().map(|p| -p.ln()).collect();
-                    (1.0 - smoothing) * logs[label as usize] + smoothing * logs.iter().sum::<f64>() / classes as f64
-                };
-                vec![f64::from(weight) * counted.map(row).sum::<f64>()]
-            });
-        }
-    }
-
     fn shapes_must_agree(device: &Device) {
         trial(device, |trial| {
             let (logits, labels) = (trial.upload(&[1.0; 6], [2, 3])?, trial.upload(&[0u32; 3], [3])?);
@@ -344,8 +306,13 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
-    fn gradient(device: &Device) {
+/// A loss is f32. Its gradient is written with it, and again by the factor that it has in another loss.
+const SCALED: Roundings = Roundings { forward: 0.0, backward: 2.0, kept: 0.0 };
+
+stored_as_each! {
+    fn gradient<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [rows, classes] = extents(&mut random, seed, [71, 11]);
@@ -354,10 +321,48 @@ on_each_device! {
             let labels = random.belows(rows, classes as u32);
             let weight = 1.0 / rows as f32;
             let values = vec![normal(&mut random, &[rows, classes])];
-            Case::new("cross_entropy", seed, longest(&[rows, classes]), values).check(device, |step, tape, p| {
+            Case::new("cross_entropy", seed, longest(&[rows, classes]), values).stored_as::<S>(SCALED).check(device, |step, tape, p| {
                 let labels = step.upload(&labels, [rows])?.save();
-                tape.cross_entropy(&leaf(tape, p[0])?, labels, weight)
+                tape.cross_entropy(&leaf_as::<S>(tape, p[0])?, labels, weight)
             }, |p| in_float64(&p[0], &labels, classes, f64::from(weight)));
+        }
+    }
+
+    fn gradient_of_the_others<S>(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let shape @ [rows, classes] = extents(&mut random, seed, [71, 11]).map(|extent| extent + 1);
+            let target = random.uniforms(rows * classes, 0.0, 1.0);
+            let mut labels = random.belows(rows, classes as u32);
+            labels[rows / 2] = ops::IGNORED;
+            let weight = 1.0 / rows as f32;
+            let values = vec![normal(&mut random, &shape)];
+            let case = |name| Case::new(name, seed, longest(&shape) * 2, values.clone()).stored_as::<S>(SCALED);
+            case("squared_error").check(device, |step, tape, p| {
+                tape.squared_error(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+            }, |p| vec![f64::from(weight) * p[0].iter().zip(&target).map(|(x, &t)| (x - f64::from(t)).powi(2)).sum::<f64>()]);
+            case("binary_cross_entropy").check(device, |step, tape, p| {
+                tape.binary_cross_entropy(&leaf_as::<S>(tape, p[0])?, &step.upload(&target, shape)?.save(), weight)
+            }, |p| {
+                let each = |(&x, &t): (&f64, &f32)| {
+                    let p = reference::sigmoid(x);
+                    -f64::from(t) * p.ln() - (1.0 - f64::from(t)) * (1.0 - p).ln()
+                };
+                vec![f64::from(weight) * p[0].iter().zip(&target).map(each).sum::<f64>()]
+            });
+            let rules = LabelRules { smoothing: 0.2, ignore: true };
+            case("cross_entropy_by").check(device, |step, tape, p| {
+                let labels = step.upload(&labels, [rows])?.save();
+                tape.cross_entropy_by(&leaf_as::<S>(tape, p[0])?, labels, weight, rules)
+            }, |p| {
+                let counted = p[0].chunks_exact(classes).zip(&labels).filter(|(_, label)| **label != ops::IGNORED);
+                let smoothing = f64::from(0.2f32);
+                let row = |(x, &label): (&[f64], &u32)| {
+                    let logs: Vec<f64> = softmax::in_float64(x).iter().map(|p| -p.ln()).collect();
+                    (1.0 - smoothing) * logs[label as usize] + smoothing * logs.iter().sum::<f64>() / classes as f64
+                };
+                vec![f64::from(weight) * counted.map(row).sum::<f64>()]
+            });
         }
     }
 }

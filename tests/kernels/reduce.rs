@@ -2,7 +2,7 @@
 //!
 //! Sums have the bits of the documented tree ([`crate::trees`]), which is close to the float64 sum.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal, parameters_of};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, parameters_of, stored_as_each};
 use crate::hostile::attack;
 use crate::shapes::{LENGTHS, ROWS};
 use crate::support::{Random, SPECIAL, on_each_device};
@@ -174,9 +174,11 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
+stored_as_each! {
     /// As the loss itself, and as a part of one.
-    fn gradient_of_sum_and_mean(device: &Device) {
+    fn gradient_of_sum_and_mean<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let shape = extents(&mut random, seed, [7, 5, 13]);
@@ -185,11 +187,15 @@ on_each_device! {
             // Of one sign, lest nothing be left of them.
             x.values.iter_mut().for_each(|x| *x = x.abs() + 0.5);
             let sum = |x: &[f64]| x.iter().map(|x| x.tanh()).sum::<f64>();
-            Case::new("sum", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
-                tape.sum(&tape.tanh(&leaf(tape, p[0])?)?)
+            // The output's gradient goes to every element: by its norm, tanh's has the root of their number. A mean's part is written twice.
+            let root = (elements as f64).sqrt();
+            let [of_sum, of_mean] = [(1.0, root), (3.0, 1.0 / root)]
+                .map(|(backward, norm)| Roundings { backward, kept: norm * Roundings::TANH.kept, ..Roundings::TANH });
+            Case::new("sum", seed, elements, vec![x.clone()]).stored_as::<S>(of_sum).check(device, |_, tape, p| {
+                tape.sum(&tape.tanh(&leaf_as::<S>(tape, p[0])?)?)
             }, |p| vec![sum(&p[0])]);
-            Case::new("mean", seed, elements, vec![x.clone()]).check(device, |_, tape, p| {
-                tape.mean(&tape.tanh(&leaf(tape, p[0])?)?)
+            Case::new("mean", seed, elements, vec![x.clone()]).stored_as::<S>(of_mean).check(device, |_, tape, p| {
+                tape.mean(&tape.tanh(&leaf_as::<S>(tape, p[0])?)?)
             }, |p| vec![sum(&p[0]) / elements as f64]);
 
             let (parameters, p) = parameters_of(device, &[x]);
@@ -198,12 +204,12 @@ on_each_device! {
             for (expected, of_mean) in [(1.0, false), (1.0 / elements as f32, true)] {
                 arena.step(|step| {
                     let tape = Tape::new(step, &parameters);
-                    let x = leaf(&tape, p[0])?;
+                    let x = leaf_as::<S>(&tape, p[0])?;
                     let loss = if of_mean { tape.mean(&x)? } else { tape.sum(&x)? };
                     assert_eq!(loss.shape().extents(), [1]);
                     tape.backward_afresh(&loss, &mut gradients)
                 }).unwrap();
-                assert_eq!(gradients.read(p[0]).unwrap(), vec![expected; elements]);
+                assert_eq!(gradients.read(p[0]).unwrap(), vec![S::narrow(expected).widen(); elements]);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! `ops::{transpose, swap_extents}`: elements are moved as they are, whatever they hold.
 
-use crate::gradients::{Case, SEEDS, extents, leaf, normal};
+use crate::gradients::{Case, Roundings, SEEDS, extents, leaf_as, normal, stored_as_each};
 use crate::hostile::attack;
 use crate::support::{Random, SPECIAL, bits, on_each_device};
 use crate::trial::{assert_refused, trial};
@@ -94,20 +94,6 @@ on_each_device! {
         }
     }
 
-    fn gradient_of_swapped_extents(device: &Device) {
-        for seed in SEEDS {
-            let mut random = Random::new(seed);
-            let [tokens, heads, cols] = extents(&mut random, seed, [5, 3, 9]);
-            let values = vec![normal(&mut random, &[tokens, heads, cols])];
-            Case::new("swap_extents", seed, 1, values).check(device, |_, tape, p| {
-                tape.tanh(&tape.swap_extents(&leaf(tape, p[0])?, 0, 1)?)
-            }, |p| {
-                let row = |at: usize| &p[0][at % tokens * heads * cols + at / tokens * cols..][..cols];
-                (0..heads * tokens).flat_map(row).map(|x| x.tanh()).collect()
-            });
-        }
-    }
-
     fn fewer_extents_are_refused(device: &Device) {
         trial(device, |trial| {
             let x = trial.upload(&[1.0; 6], [6])?;
@@ -116,17 +102,33 @@ on_each_device! {
             Ok(())
         });
     }
+}
 
-    fn gradient(device: &Device) {
+stored_as_each! {
+    fn gradient_of_swapped_extents<S>(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [tokens, heads, cols] = extents(&mut random, seed, [5, 3, 9]);
+            let values = vec![normal(&mut random, &[tokens, heads, cols])];
+            Case::new("swap_extents", seed, 1, values).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| {
+                tape.tanh(&tape.swap_extents(&leaf_as::<S>(tape, p[0])?, 0, 1)?)
+            }, |p| {
+                let row = |at: usize| &p[0][at % tokens * heads * cols + at / tokens * cols..][..cols];
+                (0..heads * tokens).flat_map(row).map(|x| x.tanh()).collect()
+            });
+        }
+    }
+
+    fn gradient<S>(device: &Device) {
         for seed in SEEDS {
             let mut random = Random::new(seed);
             let [a, rows, cols] = extents(&mut random, seed, [3, 35, 67]);
             let values = vec![normal(&mut random, &[a, rows, cols])];
-            Case::new("transpose", seed, 1, values.clone()).check(device, |_, tape, p| {
-                tape.tanh(&tape.transpose(&leaf(tape, p[0])?)?)
+            Case::new("transpose", seed, 1, values.clone()).stored_as::<S>(Roundings::TANH).check(device, |_, tape, p| {
+                tape.tanh(&tape.transpose(&leaf_as::<S>(tape, p[0])?)?)
             }, |p| in_float64(&p[0], rows, cols).iter().map(|x| x.tanh()).collect());
-            Case::new("transpose of a matrix", seed, 1, values).check(device, |_, tape, p| {
-                tape.transpose(&tape.reshape(&leaf(tape, p[0])?, [a * rows, cols])?)
+            Case::new("transpose of a matrix", seed, 1, values).stored_as::<S>(Roundings::default()).check(device, |_, tape, p| {
+                tape.transpose(&tape.reshape(&leaf_as::<S>(tape, p[0])?, [a * rows, cols])?)
             }, |p| in_float64(&p[0], a * rows, cols));
         }
     }
