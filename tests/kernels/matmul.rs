@@ -38,18 +38,18 @@ const SHAPES: [[usize; 3]; 18] = [
 ];
 
 /// What is done besides the product.
-#[derive(Clone, Copy, Debug)]
-struct Variant {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Variant {
     /// Elements between rows beyond their width, in A, B and the output.
-    pads: [usize; 3],
-    batches: usize,
+    pub(crate) pads: [usize; 3],
+    pub(crate) batches: usize,
     /// Alpha and beta.
-    scales: [f32; 2],
-    bias: bool,
-    flags: u32,
+    pub(crate) scales: [f32; 2],
+    pub(crate) bias: bool,
+    pub(crate) flags: u32,
 }
 
-const VARIANTS: [Variant; 9] = [
+pub(crate) const VARIANTS: [Variant; 9] = [
     Variant { pads: [0, 0, 0], batches: 1, scales: [1.0, 0.0], bias: false, flags: 0 },
     Variant { pads: [0, 0, 0], batches: 3, scales: [1.0, 1.0], bias: true, flags: 0 },
     Variant { pads: [3, 1, 2], batches: 1, scales: [0.3, 0.5], bias: true, flags: GELU },
@@ -63,13 +63,13 @@ const VARIANTS: [Variant; 9] = [
 
 /// A multiply with its operands, each just long enough.
 #[derive(Debug)]
-struct Case {
-    form: Gemm,
-    flags: u32,
-    a: Vec<f32>,
-    b: Vec<f32>,
-    bias: Vec<f32>,
-    old: Vec<f32>,
+pub(crate) struct Case {
+    pub(crate) form: Gemm,
+    pub(crate) flags: u32,
+    pub(crate) a: Vec<f32>,
+    pub(crate) b: Vec<f32>,
+    pub(crate) bias: Vec<f32>,
+    pub(crate) old: Vec<f32>,
 }
 
 /// Elements that `batches` matrices span.
@@ -78,7 +78,7 @@ fn span(batches: usize, stride: usize, rows: usize, cols: usize, ld: usize) -> u
 }
 
 impl Case {
-    fn new([m, n, k]: [usize; 3], transpose: u32, variant: Variant) -> Self {
+    pub(crate) fn new([m, n, k]: [usize; 3], transpose: u32, variant: Variant) -> Self {
         let Variant { pads, batches, scales: [alpha, beta], bias, flags } = variant;
         let mut form = Gemm { batches, alpha, beta, ..Gemm::new(m, n, k) };
         form = if transpose & TRANSPOSE_A != 0 { form.transpose_a() } else { form };
@@ -99,6 +99,15 @@ impl Case {
             form,
             flags: flags | transpose,
         }
+    }
+
+    /// Batches that lie side by side in one row, as attention's heads do; B is one for all.
+    pub(crate) fn interleaved([m, n, k]: [usize; 3], batches: usize) -> Self {
+        let plain = Gemm { batches, beta: 0.5, ..Gemm::new(m, n, k) };
+        let form = Gemm { stride_a: k, stride_b: 0, stride_c: n, lda: batches * k, ldc: batches * n, ..plain };
+        let mut random = Random::new(4);
+        let [a, b, old] = [m * form.lda, k * n, m * form.ldc].map(|length| random.normals(length));
+        Self { a, b, bias: vec![], old, form, flags: 0 }
     }
 
     /// The outputs' places, batches, rows and columns.
@@ -136,7 +145,7 @@ impl Case {
     }
 
     /// What the kernel must leave in `out` and in `pre`, which both held `old`.
-    fn chain(&self) -> [Vec<f32>; 2] {
+    pub(crate) fn chain(&self) -> [Vec<f32>; 2] {
         let [mut out, mut pre] = [self.old.clone(), self.old.clone()];
         for (place, at) in self.places() {
             let fused = |part: &[(f32, f32)]| part.iter().fold(0.0, |sum: f32, (a, b)| a.mul_add(*b, sum));
@@ -366,18 +375,8 @@ on_each_device! {
         closeness.finish();
     }
 
-    /// Batches that lie side by side in one row, as attention's heads do.
     fn interleaved_batches(device: &Device) {
-        let form = Gemm { batches: 4, stride_a: 6, stride_b: 0, stride_c: 9, lda: 24, ldc: 36, ..Gemm::new(5, 9, 6) };
-        let mut random = Random::new(4);
-        let case = Case {
-            a: random.normals(5 * 24),
-            b: random.normals(6 * 9),
-            bias: vec![],
-            old: random.normals(5 * 36),
-            form: Gemm { beta: 0.5, ..form },
-            flags: 0,
-        };
+        let case = Case::interleaved([5, 9, 6], 4);
         assert_same("interleaved", &gemm(device, &case), &case.chain()[0]);
     }
 

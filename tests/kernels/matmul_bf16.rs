@@ -1,9 +1,12 @@
-//! Products of BF16 tensors: every tile, each way to store the operands, against sums in float64 and bit for bit where sums are exact.
+//! Products of BF16 tensors: every tile, each way to store the operands, batches and strides as f32 has them, against sums in float64 and bit for bit
+//! where sums are exact.
 
 use crate::hostile::attack;
+use crate::matmul::{Case, VARIANTS, Variant};
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::activations::Activations as _;
+use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Saved, Stored, bf16, ops};
 
@@ -17,6 +20,14 @@ const EXTENTS: [[usize; 3]; 8] = [
     [130, 260, 96],
     [17, 300, 200],
     [256, 256, 160],
+];
+
+/// Batches and rows that begin at multiples of 16 bytes, and others; B is one for all where its rows are padded; no alpha at all.
+const LAYOUTS: [Variant; 4] = [
+    Variant { pads: [0, 0, 0], batches: 3, scales: [0.5, 1.0], bias: true, flags: 0 },
+    Variant { pads: [8, 16, 8], batches: 2, scales: [1.0, 0.0], bias: false, flags: 0 },
+    Variant { pads: [3, 1, 2], batches: 2, scales: [0.3, 0.5], bias: true, flags: 0 },
+    Variant { pads: [0, 0, 4], batches: 2, scales: [0.0, -0.5], bias: false, flags: 0 },
 ];
 
 /// A is stored so, B so.
@@ -54,7 +65,85 @@ fn product<S: Stored>(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16])
     trial_of_one(device, run)
 }
 
+/// A case of f32's with whole factors from -4 to 4, and of C what BF16 holds: no order of sums changes a bit.
+fn whole(case: Case) -> Case {
+    let each = |values: Vec<f32>, f: fn(f32) -> f32| values.into_iter().map(f).collect();
+    let factor = |x: f32| (4.0 * x).round().clamp(-4.0, 4.0);
+    let [a, b] = [case.a, case.b].map(|values| each(values, factor));
+    Case { a, b, old: each(case.old, |x| bf16::narrow(x).widen()), ..case }
+}
+
+/// What a case leaves in its output, which held `old`, stored as S.
+fn gemm<S: Stored>(device: &Device, case: &Case, tile: ops::Bf16Tile) -> Vec<f32> {
+    fn narrow<S: Stored>(values: &[f32]) -> Vec<S> {
+        values.iter().map(|&x| S::narrow(x)).collect()
+    }
+    let form = ops::Gemm { bf16_tile: Some(tile), ..case.form };
+    trial_of_one(device, |trial| {
+        let [a, b] = [&case.a, &case.b].map(|values| trial.upload(&narrow::<bf16>(values), [values.len()]));
+        let (a, b, bias) = (a?, b?, trial.upload(&case.bias, [case.bias.len()])?);
+        let mut out = trial.upload(&narrow::<S>(&case.old), [case.old.len()])?;
+        let bias = (!case.bias.is_empty()).then_some(&bias);
+        let ops::Gemm { m, n, k, batches, .. } = form;
+        let chunks = k.div_ceil(kernels::matmul_bf16::chunk(m, n, k));
+        trial.with_scratch(|| {
+            ops::gemm_into(trial, &form, &a, &b, bias, &mut out)?;
+            // Sums of chunks were in memory that is given back: the trial is told of it.
+            (chunks > 1).then(|| trial.empty::<f32>([batches * chunks, m, n])).transpose()
+        })?;
+        Ok(trial.output(&out)?.into_iter().map(S::widen).collect())
+    })
+}
+
+/// Fails unless every tile gives the bits of f32's chain, and as BF16 these rounded.
+fn assert_exact(device: &Device, case: &Case) {
+    let [want, _] = case.chain();
+    let rounded: Vec<f32> = want.iter().map(|&x| bf16::narrow(x).widen()).collect();
+    for tile in ops::BF16_TILES {
+        assert_same(format_args!("{:?}, {tile:?}", case.form), &gemm::<f32>(device, case, tile), &want);
+        assert_same(format_args!("{:?}, {tile:?}, BF16", case.form), &gemm::<bf16>(device, case, tile), &rounded);
+    }
+}
+
 on_each_device! {
+    /// Batches, one B for all of them, padded rows, alpha, beta and bias, as f32's products have them; k in one chunk and in two.
+    fn batches_strides_and_scales(device: &Device) {
+        let plain = VARIANTS.into_iter().filter(|variant| variant.flags == 0);
+        let variants: Vec<Variant> = plain.chain(LAYOUTS).collect();
+        let shapes: [([usize; 3], &[Variant]); 5] = [
+            ([1, 1, 1], &variants),
+            ([3, 4, 0], &LAYOUTS),
+            ([65, 40, 33], &variants),
+            ([20, 136, 72], &variants),
+            ([12, 20, 1056], &LAYOUTS[2..3]),
+        ];
+        for (shape, variants) in shapes {
+            for transpose in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
+                for &variant in variants {
+                    let mut case = Case::new(shape, transpose, variant);
+                    if LAYOUTS.contains(&variant) {
+                        // No longer one element short of its rows, which may be read as vectors now.
+                        let (rows, ld) = (if case.form.transpose_a { shape[2] } else { shape[0] }, case.form.lda);
+                        case.form.stride_a = rows * ld;
+                        case.a = Random::new(9).uniforms(variant.batches * rows * ld, -0.5, 1.0);
+                    }
+                    assert_exact(device, &whole(case));
+                }
+            }
+        }
+        for shape in [[5, 9, 6], [70, 16, 64]] {
+            assert_exact(device, &whole(Case::interleaved(shape, 4)));
+        }
+    }
+
+    /// With beta 0 the old content is not read: a NaN there is gone.
+    fn beta_zero_overwrites(device: &Device) {
+        let mut case = whole(Case::new([40, 70, 17], 0, VARIANTS[0]));
+        case.old.fill(f32::NAN);
+        assert!(case.chain()[0].iter().all(|x| x.is_finite()));
+        assert_exact(device, &case);
+    }
+
     /// Whole numbers: no order of sums changes a bit, so every tile and form has those of the exact sums.
     fn exact_sums_have_their_bits(device: &Device) {
         for extents in EXTENTS {
