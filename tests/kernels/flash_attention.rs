@@ -1,12 +1,12 @@
 //! `ops::attention` over any number of tokens, and its backward pass.
 
-use crate::flash_reference::{Inputs, LONGEST, PLAIN, Results, SETUPS, Setup, assert_rows, window};
+use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
 use crate::gradients::{Case, SEEDS, leaf, longest, normal};
 use crate::hostile::attack;
 use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, assert_same, trial};
 use stepscope::ops::{self, Attention, AttentionForm, AttentionKept, QkNorm, Sees};
-use stepscope::{Arena, Capacity, Device, Result, Tensor};
+use stepscope::{Device, Result, Tensor};
 
 /// The results of a device.
 fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
@@ -83,21 +83,6 @@ on_each_device! {
             let inputs = Inputs::new(setup);
             assert_near(setup, &results(&inputs, device), &inputs.in_float64(), setup.tokens);
         }
-    }
-
-    /// One head, of which some rows are compared.
-    fn against_float64_over_4096_tokens(device: &Device) {
-        let inputs = Inputs::new(LONGEST);
-        let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-        let got = arena.step(|step| {
-            let (qkv, dout) = (step.upload(&inputs.qkv, LONGEST.shape())?, step.upload(&inputs.dout, [1, 4096, 64])?);
-            let form = AttentionForm::new(1).causal();
-            let made = ops::attention(step, &qkv, None, &form)?;
-            let AttentionKept::Flash { lse, .. } = made.kept else { panic!("{:?}", made.kept) };
-            let dqkv = backward(step, &qkv, &form, &made, &dout)?;
-            Ok([step.read(&made.out)?, step.read(&lse)?, step.read(&dqkv)?])
-        }).unwrap();
-        assert_rows(&inputs, &got, [tolerance(4096); 3]);
     }
 
     /// A later token, a token of another document and one that does not exist reach no bit of a row that does not see them.

@@ -1,0 +1,234 @@
+//! `ops::attention` and its backward pass, f32 and BF16, against float64: every mask with every width of heads, over few tokens and many.
+//!
+//! Of many tokens some are compared, as queries and as keys. What a key's gradient has from other queries is computed in float64 by the device's
+//! outputs and `lse` of them. Of BF16, the bounds of [`crate::flash_attention_bf16`] by the norm would hide one wrong element, so each element of
+//! `out` has a bound too. It is rounded once, and the weights p before they meet v: `sum p v` is off by at most `2^-8 sum p |v|`, and as
+//! roundings have either sign, by at most four times `2^-9 sqrt(sum p^2 v^2)`.
+
+use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
+use crate::support::{on_each_device, relative_l2, tolerance};
+use stepscope::ops::{self, Attend, AttentionKept, QkNorm, Sees};
+use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
+
+/// Columns of a head.
+const WIDTHS: [usize; 6] = [32, 64, 80, 96, 128, 256];
+
+/// How far results may be from float64.
+#[derive(Clone, Copy)]
+struct Bounds {
+    /// By the norm of all rows that are compared.
+    out: f64,
+    lse: f64,
+    gradients: f64,
+    /// Of an element of `out`, in units of what a rounding to BF16 may do to it: none for f32, whose norm tells.
+    element: Option<f64>,
+}
+
+impl Bounds {
+    fn of_f32(setup: Setup) -> Self {
+        let all = tolerance(setup.tokens.max(setup.width));
+        Self { out: all, lse: all, gradients: all, element: None }
+    }
+
+    fn of_bf16(setup: Setup) -> Self {
+        let [out, lse, gradients] = crate::flash_attention_bf16::bounds(setup.tokens.max(setup.width));
+        // Weights are within 2^-17 before they are rounded, and so is their sum.
+        Self { out, lse: lse + 1.0 / f64::from(1 << 17), gradients, element: Some(1.0 / 256.0) }
+    }
+}
+
+/// No mask, and each alone; of a few tokens two samples of two heads.
+fn setups(tokens: usize, width: usize) -> [Setup; 5] {
+    let plain = if tokens < 1000 { Setup { batch: 2, heads: [2, 2], ..PLAIN } } else { PLAIN };
+    let plain = Setup { tokens, width, ..plain };
+    [
+        plain,
+        Setup { sees: Sees::Past, ..plain },
+        Setup { sees: window((tokens as u32 / 5 + 1).min(200)), ..plain },
+        Setup { masks: [true, false], ..plain },
+        Setup { masks: [false, true], ..plain },
+    ]
+}
+
+/// The tokens that are compared: all of a few; else those at the ends of tiles and of what exists, and between.
+fn compared(tokens: usize) -> Vec<usize> {
+    let end = tokens - tokens / 3;
+    if tokens < 1000 { (0..tokens).collect() } else { vec![0, 63, 64, end / 2, tokens / 2, end - 1, end, tokens - 1] }
+}
+
+/// The results of a device, of numbers that S holds.
+fn results<S: Attend>(inputs: &mut Inputs, device: &Device) -> Results<f32> {
+    let Setup { batch, tokens, heads, width, .. } = inputs.setup;
+    for x in inputs.qkv.iter_mut().chain(&mut inputs.dout) {
+        *x = S::narrow(*x).widen();
+    }
+    let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
+    let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
+    arena
+        .step(|step| {
+            let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
+            let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
+            let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
+            let made = ops::attention(step, &qkv, None, &form)?;
+            let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
+            let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+            let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
+            Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
+        })
+        .unwrap()
+}
+
+/// What a query gives in float64.
+struct Row {
+    lse: f64,
+    out: Vec<f64>,
+    /// What roundings to BF16 may do to each element of `out`, in units of one.
+    roundings: Vec<f64>,
+}
+
+impl Row {
+    /// None of a token that sees nothing.
+    fn of(inputs: &Inputs, [sample, head]: [usize; 2], token: usize) -> Option<Self> {
+        let (setup, width) = (inputs.setup, inputs.setup.width);
+        let row = |part, token| &inputs.qkv[setup.place(part, sample, token, head)..][..width];
+        let keys = (0..setup.tokens).filter(|&j| inputs.sees(sample, token, j));
+        let scores: Vec<_> = keys.map(|j| (j, f64::from(setup.scale()) * dot(row(0, token), row(1, j)))).collect();
+        let lse = scores.iter().map(|(_, score)| score.exp()).sum::<f64>().ln();
+        let [mut out, mut sizes, mut squares] = [(); 3].map(|()| vec![0.0; width]);
+        for (j, score) in &scores {
+            let weight = (score - lse).exp();
+            for (column, &v) in row(2, *j).iter().enumerate() {
+                let part = weight * f64::from(v);
+                out[column] += part;
+                sizes[column] += part.abs();
+                squares[column] += part * part;
+            }
+        }
+        let of_sum = sizes.iter().zip(&squares).map(|(size, square)| size.min(2.0 * square.sqrt()));
+        let roundings = out.iter().zip(of_sum).map(|(out, of_sum)| out.abs() + of_sum).collect();
+        (!scores.is_empty()).then_some(Self { lse, out, roundings })
+    }
+}
+
+/// An error unless the rows of the compared tokens are within the bounds; each head has keys of its own.
+fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> Result<(), String> {
+    let setup = inputs.setup;
+    let Setup { tokens, width, .. } = setup;
+    let scale = f64::from(setup.scale());
+    let mut seen = [(); 4].map(|()| (Vec::new(), Vec::new(), Vec::new()));
+    for [sample, head, kv_head] in setup.each_head() {
+        assert_eq!(head, kv_head);
+        let place = |part, token| setup.place(part, sample, token, head);
+        let row = |part, token| &inputs.qkv[place(part, token)..][..width];
+        let at = |token| setup.output(sample, token, head);
+        let (of_out, dout) = (|token| &out[at(token)..][..width], |token| &inputs.dout[at(token)..][..width]);
+        let lse = |token| f64::from(lse[setup.statistic(sample, token, head)]);
+        let score = |i, j| scale * dot(row(0, i), row(1, j));
+        let p = |i, j| f64::exp(score(i, j) - lse(i));
+        let ds = |i, j| p(i, j) * (dot(dout(i), row(2, j)) - dot(dout(i), of_out(i))) * scale;
+        for token in compared(tokens) {
+            let got =
+                [of_out(token), &dqkv[place(0, token)..][..width], &dqkv[place(1, token)..], &dqkv[place(2, token)..]];
+            let got = got.map(|row| &row[..width]);
+            let Some(exact) = Row::of(inputs, [sample, head], token) else {
+                let nothing = lse(token) == f64::NEG_INFINITY && got.iter().all(|row| row.iter().all(|&x| x == 0.0));
+                nothing.then_some(()).ok_or(format!("token {token} sees nothing and has results"))?;
+                continue;
+            };
+            let error = (lse(token) - exact.lse).abs() / exact.lse.abs().max(1.0);
+            within(format_args!("lse of token {token}"), error, bounds.lse)?;
+            for (column, (&got, &want)) in got[0].iter().zip(&exact.out).enumerate() {
+                if let Some(rounding) = bounds.element {
+                    let limit = rounding * exact.roundings[column] + bounds.lse;
+                    within(format_args!("out {column} of token {token}"), (f64::from(got) - want).abs(), limit)?;
+                }
+            }
+            let [mut dq, mut dk, mut dv] = [(); 3].map(|()| vec![0.0; width]);
+            for j in (0..tokens).filter(|&j| inputs.sees(sample, token, j)) {
+                let ds = ds(token, j);
+                dq.iter_mut().zip(row(1, j)).for_each(|(dq, &k)| *dq += ds * f64::from(k));
+            }
+            for i in (0..tokens).filter(|&i| inputs.sees(sample, i, token)) {
+                let (weight, ds) = (p(i, token), ds(i, token));
+                dk.iter_mut().zip(row(0, i)).for_each(|(dk, &q)| *dk += ds * f64::from(q));
+                dv.iter_mut().zip(dout(i)).for_each(|(dv, &dout)| *dv += weight * f64::from(dout));
+            }
+            // Of what a token gives itself, the two parts of ds.
+            let alone = 2.0 * p(token, token) * dot(dout(token), row(2, token)) * scale;
+            let parts = [None, Some(row(1, token)), Some(row(0, token)), None];
+            for (((seen, got), want), part) in seen.iter_mut().zip(got).zip([exact.out, dq, dk, dv]).zip(parts) {
+                seen.0.extend_from_slice(got);
+                seen.1.extend(want);
+                seen.2.extend(part.into_iter().flatten().map(|&x| alone * f64::from(x)));
+            }
+        }
+    }
+    let limits = [bounds.out, bounds.gradients, bounds.gradients, bounds.gradients];
+    for ((what, limit), (got, want, parts)) in ["out", "dq", "dk", "dv"].into_iter().zip(limits).zip(seen) {
+        // A token that sees itself alone has the gradient 0: what is left of the parts is by their norm.
+        let nothing = want.iter().all(|&x| x == 0.0);
+        let of = if nothing { parts.iter().map(|x| x * x).sum::<f64>().sqrt() } else { 1.0 };
+        within(format_args!("{what}"), relative_l2(&got, &want) / of, limit)?;
+    }
+    Ok(())
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}
+
+fn within(what: std::fmt::Arguments<'_>, error: f64, limit: f64) -> Result<(), String> {
+    if error <= limit { Ok(()) } else { Err(format!("{what}: {error:.2e} > {limit:.2e}")) }
+}
+
+/// Fails unless the results are within their bounds, and not with an element that is 1 % off, of which roundings take least.
+fn check<S: Attend>(device: &Device, setup: Setup, bounds: fn(Setup) -> Bounds) {
+    let mut inputs = Inputs::new(setup);
+    let mut results = results::<S>(&mut inputs, device);
+    compare(&inputs, &results, bounds(setup)).unwrap_or_else(|reason| panic!("{setup:?}: {reason}"));
+    let middle = inputs.length(0) / 2;
+    let Row { out, roundings, .. } = Row::of(&inputs, [0; 2], middle).expect("a token that exists");
+    let share = |column: &usize| roundings[*column] / out[*column].abs();
+    let column = (0..setup.width).min_by(|a, b| share(a).total_cmp(&share(b))).expect("a column");
+    results[0][setup.output(0, middle, 0) + column] = 1.01 * out[column] as f32;
+    let planted = compare(&inputs, &results, bounds(setup));
+    assert!(planted.as_ref().is_err_and(|told| told.starts_with("out")), "{setup:?}, 1 % off: {planted:?}");
+}
+
+/// Whether the emulator is to run a setup: of many tokens, for which it takes minutes, each mask with the narrowest heads and each width with the
+/// window, which leaves most tiles out. BF16 takes twenty times as long. A GPU runs all.
+fn is_quick(setup: Setup, halves: bool) -> bool {
+    let (narrow, windowed) = (setup.width == WIDTHS[0], matches!(setup.sees, Sees::Window(_)));
+    match (setup.tokens, halves) {
+        (..1000, _) | (1000, false) => true,
+        (1000, true) | (_, false) => narrow || windowed,
+        (_, true) => (narrow && setup.sees == Sees::Past) || (windowed && setup.width <= 64),
+    }
+}
+
+fn check_all(device: &Device, tokens: usize) {
+    let on_gpu = device.description().kind == DeviceKind::Cuda;
+    for setup in WIDTHS.into_iter().flat_map(|width| setups(tokens, width)) {
+        if on_gpu || is_quick(setup, false) {
+            check::<f32>(device, setup, Bounds::of_f32);
+        }
+        if on_gpu || is_quick(setup, true) {
+            check::<bf16>(device, setup, Bounds::of_bf16);
+        }
+    }
+}
+
+on_each_device! {
+    fn over_few_tokens(device: &Device) {
+        [1, 17, 64].into_iter().for_each(|tokens| check_all(device, tokens));
+    }
+
+    fn over_1000_tokens(device: &Device) {
+        check_all(device, 1000);
+    }
+
+    fn over_4096_tokens(device: &Device) {
+        check_all(device, 4096);
+    }
+}
