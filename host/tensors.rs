@@ -40,12 +40,18 @@ impl Tensors {
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let failed = |reason: std::io::Error| Error::file(path, reason);
         let mut file = PlainFile::open(path).map_err(failed)?;
-        let number = bytes(&mut file, path, NUMBER_BYTES)?.try_into().expect("as many as were asked for");
+        let number: [u8; 8] = bytes(&mut file, path, NUMBER_BYTES)?.try_into().expect("as many as were asked for");
         let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
         if length > rest.min(MAX_HEADER_BYTES) {
-            let reason = format!(
-                "expected a header of at most {MAX_HEADER_BYTES} bytes and of what the file has, got one of {length} in {rest} bytes"
-            );
+            let reason = match of_torch_save(number) {
+                Some(kind) => format!(
+                    "{kind}, as `torch.save` writes it; expected a safetensors file. `safetensors.torch.save_file(model.state_dict(), path)` \
+                     writes one, which `Parameters::load_state_dict` reads"
+                ),
+                None => format!(
+                    "expected a header of at most {MAX_HEADER_BYTES} bytes and of what the file has, got one of {length} in {rest} bytes"
+                ),
+            };
             return Err(Error::file(path, reason));
         }
         let header = bytes(&mut file, path, length)?;
@@ -86,6 +92,15 @@ impl Tensors {
     fn bytes(&self, info: &TensorInfo) -> &[u8] {
         let (start, end) = info.data_offsets;
         &self.bytes[start..end]
+    }
+}
+
+/// What `torch.save` writes, of a file that starts so and is no safetensors file.
+fn of_torch_save(start: [u8; 8]) -> Option<&'static str> {
+    match start {
+        [b'P', b'K', 3, 4, ..] => Some("a zip archive"),
+        [0x80, 2..=5, ..] => Some("a pickle"),
+        _ => None,
     }
 }
 

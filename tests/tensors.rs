@@ -132,6 +132,22 @@ fn a_length_that_lies_is_refused() {
     assert!(refused(&path).contains("header of at most 100000000 bytes"));
 }
 
+/// The starts of `torch.save`'s files, by its versions of today and of before 1.6.
+#[test]
+fn a_file_of_torch_save_is_told_from_one_that_is_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.pt");
+    for (start, kind) in [
+        (&b"PK\x03\x04\0\0\x08\x08"[..], "a zip archive"),
+        (&b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."[..], "a pickle"),
+    ] {
+        fs::write(&path, [start, &[0; 100]].concat()).unwrap();
+        let reason = refused(&path);
+        assert!(reason.contains(&format!("{kind}, as `torch.save` writes it")), "{reason}");
+        assert!(reason.contains("safetensors.torch.save_file") && reason.contains("load_state_dict"), "{reason}");
+    }
+}
+
 /// A file of a tebibyte, which takes no room on the disk and would take all of the host's memory.
 #[test]
 fn more_than_the_host_has_memory_for_is_refused() {

@@ -1,6 +1,7 @@
 //! A timeline as an SVG picture: bands by phase, a dashed line where the arena ends, the ends of steps, refusals.
 //!
-//! Text is written as SVG text, so drawing needs no font; every band names itself when pointed at.
+//! Text is written as SVG text, so drawing needs no font; every band names itself when pointed at. Where a reader's pages are dark, so is the
+//! picture's ground.
 
 use super::event::Origin;
 use super::recording::Recording;
@@ -29,9 +30,13 @@ const PHASES: [&str; 6] = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 const PERSISTENT: &str = "#b4b4b4";
 const OVERFLOW: &str = "url(#overflow)";
 const REFUSED: &str = "#b00020";
+const GROUND: &str = "#fff";
 const INK: &str = "#222";
 const QUIET: &str = "#5f5f5f";
 const FAINT: &str = "#e1e1e1";
+/// What these are on a dark ground; bands are as they are on either.
+const DARK: [(&str, &str); 5] =
+    [(GROUND, "#161b22"), (INK, "#e6edf3"), (QUIET, "#a0a8b2"), (FAINT, "#343b44"), (REFUSED, "#ff7b86")];
 const DASHED: &str = "stroke-width='1.5' stroke-dasharray='7 4'";
 
 impl Recording {
@@ -71,6 +76,9 @@ impl<'r> Picture<'r> {
     }
 
     fn draw(&mut self) -> Result {
+        let dark = DARK
+            .map(|(light, dark)| format!(" [fill='{light}'] {{fill: {dark}}} [stroke='{light}'] {{stroke: {dark}}}"))
+            .concat();
         writeln!(
             self.svg,
             "<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' \
@@ -78,7 +86,8 @@ impl<'r> Picture<'r> {
              <defs><pattern id='overflow' width='7' height='7' patternUnits='userSpaceOnUse' \
              patternTransform='rotate(45)'><rect width='7' height='7' fill='#f7c9b0'/>\
              <rect width='3.5' height='7' fill='#d55e00'/></pattern></defs>\n\
-             <rect width='{WIDTH}' height='{HEIGHT}' fill='#fff'/>"
+             <style>@media (prefers-color-scheme: dark) {{{dark}}}</style>\n\
+             <rect width='{WIDTH}' height='{HEIGHT}' fill='{GROUND}'/>"
         )?;
         self.heading()?;
         self.scales()?;
@@ -208,11 +217,17 @@ impl<'r> Picture<'r> {
         }
         for &(time_us, bytes) in &self.line.refusals {
             let (x, y) = (self.x(time_us), self.y(bytes));
-            writeln!(self.svg, "<path class='refused' d='M{x:.1} {y:.1}l-5 -9h10z' fill='{REFUSED}' stroke='#fff'/>")?;
+            writeln!(
+                self.svg,
+                "<path class='refused' d='M{x:.1} {y:.1}l-5 -9h10z' fill='{REFUSED}' stroke='{GROUND}'/>"
+            )?;
         }
         if self.line.peak_bytes > 0 {
             let (x, y) = (self.x(self.line.peak_us), self.y(self.line.peak_bytes));
-            writeln!(self.svg, "<circle class='peak' cx='{x:.1}' cy='{y:.1}' r='3.5' fill='#fff' stroke='{INK}'/>")?;
+            writeln!(
+                self.svg,
+                "<circle class='peak' cx='{x:.1}' cy='{y:.1}' r='3.5' fill='{GROUND}' stroke='{INK}'/>"
+            )?;
         }
         Ok(())
     }
@@ -240,7 +255,7 @@ impl<'r> Picture<'r> {
             rows.push((mark, "refused".to_owned(), counted(self.line.refusals.len(), "request")));
         }
         if self.line.peak_bytes > 0 {
-            let mark = format!("<circle cx='8' r='3.5' fill='#fff' stroke='{INK}'/>");
+            let mark = format!("<circle cx='8' r='3.5' fill='{GROUND}' stroke='{INK}'/>");
             rows.push((mark, "peak".to_owned(), amount(self.line.peak_bytes)));
         }
         let x = RIGHT + 28.0;
@@ -371,6 +386,21 @@ mod tests {
             ">of the peak 100.0 MiB are tensors of host/ops/activation.rs:21<",
         ] {
             assert!(svg.contains(text), "{text} in {svg}");
+        }
+    }
+
+    #[test]
+    fn on_a_dark_ground_every_colour_but_the_bands_is_another() {
+        let svg = sample().timeline_svg();
+        let (style, drawn) = svg.split_once("</style>").unwrap();
+        let colours = drawn.split('\'').filter(|value| value.starts_with('#'));
+        let mut others: Vec<&str> =
+            colours.filter(|colour| !PHASES.contains(colour) && *colour != PERSISTENT).collect();
+        others.sort();
+        others.dedup();
+        assert_eq!(others.len(), DARK.len(), "{others:?}");
+        for colour in others {
+            assert!(style.contains(&format!("[fill='{colour}'] {{fill: #")), "{colour} in {style}");
         }
     }
 

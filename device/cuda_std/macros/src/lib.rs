@@ -6,11 +6,12 @@
 //! that is unsafe, a module that forbids unsafe code refuses.
 
 mod arguments;
+mod foreign_math;
 mod pointers;
 
 use proc_macro::TokenStream;
 use proc_macro2::TokenStream as Tokens;
-use quote::{format_ident, quote, quote_spanned};
+use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_macro_input, spanned::Spanned};
 
 /// Makes a `pub unsafe fn` a kernel.
@@ -19,6 +20,9 @@ use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_m
 /// function stays, and a struct of the same name holds its arguments for a launch: `&[T]` becomes
 /// `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a, T>`, scalars stay.
 /// The struct is inert until the kernel's `Contract` says how many threads it takes and what it may touch.
+///
+/// In its body `x.exp()`, `f32::exp(x)` and other functions that the standard library alone has are refused: `kernels::math` is meant. What
+/// a kernel calls is not read; there the build for a GPU says *no method named `exp` found for type `f32`*.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     let item = parse_macro_input!(item as ItemFn);
@@ -94,9 +98,12 @@ fn expand(item: &ItemFn) -> syn::Result<Tokens> {
         item.attrs.push(syn::parse_quote!(#[allow(clippy::missing_safety_doc)]));
     }
     let item = &item;
+    // Said beside the kernel and not in its place, so that nothing else is said for want of it.
+    let refused = foreign_math::refuse(item.block.to_token_stream()).err().map(Error::into_compile_error);
     let gpu = on_gpu(item, &parameters);
     let cpu = on_cpu(item, &documents, &parameters);
     Ok(quote! {
+        #refused
         #[cfg(target_arch = "nvptx64")]
         #gpu
         #cpu
