@@ -130,6 +130,7 @@ MODELS = (
     # They repeat lines of the benches that are recorded.
     "examples/predict/against.rs",
     "examples/predict/bench.rs",
+    "examples/predict/recorded.rs",
 )
 
 

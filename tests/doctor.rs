@@ -65,8 +65,9 @@ fn well_machines_are_well() {
         let (code, found) = judged(&fixture(name));
         assert_eq!(code, 0, "{name}: {found:?}");
         for (check, level) in &found {
-            // The H200 that was recorded had no second machine and no logind.
-            let not_there = name == "well-h200" && ["network_rate", "remove_ipc"].contains(&check.as_str());
+            // The H200 that was recorded had no second machine and no logind, and steps were not timed yet.
+            let not_there =
+                name == "well-h200" && ["network_rate", "remove_ipc", "step_time"].contains(&check.as_str());
             assert_eq!(level, if not_there { "not_looked_at" } else { "well" }, "{name}: {check}");
         }
     }
@@ -103,6 +104,19 @@ fn rates_are_judged_at_their_share_and_on_a_gb10_alone() {
     assert_eq!(level(&judged(&facts).1, "copy_rate"), "well");
 }
 
+/// A GPU that `predict` does not know has no step time to be short of.
+#[test]
+fn a_step_is_judged_by_its_prediction_where_there_is_one() {
+    let mut facts = fixture("well-gb10");
+    for (step, expected) in [(4.22, "warning"), (4.20, "well"), (1.0, "well")] {
+        facts["load"]["step_ms"] = json!(step);
+        assert_eq!(level(&judged(&facts).1, "step_time"), expected, "{step}");
+    }
+    facts["load"]["predicted_step_ms"] = Value::Null;
+    facts["load"]["step_ms"] = json!(1000.0);
+    assert_eq!(level(&judged(&facts).1, "step_time"), "well");
+}
+
 #[test]
 fn this_machine_is_looked_at_within_a_minute() {
     let start = Instant::now();
@@ -111,7 +125,7 @@ fn this_machine_is_looked_at_within_a_minute() {
     let stops = found.iter().any(|(_, level)| level == "stops_training");
     assert_eq!(code, i32::from(stops), "{found:?}");
     if !Path::new("/dev/nvidiactl").exists() && !Path::new("/proc/driver/nvidia").exists() {
-        for check in ["gpu_driver", "copy_rate", "bf16_rate", "same_bits", "clock", "throttling"] {
+        for check in ["gpu_driver", "copy_rate", "bf16_rate", "step_time", "same_bits", "clock", "throttling"] {
             assert_eq!(level(&found, check), "not_looked_at", "{check}");
         }
     }

@@ -8,6 +8,7 @@ mod host;
 mod load;
 mod network;
 mod python;
+mod training;
 
 pub(crate) use disk::Disk;
 pub(crate) use gpu::Gpu;

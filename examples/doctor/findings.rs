@@ -66,6 +66,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("page_locking", gpu::page_locking),
     ("copy_rate", gpu::copy_rate),
     ("bf16_rate", gpu::bf16_rate),
+    ("step_time", gpu::step_time),
     ("clock", gpu::clock),
     ("power_state", gpu::power_state),
     ("throttling", gpu::throttling),

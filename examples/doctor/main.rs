@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example doctor                          # the host alone
-//! cargo run --release --features cuda --example doctor          # and the GPU, under a load of two seconds
+//! cargo run --release --features cuda --example doctor          # and the GPU, under a load of three seconds
 //! cargo run --release --example doctor -- --json                # facts and findings, for programs
 //! cargo run --release --example doctor -- --report FILE.tar.gz --add target/gb10
 //! cargo run --release --example doctor -- --facts FILE.json     # judges facts that were recorded elsewhere
@@ -14,9 +14,17 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "../crossasset/model.rs"]
+#[allow(dead_code, reason = "nothing is reported")]
+mod crossasset;
 mod facts;
 mod findings;
+#[path = "../predict/model/mod.rs"]
+#[allow(dead_code, reason = "only the time is told")]
+mod model;
 mod report;
+#[path = "../crossasset/sizes.rs"]
+mod sizes;
 
 use clap::Parser;
 use facts::Facts;

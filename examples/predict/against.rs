@@ -5,15 +5,14 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 use stepscope::ops::Precision;
-use stepscope::{Launch, Result, bf16};
+use stepscope::{Launch, bf16};
 
 use crate::bench;
 use crate::cli::{Arch, Size};
-use crate::code::Kernels;
-use crate::forecast::Forecast;
 use crate::gpt::Sizes;
-use crate::gpu::Gpu;
 use crate::matmul_case::Case as Product;
+use crate::model::{Forecast, Gpu, Kernels};
+use crate::recorded::{self, Factors, Gpt};
 use crate::step::{self, Work};
 
 /// A line that was measured.
@@ -26,6 +25,9 @@ struct Line {
     launches: Vec<Launch>,
     calls: usize,
 }
+
+/// Tokens of a sample.
+const CONTEXT: usize = 1024;
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -104,9 +106,6 @@ fn number(line: &Value, name: &str) -> usize {
     line[name].as_u64().unwrap_or(0) as usize
 }
 
-const PRECISIONS: [(Precision, &str); 3] =
-    [(Precision::Ieee, ""), (Precision::Tf32, "-tf32"), (Precision::Bf16, "-bf16")];
-
 /// Every line that was measured on an H200.
 fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut all = steps(folder, processors)?;
@@ -118,31 +117,22 @@ fn all(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
 
 fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
-    for (precision, suffix) in PRECISIONS {
-        let run = read(&folder.join(format!("2026-11-21-h200-step{suffix}.json")))?;
-        add_steps(&run, processors, precision, &mut found)?;
+    for (precision, file) in recorded::STEPS {
+        add_steps(&read(&folder.join(file))?, processors, precision, &mut found)?;
     }
-    let run = read(&folder.join("2026-11-23-h200-gpt2-124m.json"))?;
-    let gpt = |name: &str, size, arch, recompute, precision, batch, samples: &Value| -> Outcome<Line> {
-        let work = Work::Gpt { sizes: Sizes::new(size, arch, 50_304, 1024), recompute };
-        let measured_us = median(samples).ok_or("no samples")? * 1e6;
-        Ok(step_line(
-            format!("{name}, {batch} x 1024, {precision}"),
+    for Gpt { size, precision, batch, recompute, file, seconds } in recorded::GPT {
+        let run = read(&folder.join(file))?;
+        let samples = run.pointer(seconds).and_then(median);
+        let measured_us = samples.ok_or_else(|| format!("{file}: no samples at {seconds}"))? * 1e6;
+        let work = Work::Gpt { sizes: Sizes::new(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
+        let name = if size == Size::Medium { "350M" } else { "124M" };
+        let again = if recompute { ", recompute" } else { "" };
+        found.push(step_line(
+            format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),
             measured_us,
             step::launches(processors, work, precision, batch)?,
-        ))
-    };
-    let (own, other) = (&run["seconds_of_updates"], &run["another_call"]["runs"]);
-    let of = |options: &str| &other[format!("--size {options}")]["seconds_of_updates"];
-    let (small, gpt2) = (Size::Small, Arch::Gpt2);
-    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Ieee, 16, &own["ieee"])?);
-    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Tf32, 16, of("124m --precision tf32 --batch 16"))?);
-    found.push(gpt("GPT-2 124M", small, gpt2, false, Precision::Bf16, 16, &own["bf16"])?);
-    let recomputed = "GPT-2 124M, recompute";
-    let bf16 = Precision::Bf16;
-    found.push(gpt(recomputed, small, gpt2, true, bf16, 16, of("124m --precision bf16 --batch 16 --recompute"))?);
-    found.push(gpt(recomputed, small, gpt2, true, bf16, 64, of("124m --precision bf16 --batch 64 --recompute"))?);
-    found.push(gpt("GPT-2 350M", Size::Medium, gpt2, false, bf16, 8, of("350m --precision bf16 --batch 8"))?);
+        ));
+    }
     Ok(found)
 }
 
@@ -163,18 +153,11 @@ fn step_line(name: String, measured_us: f64, launches: Vec<Launch>) -> Line {
 
 fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
-    for (file, is_known) in [
-        ("2026-11-21-h200-kernels.json", (|_| true) as fn(&str) -> bool),
-        ("2026-11-23-h200-kernels-both-types.json", |name| {
-            let new = ["silu", "swiglu", "layer_norm", "dropout", "embedding"];
-            name.ends_with("_bf16") || new.iter().any(|new| name.starts_with(new))
-        }),
-    ] {
+    for (file, is_taken) in recorded::KERNELS {
         let run = read(&folder.join(file))?;
         for line in lines(&run, "stepscope") {
             let (name, elements) = (line["kernel"].as_str().unwrap_or_default(), number(line, "elements"));
-            // LayerNorm's backward pass has been written anew since, and measured: below.
-            if !is_known(name) || name.starts_with("layer_norm_backward") {
+            if !is_taken(name) {
                 continue;
             }
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
@@ -186,7 +169,7 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
             }
         }
     }
-    let run = read(&folder.join("2026-11-23-h200-layer-norm.json"))?;
+    let run = read(&folder.join(recorded::LAYER_NORM_BACKWARD))?;
     for name in ["layer_norm_backward", "layer_norm_backward_bf16"] {
         let measured_us = run["microseconds p50 p10 p90"][name][0].as_f64().ok_or("no samples")?;
         if let Some((launches, calls)) = bench::kernel(processors, name, 1 << 28)? {
@@ -198,32 +181,23 @@ fn kernels(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
 
 fn products(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     let mut found = Vec::new();
-    let mut add = |file: String, named: &str, launch: &dyn Fn(Product) -> Result<Vec<Launch>>| -> Outcome<()> {
+    for (factors, file) in recorded::PRODUCTS {
         let run = read(&folder.join(file))?;
         for line in lines(&run, "stepscope") {
             let case: Product = serde_json::from_value(line.clone())?;
             let measured_us = median(&line["nanoseconds"]).ok_or("no samples")? / 1e3;
-            found.push(Line {
-                group: "product",
-                name: format!("{case}, {named}"),
-                measured_us,
-                launches: launch(case)?,
-                calls: 1,
-            });
+            let (launches, named) = match factors {
+                Factors::F32(precision) => (bench::product::<f32>(processors, case, precision)?, precision.to_string()),
+                Factors::Bf16 => (bench::product::<bf16>(processors, case, Precision::Ieee)?, "BF16 tensors".into()),
+            };
+            found.push(Line { group: "product", name: format!("{case}, {named}"), measured_us, launches, calls: 1 });
         }
-        Ok(())
-    };
-    for (precision, suffix) in PRECISIONS {
-        let launch = move |case| bench::product::<f32>(processors, case, precision);
-        add(format!("2026-11-21-h200-matmul{suffix}.json"), &precision.to_string(), &launch)?;
     }
-    let launch = move |case| bench::product::<bf16>(processors, case, Precision::Ieee);
-    add("2026-11-22-h200-matmul-stored-bf16-beside-pytorch.json".into(), "BF16 tensors", &launch)?;
     Ok(found)
 }
 
 fn attention(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
-    let run = read(&folder.join("2026-11-23-h200-attention-stored-bf16.json"))?;
+    let run = read(&folder.join(recorded::ATTENTION))?;
     let mut found = Vec::new();
     for line in lines(&run, "stepscope") {
         let case = ["batch", "tokens", "heads", "kv_heads", "width"].map(|name| number(line, name));

@@ -8,7 +8,7 @@ use stepscope::ops::Precision;
 
 use crate::cli::{Arch, Size};
 use crate::gpt::Sizes;
-use crate::gpu::{self, Gpu};
+use crate::model::gpu::{self, Gpu};
 use crate::step::Work;
 
 /// Predicts what a training step takes on a GPU, from what it launches. It computes nothing, and needs no GPU.
@@ -16,8 +16,8 @@ use crate::step::Work;
 #[command(name = "predict")]
 pub(crate) struct Args {
     /// Which GPU
-    #[arg(long, value_enum, default_value_t = gpu::Model::Gb10)]
-    pub(crate) gpu: gpu::Model,
+    #[arg(long, value_enum, default_value_t = gpu::Name::Gb10)]
+    pub(crate) gpu: gpu::Name,
 
     /// What is trained
     #[arg(long, value_enum, default_value_t = Model::Crossasset)]
@@ -98,7 +98,7 @@ impl Args {
 
     /// The GPU, with what was given of it.
     pub(crate) fn gpu(&self) -> Gpu {
-        let gpu = Gpu::of(if self.against.is_some() { gpu::Model::H200 } else { self.gpu });
+        let gpu = Gpu::of(if self.against.is_some() { gpu::Name::H200 } else { self.gpu });
         Gpu {
             copy: self.copy.unwrap_or(gpu.copy),
             cache_bytes: self.cache.map_or(gpu.cache_bytes, |megabytes| megabytes as u64 * 1_000_000),

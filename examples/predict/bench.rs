@@ -5,7 +5,7 @@ use stepscope::ops::{self, Attend, AttentionForm, Factor, Generator, Precision, 
 use stepscope::{Eager, Launch, Result, Saved, Step, Stored, Tensor, bf16};
 
 use crate::matmul_case::Case as Product;
-use crate::step::rehearse;
+use crate::model::rehearse;
 
 /// Columns of what is taken as rows.
 const COLUMNS: usize = 1024;

@@ -6,11 +6,9 @@
 //! cargo run --release --example predict -- --against benches/runs                      # beside every recorded line of an H200
 //! cargo run --release --example predict -- --gpu gb10 --beside FILE                    # beside a run of the step bench
 //!
-//! step.rs       what a step launches: rehearsed, on a GPU that is not here      code.rs    what the kernels are made of: code.json
-//! bench.rs      the same of what the benches time                              gpu.rs     what a GPU can do, and who measured it
-//! work.rs       a launch -> instructions, bytes, waits of a block              cache.rs   what of its bytes comes from memory
-//!   product.rs, attention.rs, stream.rs    by kind of kernel                   clock.rs   work and bytes -> time
-//! forecast.rs   all launches, by kernel                                        against.rs beside what was measured
+//! step.rs       what a step launches: rehearsed, on a GPU that is not here      model/       launches -> time
+//! bench.rs      the same of what the benches time                              report.rs    tables
+//! against.rs    beside what was measured                                       recorded.rs  in which files that stands
 //! ```
 //! `docs/predict.md` has the model, how far it can be trusted, and where it fails. Exit code 2: the command line is wrong, or a file cannot be
 //! read or written.
@@ -19,34 +17,27 @@
 
 mod against;
 mod arguments;
-mod attention;
 mod bench;
-mod cache;
 #[path = "../gpt/cli.rs"]
 #[allow(dead_code, reason = "the sizes alone are used")]
 mod cli;
-mod clock;
-mod code;
 #[path = "../crossasset/model.rs"]
 #[allow(dead_code, reason = "nothing is reported")]
 mod crossasset;
-mod forecast;
 #[path = "../gpt/model.rs"]
 #[allow(dead_code, reason = "nothing is written")]
 mod gpt;
-mod gpu;
 #[path = "../../benches/matmul/case.rs"]
 #[allow(dead_code, reason = "its cases are those of the recorded lines")]
 mod matmul_case;
-mod product;
+mod model;
+mod recorded;
 mod report;
 #[path = "../shared/mod.rs"]
 mod shared;
 #[path = "../crossasset/sizes.rs"]
 mod sizes;
 mod step;
-mod stream;
-mod work;
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write as _};
@@ -55,8 +46,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use arguments::Args;
-use code::Kernels;
-use forecast::Forecast;
+use model::{Forecast, Kernels};
 
 fn main() -> ExitCode {
     match run(&Args::parse()) {

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use crate::against::Compared;
-use crate::forecast::{Forecast, Row};
-use crate::gpu::Gpu;
+use crate::model::Gpu;
+use crate::model::forecast::{Forecast, Row};
 
 /// The kernels named at the end.
 const LARGEST: usize = 5;

@@ -3,13 +3,11 @@
 //! Invariant: nothing is computed and no memory is taken, however large the model: its weights are made on the rehearsal, too.
 
 use stepscope::ops::Precision;
-use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Description, Device, DeviceKind, Eager, Gradients, Inputs, Launch, Layout,
-    Model, Parameters, Result, Tape,
-};
+use stepscope::{AdamW, AdamWConfig, Eager, Gradients, Inputs, Launch, Layout, Model, Parameters, Result, Tape};
 
 use crate::crossasset;
 use crate::gpt::{self, Gpt, Mode};
+use crate::model::rehearse;
 use crate::sizes::{FEATURES, SCALES};
 
 /// What is trained.
@@ -54,17 +52,6 @@ fn set_up(step: &Eager<'_>, work: Work, precision: Precision, batch: usize, unti
             train(step, &model, &layout, &inputs, precision, (batch, mode.bf16), until)
         }
     }
-}
-
-/// What `run` launches.
-///
-/// # Errors
-/// Those of `run`.
-pub(crate) fn rehearse(processors: u32, run: impl for<'s> FnOnce(&mut Eager<'s>) -> Result<()>) -> Result<Vec<Launch>> {
-    let device = Device::open(DeviceKind::Emulated)?;
-    let description = Description { kind: DeviceKind::Cuda, processors, ..device.description().clone() };
-    let arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
-    arena.launches(description, run).map(|(_, launches)| launches)
 }
 
 /// Forward, loss, backward, clipping and AdamW, as the trainer has them.

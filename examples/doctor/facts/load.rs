@@ -1,5 +1,6 @@
-//! The first GPU under a load of two seconds: a second of copies and a second of products in BF16. Nothing of it runs on the emulator.
+//! The first GPU under a load of three seconds: one of copies, one of products in BF16, one of training steps. Nothing of it runs on the emulator.
 
+use super::training::{Training, predicted_ms};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::Clock;
@@ -33,6 +34,9 @@ pub(crate) struct Load {
     /// Bytes read and bytes written.
     pub copy_gb_per_s: Option<f64>,
     pub bf16_tflop_per_s: Option<f64>,
+    /// A training step of CrossAsset, and what `predict` has for it; none of a GPU that it does not know.
+    pub step_ms: Option<f64>,
+    pub predicted_step_ms: Option<f64>,
     /// The highest under the load, and the highest that the GPU has.
     pub sm_clock_mhz: Option<u32>,
     pub sm_clock_max_mhz: Option<u32>,
@@ -90,7 +94,10 @@ impl Load {
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
             let watch = scope.spawn(|| watch(&over));
-            let loaded = self.copy(&device, &mut arena).and_then(|()| self.multiply(&device, &mut arena));
+            let loaded = self
+                .copy(&device, &mut arena)
+                .and_then(|()| self.multiply(&device, &mut arena))
+                .and_then(|()| self.train(&device, &mut arena));
             over.store(true, Ordering::Relaxed);
             if let Ok(Some(seen)) = watch.join() {
                 self.sm_clock_mhz = seen.sm_clock_mhz;
@@ -142,9 +149,16 @@ impl Load {
         self.bf16_tflop_per_s = Some(2.0 * (N as f64).powi(3) * per_second / 1e12);
         Ok(())
     }
+
+    fn train(&mut self, device: &Device, arena: &mut Arena) -> Result<()> {
+        let mut training = Training::new(device)?;
+        self.step_ms = Some(1e3 / repeat(device, arena, 10, |step| training.step(step))?);
+        self.predicted_step_ms = predicted_ms(&device.description().name)?;
+        Ok(())
+    }
 }
 
-/// How often a second `run` is done, in steps of `count` each, for a second after one step that warms up.
+/// How often a second `run` is done, in `count` steps that follow each other, for a second after one step that warms up.
 fn repeat(
     device: &Device,
     arena: &mut Arena,
@@ -152,7 +166,7 @@ fn repeat(
     mut run: impl for<'s> FnMut(&mut Eager<'s>) -> Result<()>,
 ) -> Result<f64> {
     let mut step = || -> Result<()> {
-        arena.step(|step| (0..count).try_for_each(|_| run(step)))?;
+        (0..count).try_for_each(|_| arena.step(&mut run))?;
         device.synchronize(DEADLINE)
     };
     step()?;

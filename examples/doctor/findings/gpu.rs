@@ -2,11 +2,12 @@
 
 use super::{Finding, is_gb10, stops, unknown, warning, well};
 use crate::facts::Facts;
+use crate::model::Gpu;
 
-/// What others measured on a GB10, and the share of it below which something is wrong.
-const COPY_GB_PER_S: f64 = 219.0;
-const BF16_TFLOP_PER_S: f64 = 91.0;
+/// The share of what a GB10 gives below which something is wrong.
 const SHARE: f64 = 0.85;
+/// The same of a step's prediction, which may be wrong too: docs/predict.md.
+const SHARE_OF_STEP: f64 = 0.8;
 /// The first CUDA that knows `sm_121`.
 const CUDA_OF_GB10: i32 = 12_090;
 const POWER: &str = "a GB10 can be stuck in a low power state, three times slower, and shows nothing";
@@ -157,17 +158,36 @@ pub(super) fn page_locking(facts: &Facts) -> Finding {
 fn known_rate(facts: &Facts, rate: Option<f64>, good: f64, unit: &str) -> Finding {
     let Some(rate) = rate else { return not_loaded(facts) };
     if is_gb10(facts) && (rate.is_nan() || rate < SHARE * good) {
-        return warning(format!("{rate:.1} {unit}, of {good} that a GB10 gives"), POWER, PULL_THE_PLUG);
+        return warning(format!("{rate:.1} {unit}, of {good:.0} that a GB10 gives"), POWER, PULL_THE_PLUG);
     }
     well(format!("{rate:.1} {unit}"))
 }
 
 pub(super) fn copy_rate(facts: &Facts) -> Finding {
-    known_rate(facts, facts.load.copy_gb_per_s, COPY_GB_PER_S, "GB/s copied")
+    known_rate(facts, facts.load.copy_gb_per_s, Gpu::GB10.copy, "GB/s copied")
 }
 
 pub(super) fn bf16_rate(facts: &Facts) -> Finding {
-    known_rate(facts, facts.load.bf16_tflop_per_s, BF16_TFLOP_PER_S, "TFLOP/s in BF16")
+    const GB10: Gpu = Gpu::GB10;
+    let good = GB10.bf16_per_cycle * GB10.clock * f64::from(GB10.processors) / 1e3;
+    known_rate(facts, facts.load.bf16_tflop_per_s, good, "TFLOP/s in BF16")
+}
+
+pub(super) fn step_time(facts: &Facts) -> Finding {
+    let Some(step) = facts.load.step_ms else { return not_loaded(facts) };
+    let what = format!("a training step of CrossAsset takes {step:.2} ms");
+    let Some(predicted) = facts.load.predicted_step_ms else {
+        return well(format!("{what}; `predict` does not know this GPU"));
+    };
+    let what = format!("{what}, {predicted:.2} predicted");
+    if step.is_nan() || step * SHARE_OF_STEP > predicted {
+        return warning(
+            what,
+            "the machine is slower than it should be, or docs/predict.md is wrong about this GPU",
+            "do what copy_rate, bf16_rate and clock say; if they are well, send a report: docs/gb10.md",
+        );
+    }
+    well(what)
 }
 
 pub(super) fn clock(facts: &Facts) -> Finding {

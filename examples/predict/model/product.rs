@@ -3,8 +3,8 @@
 use kernels::matmul::{GATE, GELU, SILU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::Launch;
 
-use crate::code::{Activations, Code};
-use crate::work::{Work, adds};
+use super::code::{Activations, Code};
+use super::work::{Work, adds};
 
 /// Cycles from a barrier to the first factors.
 const LATENCY: f64 = 30.0;
@@ -101,8 +101,8 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let tails = if is_f32 { outputs / 16.0 } else { outputs / 32.0 };
     work.ends = code.way.all - hot.all + tails * tail.all;
     work.ends_alone = code.way.alone - hot.alone + tails * tail.alone;
-    // Eight rows of tiles share what lies along the columns.
-    let groups = (m / rows / 8.0).ceil().max(1.0);
+    // Some rows of tiles share what lies along the columns.
+    let groups = (m / rows / if is_f32 { 8.0 } else { 16.0 }).ceil().max(1.0);
     for touch in &mut work.touches {
         touch.passes = if touch.name == "b" { groups as u64 } else { 1 };
     }

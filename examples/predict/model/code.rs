@@ -53,10 +53,10 @@ impl Kernels {
     /// Those of `sm_90` or `sm_121`.
     ///
     /// # Panics
-    /// When the file that stands beside this one has none: it is part of the program.
+    /// When the file has none: it is part of the program.
     pub(crate) fn of(arch: &str) -> Self {
         let mut all: BTreeMap<String, BTreeMap<String, Code>> =
-            serde_json::from_str(include_str!("code.json")).expect("code.py has written it");
+            serde_json::from_str(include_str!("../code.json")).expect("code.py has written it");
         Self(all.remove(arch).expect("code.py has counted both"))
     }
 

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use stepscope::Launch;
 
-use crate::cache::Cache;
-use crate::clock;
-use crate::code::Kernels;
-use crate::gpu::Gpu;
-use crate::work::Work;
+use super::cache::Cache;
+use super::clock;
+use super::code::Kernels;
+use super::gpu::Gpu;
+use super::work::Work;
 
 /// What the launches of one kernel take together.
 #[derive(Clone, Debug, Default, Serialize)]

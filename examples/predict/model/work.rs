@@ -3,8 +3,8 @@
 use kernels::matmul::GATE;
 use stepscope::Launch;
 
-use crate::code::{Code, Count, Kernels};
-use crate::{attention, product, stream};
+use super::code::{Code, Count, Kernels};
+use super::{attention, product, stream};
 
 /// Memory that a launch touches.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 /// Which GPU is predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Model {
+pub(crate) enum Name {
     /// NVIDIA GB10 (DGX Spark): nothing here was measured on one.
     Gb10,
     /// NVIDIA H200.
@@ -91,10 +91,10 @@ impl Gpu {
         blocks: 24,
     };
 
-    pub(crate) const fn of(model: Model) -> Self {
-        match model {
-            Model::Gb10 => Self::GB10,
-            Model::H200 => Self::H200,
+    pub(crate) const fn of(name: Name) -> Self {
+        match name {
+            Name::Gb10 => Self::GB10,
+            Name::H200 => Self::H200,
         }
     }
 

@@ -4,8 +4,8 @@
 //! Queuing Networks", 1980). Within a multiprocessor the resident warps go round: they issue, multiply, read shared memory, and wait. Around it the
 //! resident blocks go round: they compute, and move bytes.
 
-use crate::gpu::Gpu;
-use crate::work::Work;
+use super::gpu::Gpu;
+use super::work::Work;
 
 /// What a launch takes.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::work::Touch;
+use super::work::Touch;
 
 const LINE: u64 = 64 << 10;
 

@@ -2,8 +2,8 @@
 
 use stepscope::Launch;
 
-use crate::code::Code;
-use crate::work::Work;
+use super::code::Code;
+use super::work::Work;
 
 /// What such a launch does.
 pub(crate) fn work(launch: &Launch, code: &Code) -> Work {

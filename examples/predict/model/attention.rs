@@ -3,8 +3,8 @@
 use kernels::{flash_attention as f32s, flash_attention_bf16 as bf16s};
 use stepscope::Launch;
 
-use crate::code::Code;
-use crate::work::Work;
+use super::code::Code;
+use super::work::Work;
 
 /// `window` of causal attention.
 const CAUSAL: u64 = 0xffff_ffff;

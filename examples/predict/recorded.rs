@@ -1,0 +1,114 @@
+//! The recorded runs that `--against` holds predictions against, in `benches/runs/`.
+//!
+//! Of each line the newest run counts that has the kernels as they are now. A newer one is named here in place of the older one, and nowhere else.
+
+use stepscope::ops::Precision::{self, Bf16, Ieee, Tf32};
+
+use crate::cli::Size;
+
+/// A file that a bench has written.
+pub(crate) type File = &'static str;
+
+/// The step bench: `--precision`.
+pub(crate) const STEPS: [(Precision, File); 3] = [
+    (Ieee, "2026-11-21-h200-step.json"),
+    (Tf32, "2026-11-21-h200-step-tf32.json"),
+    (Bf16, "2026-11-21-h200-step-bf16.json"),
+];
+
+/// Updates of GPT-2 by the example `gpt`, of samples of 1,024 tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct Gpt {
+    pub(crate) size: Size,
+    pub(crate) precision: Precision,
+    pub(crate) batch: usize,
+    pub(crate) recompute: bool,
+    pub(crate) file: File,
+    /// Where in it the seconds of the updates are: a JSON pointer.
+    pub(crate) seconds: &'static str,
+}
+
+const GPT2: File = "2026-11-23-h200-gpt2-124m.json";
+
+pub(crate) const GPT: [Gpt; 6] = [
+    gpt(Size::Small, Ieee, 16, false, GPT2, "/seconds_of_updates/ieee"),
+    gpt(
+        Size::Small,
+        Tf32,
+        16,
+        false,
+        GPT2,
+        "/another_call/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates",
+    ),
+    gpt(Size::Small, Bf16, 16, false, GPT2, "/seconds_of_updates/bf16"),
+    gpt(
+        Size::Small,
+        Bf16,
+        16,
+        true,
+        GPT2,
+        "/another_call/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates",
+    ),
+    gpt(
+        Size::Small,
+        Bf16,
+        64,
+        true,
+        GPT2,
+        "/another_call/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates",
+    ),
+    gpt(
+        Size::Medium,
+        Bf16,
+        8,
+        false,
+        GPT2,
+        "/another_call/runs/--size 350m --precision bf16 --batch 8/seconds_of_updates",
+    ),
+];
+
+const fn gpt(
+    size: Size,
+    precision: Precision,
+    batch: usize,
+    recompute: bool,
+    file: File,
+    seconds: &'static str,
+) -> Gpt {
+    Gpt { size, precision, batch, recompute, file, seconds }
+}
+
+/// Whether a kernel's lines are taken from a run, by the kernel's name.
+type IsTaken = fn(&str) -> bool;
+
+/// The bench of kernels.
+pub(crate) const KERNELS: [(File, IsTaken); 2] = [
+    ("2026-11-21-h200-kernels.json", |_| true),
+    ("2026-11-23-h200-kernels-both-types.json", |name| {
+        let new = ["silu", "swiglu", "layer_norm", "dropout", "embedding"];
+        // LayerNorm's backward pass has been written anew since, and measured: below.
+        !name.starts_with("layer_norm_backward")
+            && (name.ends_with("_bf16") || new.iter().any(|new| name.starts_with(new)))
+    }),
+];
+
+/// LayerNorm's backward pass at 2^28 elements: medians by name.
+pub(crate) const LAYER_NORM_BACKWARD: File = "2026-11-23-h200-layer-norm.json";
+
+/// The bench of products: of f32 tensors, in a precision, or of BF16 tensors (`--stored bf16`).
+pub(crate) const PRODUCTS: [(Factors, File); 4] = [
+    (Factors::F32(Ieee), "2026-11-21-h200-matmul.json"),
+    (Factors::F32(Tf32), "2026-11-21-h200-matmul-tf32.json"),
+    (Factors::F32(Bf16), "2026-11-21-h200-matmul-bf16.json"),
+    (Factors::Bf16, "2026-11-22-h200-matmul-stored-bf16-beside-pytorch.json"),
+];
+
+/// What a product's factors are stored as.
+#[derive(Clone, Copy)]
+pub(crate) enum Factors {
+    F32(Precision),
+    Bf16,
+}
+
+/// The bench of attention, `--stored bf16`.
+pub(crate) const ATTENTION: File = "2026-11-23-h200-attention-stored-bf16.json";
