@@ -139,7 +139,7 @@ fn recorded_lines_that_were_near_stay_near() {
         (of_group.iter().filter(|error| **error <= limit).count(), of_group.len())
     };
     for (group, ten, twenty, all) in
-        [("step", 9, 12, 15), ("kernel", 81, 105, 129), ("product", 125, 185, 212), ("attention", 2, 9, 16)]
+        [("step", 9, 12, 15), ("kernel", 81, 106, 129), ("product", 129, 186, 212), ("attention", 2, 9, 16)]
     {
         let found = (within(group, 0.1), within(group, 0.2));
         assert_eq!(found.0.1, all, "{group}");
@@ -170,6 +170,23 @@ fn every_kernel_has_been_counted() {
                 .get(entry.name)
                 .unwrap_or_else(|| panic!("{}: run examples/predict/code.py", entry.name))["way"];
             assert!(number(&way["all"]) > 0.0 && number(&way["alone"]) >= number(&way["all"]), "{}: {way}", entry.name);
+            // A block copies its first stages as it copies the others, before it multiplies; behind the last, nothing is left to be copied.
+            if entry.name.starts_with("matmul_of_bf16") {
+                let code = &counted[entry.name];
+                let [hot, first, last] = ["hot", "first", "last"].map(|part| &code[part]);
+                let copies = number(&hot["copies"]);
+                assert_eq!(
+                    [number(&first["copies"]), number(&way["copies"])],
+                    [copies, 2.0 * copies],
+                    "{}",
+                    entry.name
+                );
+                assert!(
+                    last["copies"].is_null() && number(&last["mma"]) >= number(&hot["mma"]),
+                    "{}: {last}",
+                    entry.name
+                );
+            }
         }
     }
 }

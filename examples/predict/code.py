@@ -4,8 +4,8 @@
     python3 examples/predict/code.py PTXAS NVDISASM target/ptx > examples/predict/code.json
 
 Counted for each kernel: `hot`, a turn of its hot loop, which is, of the loops within which no other loop multiplies, the one with the
-most matrix instructions, else the most multiply-adds; `copy`, what else the loop has for each copy to shared memory, where copies are not made in each turn; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of that loop. Of the ways it is the
-shortest that passes all that multiplies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
+most matrix instructions, else the most multiply-adds; `copy`, what else the loop has for each copy to shared memory, where copies are not made in each turn; `first`, a turn of the loop before it that copies a product's first stages; `last`, the loop behind it that multiplies the last ones, perhaps some turns in one; `tail`, a turn of the loop behind it that stores what was summed up; and `way`, from the first instruction to the end, by one turn of the hot loop and of that of the first stages. Of the ways it is the
+shortest that passes all that multiplies, and those copies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
 operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
 memory; `memory` is how often it waits for memory, one time after another.
 `nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
@@ -176,9 +176,11 @@ def hot_loop(instructions):
     # Behind a product, whose operands are copied, an activation may multiply more than a turn of the product. It reads nothing shared.
     is_product = any("copies" in kinds for kinds in loops.values())
     reads = lambda loop: is_product and loops[loop].get("shared", 0) >= 16
-    # The last turns, when nothing is left to be copied, are a loop of their own.
+    # The last turns, when nothing is left to be copied, are a loop of their own, perhaps several turns in one.
     copies = lambda loop: loops[loop].get("copies", 0) > 0
-    return max(leaves, key=lambda loop: (reads(loop), multiplies(loop), copies(loop), -loop[1] + loop[0]), default=None)
+    preferred = copies if kind == "mma" else reads
+    order = lambda loop: (preferred(loop), multiplies(loop), copies(loop), -loop[1] + loop[0])
+    return max(leaves, key=order, default=None)
 
 
 def code(registers, instructions):
@@ -199,6 +201,19 @@ def code(registers, instructions):
         if whole.get("copies") and not found["hot"].get("copies"):
             found["copy"] = round((whole["all"] - found["hot"]["all"]) / whole["copies"], 1)
         goals = [{at} for at in turn]
+        # A product's first stages may be copied by a loop before it, the nearest, a stage a turn.
+        kinds = lambda loop: count(instructions[loop[0] : loop[1] + 1])
+        is_first = lambda loop: loop[1] < start and "copies" in kinds(loop) and "mma" not in kinds(loop)
+        first = max(filter(is_first, loops_of(instructions)), default=None) if "mma" in found["hot"] else None
+        if first:
+            within = [at for at, (begin, last) in enumerate(blocks) if first[0] <= begin and last <= first[1] + 1]
+            begins = [{at} for at in within if "copies" in count(take([at]))]
+            found["first"] = count(take(way_through(blocks, follows, [*begins, {within[-1]}], within[0])))
+            goals = [*begins, *goals]
+        is_last = lambda loop: loop[0] >= end and "mma" in kinds(loop) and "copies" not in kinds(loop)
+        last = min(filter(is_last, loops_of(instructions)), default=None) if first else None
+        if last:
+            found["last"] = count(instructions[last[0] : last[1] + 1])
     # Behind it a loop stores what was summed up, some outputs a turn.
     stores = lambda at: count(take([at])).get("stores", 0)
     tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)

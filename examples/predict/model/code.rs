@@ -35,6 +35,10 @@ pub(crate) struct Code {
     /// Instructions for each copy to shared memory, where not every turn copies.
     #[serde(default)]
     pub(crate) copy: f64,
+    /// A turn of the loop before it, that copies the first stages of a product.
+    pub(crate) first: Option<Count>,
+    /// A turn, or some in one, of the loop behind it that multiplies the last stages, when nothing is left to be copied.
+    pub(crate) last: Option<Count>,
     /// A turn of the loop behind it, that stores.
     pub(crate) tail: Option<Count>,
 }

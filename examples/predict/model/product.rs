@@ -55,23 +55,23 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let is_f32 = hot.mma == 0.0;
     let mut work = Work::plain(launch, code);
     work.turn = hot;
-    let turn_k = if is_f32 {
+    let (turn_k, depth) = if is_f32 {
         // A multiply-add of a thread is one output and one k.
         let turn_k = hot.fma / (rows * cols / threads);
         let of_these = |tile: &&Tile| [f64::from(tile.rows()), f64::from(tile.cols())] == [rows, cols];
-        let stage = TILES.iter().find(of_these).map_or(16.0, |tile| f64::from(tile.depth));
+        let depth = TILES.iter().find(of_these).map_or(16.0, |tile| f64::from(tile.depth));
         // Copies of a stage: of one element where it lies along k or where rows are no vectors, else of four.
         let copies = |extent: f64, of: f64, along: bool, stride: f64| {
             let vectors = !along && of % 4.0 == 0.0 && stride % 4.0 == 0.0;
-            extent * stage / threads / if vectors { 4.0 } else { 1.0 }
+            extent * depth / threads / if vectors { 4.0 } else { 1.0 }
         };
         let copies = copies(rows, m, flags & TRANSPOSE_A == 0, strides[0])
             + copies(cols, n, flags & TRANSPOSE_B != 0, strides[1]);
-        work.turn.all += code.copy * copies * turn_k / stage;
-        work.turn_shared = 2.0 * hot.shared + copies * turn_k / stage;
+        work.turn.all += code.copy * copies * turn_k / depth;
+        work.turn_shared = 2.0 * hot.shared + copies * turn_k / depth;
         // A stage ends with a barrier, and the next begins with a read.
-        work.turn_waits = (hot.alone - hot.all).max(0.0) + 2.0 * LATENCY * turn_k / stage;
-        turn_k
+        work.turn_waits = (hot.alone - hot.all).max(0.0) + 2.0 * LATENCY * turn_k / depth;
+        (turn_k, depth)
     } else {
         // An instruction has 16 x 8 outputs of a warp; its k are 8 of TF32 and 16 of BF16.
         let deep = if is_tf32 { 8.0 } else { 16.0 };
@@ -79,17 +79,34 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         work.turn_shared = 4.0 * (hot.shared + hot.copies);
         // A barrier, and the first half of what is read behind it, for which all warps of a block ask at once.
         work.turn_waits = LATENCY + (warps + 1.0) / 2.0 * (2.0 * hot.shared + 4.0 * hot.copies);
-        hot.mma / (rows * cols / warps / 128.0) * deep
+        // A turn is a stage.
+        let turn_k = hot.mma / (rows * cols / warps / 128.0) * deep;
+        (turn_k, turn_k)
     };
     let element = if is_f32 || is_tf32 { 4.0 } else { 2.0 };
     work.turns = (chunk / turn_k).ceil();
-    if is_tensor && ([m % rows, n % cols] != [0.0; 2] || strides.iter().any(|stride| stride % 8.0 != 0.0)) {
-        // Chunks of 16 bytes that may not be there are read element by element, one chunk after another.
-        let chunks = (rows + cols) * turn_k / 8.0 / threads;
+    // All stages lie in shared memory. Without k there is one, and nothing in it.
+    let most_stages = work.turns.max(1.0);
+    let stages = (f64::from(launch.entry.shared_bytes) / ((rows + cols) * depth * element)).min(most_stages);
+    if let Some(last) = code.last {
+        // In the last turns nothing is left to be copied.
+        let (turns, share) = (hot.mma / last.mma, stages / most_stages);
+        let waits = LATENCY + (warps + 1.0) * last.shared * turns;
+        work.turn.all += share * (last.all * turns - hot.all);
+        work.turn_shared += share * (4.0 * last.shared * turns - work.turn_shared);
+        work.turn_waits += share * (waits - work.turn_waits);
+    }
+    // What a thread copies of a stage element by element, one chunk of 16 bytes after another.
+    let chunks = (rows + cols) * turn_k / 8.0 / threads;
+    let is_whole = [m % rows, n % cols] == [0.0; 2] && strides.iter().all(|stride| stride % 8.0 == 0.0);
+    if is_tensor && !is_whole {
+        // Chunks may not be there.
         work.turn.all += OF_CHUNK * chunks;
         work.turn_memory_waits = chunks;
     }
-    work.streamed = (rows + cols) * chunk * element;
+    // A block waits for its first stage before it computes.
+    let stage = (rows + cols) * depth.min(chunk) * element;
+    work.streamed = (rows + cols) * chunk * element - stage;
     let out_bytes = launch.words.extents().iter().filter(|extent| extent.written && extent.length > 0);
     let out_bytes: f64 = out_bytes.map(|extent| extent.element_bytes as f64).sum();
     work.moved = rows.min(m) * cols.min(n) * out_bytes;
@@ -99,8 +116,16 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let outputs = rows * cols / threads;
     let tail = code.tail.unwrap_or_default();
     let tails = if is_f32 { outputs / 16.0 } else { outputs / 32.0 };
-    work.ends = code.way.all - hot.all + tails * tail.all;
-    work.ends_alone = code.way.alone - hot.alone + tails * tail.alone;
+    // Of the turns that copy the first stages, one is on the way.
+    let first = code.first.unwrap_or_default();
+    work.ends = code.way.all - hot.all + (stages - 1.0) * first.all + tails * tail.all;
+    work.ends_alone = code.way.alone - hot.alone + (stages - 1.0) * first.alone + tails * tail.alone;
+    if is_tensor && is_whole && chunk % turn_k != 0.0 {
+        // So may those of the last stage.
+        work.ends += OF_CHUNK * chunks;
+        work.ends_alone += OF_CHUNK * chunks;
+        work.waits += chunks;
+    }
     // Some rows of tiles share what lies along the columns.
     let groups = (m / rows / if is_f32 { 8.0 } else { 16.0 }).ceil().max(1.0);
     for touch in &mut work.touches {
@@ -111,6 +136,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         work.waits += tails.max(1.0);
         work.moved *= 2.0;
     }
+    work.moved += stage;
     let activation = if flags & GELU != 0 {
         activations.gelu
     } else if flags & (SILU | GATE) != 0 {

@@ -61,6 +61,8 @@ impl Work {
             registers: 64,
             way: Count { all: 100.0, ..Count::default() },
             hot: None,
+            first: None,
+            last: None,
             tail: None,
             copy: 0.0,
         });
