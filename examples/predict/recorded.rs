@@ -28,54 +28,19 @@ pub(crate) struct Gpt {
     pub(crate) seconds: &'static str,
 }
 
-const GPT2: File = "2026-11-23-h200-gpt2-124m.json";
+const GPT2: File = "2026-11-24-h200-gpt2.json";
 
 pub(crate) const GPT: [Gpt; 6] = [
-    gpt(Size::Small, Ieee, 16, false, GPT2, "/seconds_of_updates/ieee"),
-    gpt(
-        Size::Small,
-        Tf32,
-        16,
-        false,
-        GPT2,
-        "/another_call/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates",
-    ),
-    gpt(Size::Small, Bf16, 16, false, GPT2, "/seconds_of_updates/bf16"),
-    gpt(
-        Size::Small,
-        Bf16,
-        16,
-        true,
-        GPT2,
-        "/another_call/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates",
-    ),
-    gpt(
-        Size::Small,
-        Bf16,
-        64,
-        true,
-        GPT2,
-        "/another_call/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates",
-    ),
-    gpt(
-        Size::Medium,
-        Bf16,
-        8,
-        false,
-        GPT2,
-        "/another_call/runs/--size 350m --precision bf16 --batch 8/seconds_of_updates",
-    ),
+    gpt(Size::Small, Ieee, 16, false, "/runs/--size 124m --precision ieee --batch 16/seconds_of_updates"),
+    gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates"),
+    gpt(Size::Small, Bf16, 16, false, "/runs/--size 124m --precision bf16 --batch 16/seconds_of_updates"),
+    gpt(Size::Small, Bf16, 16, true, "/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates"),
+    gpt(Size::Small, Bf16, 64, true, "/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates"),
+    gpt(Size::Medium, Bf16, 8, false, "/runs/--size 350m --precision bf16 --batch 8/seconds_of_updates"),
 ];
 
-const fn gpt(
-    size: Size,
-    precision: Precision,
-    batch: usize,
-    recompute: bool,
-    file: File,
-    seconds: &'static str,
-) -> Gpt {
-    Gpt { size, precision, batch, recompute, file, seconds }
+const fn gpt(size: Size, precision: Precision, batch: usize, recompute: bool, seconds: &'static str) -> Gpt {
+    Gpt { size, precision, batch, recompute, file: GPT2, seconds }
 }
 
 /// Whether a kernel's lines are taken from a run, by the kernel's name.
@@ -100,7 +65,7 @@ pub(crate) const PRODUCTS: [(Factors, File); 4] = [
     (Factors::F32(Ieee), "2026-11-21-h200-matmul.json"),
     (Factors::F32(Tf32), "2026-11-21-h200-matmul-tf32.json"),
     (Factors::F32(Bf16), "2026-11-21-h200-matmul-bf16.json"),
-    (Factors::Bf16, "2026-11-22-h200-matmul-stored-bf16-beside-pytorch.json"),
+    (Factors::Bf16, "2026-11-24-h200-matmul-stored-bf16.json"),
 ];
 
 /// What a product's factors are stored as.
