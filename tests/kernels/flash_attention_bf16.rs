@@ -4,45 +4,17 @@
 //! rounded output. All else is f32. A rounding is off by up to 2^-8 of a number, and by less than 2^-9 of the norm of many. So `out` is within
 //! 2 x 2^-9, and gradients within 4 x 2^-9, by the norm of a whole result; `lse` is f32.
 
-use crate::flash_reference::{Inputs, PLAIN, Results, SETUPS, Setup, window};
+use crate::flash_masks::{inputs, results};
+use crate::flash_reference::{PLAIN, Results, SETUPS, Setup, window};
 use crate::hostile::attack;
 use crate::support::{bits, on_each_device, relative_l2, tolerance};
 use crate::trial::{assert_refused, trial};
-use stepscope::ops::{self, AttentionForm, AttentionKept, QkNorm, Sees};
-use stepscope::{Arena, Capacity, Device, Tensor, bf16};
+use stepscope::ops::{self, AttentionForm, QkNorm, Sees};
+use stepscope::{Arena, Capacity, bf16};
 
 /// Bounds of `out`, `lse` and the gradients.
 pub(crate) fn bounds(length: usize) -> [f64; 3] {
     [2.0 / 512.0, tolerance(length), 4.0 / 512.0]
-}
-
-/// Numbers that BF16 holds.
-fn inputs(setup: Setup) -> Inputs {
-    let mut inputs = Inputs::new(setup);
-    for x in inputs.qkv.iter_mut().chain(&mut inputs.dout) {
-        *x = bf16::from_f32(*x).to_f32();
-    }
-    inputs
-}
-
-/// The results of a device, widened.
-fn results(inputs: &Inputs, device: &Device) -> Results<f32> {
-    let Setup { batch, tokens, heads, width, .. } = inputs.setup;
-    let narrow = |values: &[f32]| values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
-    let widen = |values: Vec<bf16>| values.into_iter().map(f32::from).collect();
-    let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-    arena
-        .step(|step| {
-            let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
-            let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
-            let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
-            let made = ops::attention(step, &qkv, None, &form)?;
-            let AttentionKept::Flash { lse, normal: None } = made.kept else { panic!("{:?}", made.kept) };
-            let none = None::<(QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-            let dqkv = ops::attention_backward(step, &qkv, none, &form, &made, &dout)?;
-            Ok([widen(step.read(&made.out)?), step.read(&lse)?, widen(step.read(&dqkv)?)])
-        })
-        .unwrap()
 }
 
 /// Fails unless each result is within its bound.
@@ -88,8 +60,8 @@ fn exponentials_keep_their_bounds() {
 on_each_device! {
     fn against_float64(device: &Device) {
         for setup in SETUPS.into_iter().filter(|setup| setup.width.is_multiple_of(8)) {
-            let inputs = inputs(setup);
-            assert_near(setup, &results(&inputs, device), &inputs.in_float64());
+            let inputs = inputs::<bf16>(setup);
+            assert_near(setup, &results::<bf16>(&inputs, device), &inputs.in_float64());
         }
     }
 
@@ -104,8 +76,8 @@ on_each_device! {
             Setup { width: 128, masks: [false, true], ..long },
             Setup { width: 256, sees: Sees::Past, masks: [true, true], ..long },
         ] {
-            let inputs = inputs(setup);
-            assert_near(setup, &results(&inputs, device), &inputs.in_float64());
+            let inputs = inputs::<bf16>(setup);
+            assert_near(setup, &results::<bf16>(&inputs, device), &inputs.in_float64());
         }
     }
 
@@ -117,17 +89,17 @@ on_each_device! {
             Setup { tokens: 150, width: 80, masks: [true, false], ..PLAIN },
             Setup { batch: 2, tokens: 100, width: 128, masks: [false, true], ..PLAIN },
         ] {
-            let before = inputs(setup);
-            let [out, lse, dqkv] = results(&before, device);
+            let before = inputs::<bf16>(setup);
+            let [out, lse, dqkv] = results::<bf16>(&before, device);
             for changed in [0, 63, 64, setup.tokens - 1] {
-                let mut other = inputs(setup);
+                let mut other = inputs::<bf16>(setup);
                 for head in 0..setup.heads[1] {
                     for part in 1..3 {
                         let place = setup.place(part, 0, changed, head);
                         other.qkv[place..][..setup.width].iter_mut().for_each(|x| *x = 7.0 - *x);
                     }
                 }
-                let [other_out, other_lse, other_dqkv] = results(&other, device);
+                let [other_out, other_lse, other_dqkv] = results::<bf16>(&other, device);
                 let mut seen = 0;
                 for [sample, head, _] in setup.each_head() {
                     for token in 0..setup.tokens {
@@ -152,7 +124,7 @@ on_each_device! {
     /// Rows that do not exist give 0, whatever stands there, and have the gradient 0.
     fn padding_is_never_read(device: &Device) {
         let setup = Setup { batch: 5, tokens: 70, heads: [2, 1], width: 32, masks: [false, true], ..PLAIN };
-        let (clean, mut dirty) = (inputs(setup), inputs(setup));
+        let (clean, mut dirty) = (inputs::<bf16>(setup), inputs::<bf16>(setup));
         for sample in 0..setup.batch {
             for token in dirty.length(sample)..setup.tokens {
                 for (part, head) in [(0, 0), (0, 1), (1, 0), (2, 0)] {
@@ -161,7 +133,7 @@ on_each_device! {
                 (0..2).for_each(|head| dirty.dout[setup.output(sample, token, head)..][..setup.width].fill(f32::INFINITY));
             }
         }
-        let (want, got) = (results(&clean, device), results(&dirty, device));
+        let (want, got) = (results::<bf16>(&clean, device), results::<bf16>(&dirty, device));
         for (got, want) in got.iter().zip(&want) {
             assert_eq!(bits(got), bits(want));
         }
@@ -180,15 +152,15 @@ on_each_device! {
     /// Large scores neither overflow nor lose the largest; what is not a number shows, in its own row alone.
     fn extreme_scores(device: &Device) {
         let setup = Setup { tokens: 130, width: 8, ..PLAIN };
-        let mut inputs = inputs(setup);
+        let mut inputs = inputs::<bf16>(setup);
         inputs.qkv.iter_mut().for_each(|x| *x = bf16::from_f32(*x * 1e4).to_f32());
-        let got = results(&inputs, device);
+        let got = results::<bf16>(&inputs, device);
         assert!(got.iter().flatten().all(|x| x.is_finite()));
         let [want, ..] = inputs.in_float64();
         assert!(relative_l2(&got[0], &want) < 2.0 / 512.0);
         for wrong in [f32::NAN, f32::INFINITY] {
             inputs.qkv[setup.place(0, 0, 100, 0)] = wrong;
-            let [out, lse, dqkv] = results(&inputs, device);
+            let [out, lse, dqkv] = results::<bf16>(&inputs, device);
             assert!(out[800..808].iter().all(|x| x.is_nan()), "{wrong}");
             assert_eq!(lse.iter().filter(|x| !x.is_finite()).count(), 1, "a query reaches its own row alone");
             assert!(dqkv[setup.place(0, 0, 100, 0)..][..8].iter().any(|x| !x.is_finite()), "{wrong}");
@@ -198,7 +170,7 @@ on_each_device! {
     /// On a tape, with rotary positions and QK-norm between: the gradients are those of f32, as near as BF16 is.
     fn a_tape_gives_the_gradients_of_f32(device: &Device) {
         let setup = Setup { batch: 2, tokens: 80, heads: [4, 2], width: 64, sees: Sees::Past, ..PLAIN };
-        let (inputs, gains) = (inputs(setup), vec![1.25; 2 * setup.width]);
+        let (inputs, gains) = (inputs::<bf16>(setup), vec![1.25; 2 * setup.width]);
         let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
         let [want, got] = arena.step(|step| {
             let (form, gains) = (AttentionForm::new(4).kv_heads(2).causal(), step.upload(&gains, [2, setup.width])?);

@@ -56,12 +56,18 @@ fn compared(tokens: usize) -> Vec<usize> {
     if tokens < 1000 { (0..tokens).collect() } else { vec![0, 63, 64, end / 2, tokens / 2, end - 1, end, tokens - 1] }
 }
 
-/// The results of a device, of numbers that S holds.
-fn results<S: Attend>(inputs: &mut Inputs, device: &Device) -> Results<f32> {
-    let Setup { batch, tokens, heads, width, .. } = inputs.setup;
+/// Numbers that S holds.
+pub(crate) fn inputs<S: Attend>(setup: Setup) -> Inputs {
+    let mut inputs = Inputs::new(setup);
     for x in inputs.qkv.iter_mut().chain(&mut inputs.dout) {
         *x = S::narrow(*x).widen();
     }
+    inputs
+}
+
+/// The results of a device, of tensors of S, widened.
+pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device) -> Results<f32> {
+    let Setup { batch, tokens, heads, width, .. } = inputs.setup;
     let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
     let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
@@ -184,8 +190,8 @@ fn within(what: std::fmt::Arguments<'_>, error: f64, limit: f64) -> Result<(), S
 
 /// Fails unless the results are within their bounds, and not with an element that is 1 % off, of which roundings take least.
 fn check<S: Attend>(device: &Device, setup: Setup, bounds: fn(Setup) -> Bounds) {
-    let mut inputs = Inputs::new(setup);
-    let mut results = results::<S>(&mut inputs, device);
+    let inputs = inputs::<S>(setup);
+    let mut results = results::<S>(&inputs, device);
     compare(&inputs, &results, bounds(setup)).unwrap_or_else(|reason| panic!("{setup:?}: {reason}"));
     let middle = inputs.length(0) / 2;
     let Row { out, roundings, .. } = Row::of(&inputs, [0; 2], middle).expect("a token that exists");
