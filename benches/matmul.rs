@@ -3,9 +3,9 @@
 //! `cargo bench --bench matmul` (the emulator), `cargo bench --features cuda --bench matmul -- --device cuda`; `--tiles` measures every
 //! tile instead of the one that the op takes, `--precision tf32` or `bf16` multiplies so on both sides (the peer's operands and
 //! outputs are then BF16 themselves; ours are f32, and what rounds them is part of the time); `--stored bf16` multiplies BF16 tensors, into
-//! BF16, on both sides. Multiplies stand in a row in one graph, on both sides, and a sample is the time of
-//! a replay divided by their number; matrices that fit are in the L2 cache. Prints a table and writes every sample to
-//! `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
+//! BF16, on both sides; `--family` multiplies shapes that nothing was tuned to, others in each run. Multiplies stand in a row in one
+//! graph, on both sides, and a sample is the time of a replay divided by their number; matrices that fit are in the L2 cache. Prints a
+//! table and writes every sample to `benches/runs/DATE-GPU-matmul.json`. Invariant: whatever the tile, the output has the same bits.
 
 #![forbid(unsafe_code)]
 
@@ -20,6 +20,7 @@ use clap::Parser;
 use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
+use std::time::SystemTime;
 use stepscope::ops::{self, BF16_TILES, Factor, Gemm, Precision, TENSOR_TILES, TILES};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
 
@@ -50,6 +51,9 @@ struct Args {
     /// What operands and outputs are in memory; of BF16 nothing is rounded before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
     stored: StoredAs,
+    /// 64 products drawn by this seed, or by the clock, instead of those that the library was tuned to
+    #[arg(long, value_name = "SEED", num_args = 0..=1)]
+    family: Option<Option<u64>>,
     /// Only cases whose name contains this, such as `3072x256` or `NT`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
@@ -100,12 +104,14 @@ impl<S: Factor<S>> State<S> {
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, tiles, precision, stored, only } = Args::parse();
+    let Args { common, tiles, precision, stored, family, only } = Args::parse();
+    let seed = family.map(|seed| seed.unwrap_or_else(by_the_clock));
     // The peer's operands are BF16 in either case.
     let of_peer = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
-    let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
+    let all = seed.map_or_else(|| Case::all(emulated), Case::family);
+    let cases: Vec<Case> = all.into_iter().filter(|case| case.to_string().contains(&only)).collect();
     let peer = Peer::<Line>::run("matmul.py", &peer_arguments(&cases, of_peer, emulated));
     if let Some(reason) = &peer.failed {
         println!("PyTorch: not measured, or not all ({reason})");
@@ -126,6 +132,7 @@ fn main() -> harness::Result<()> {
         "TFLOP/s",
         "ratio"
     );
+    let mut ratios = Vec::new();
     for case in cases {
         let theirs = lines.iter().position(|line| matches!(line, Line::Measured { case: other, .. } if *other == case));
         let theirs = theirs.map(|at| lines[at].clone());
@@ -134,12 +141,17 @@ fn main() -> harness::Result<()> {
             StoredAs::Bf16 => ours_of_bf16(&device, case, tiles)?,
         };
         let unit = theirs.as_ref().map(median);
+        ratios.extend(unit.map(|unit| unit / median(&ours[0])));
         for line in theirs.iter().chain(&ours) {
             print(line, unit);
         }
         lines.extend(ours);
     }
-    println!("samples in {}", record(&group(precision, stored), &device, &lines)?);
+    if let Some(seed) = seed {
+        println!("--family {seed}: {}", spread_of(&mut ratios));
+    }
+    let group = group(precision, stored) + if seed.is_some() { "-family" } else { "" };
+    println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
 }
 
@@ -152,6 +164,21 @@ fn peer_arguments(cases: &[Case], precision: Precision, emulated: bool) -> Vec<S
     });
     let options = format!("--device {device} --samples {SAMPLES} --precision {precision}");
     options.split(' ').map(str::to_owned).chain(cases).collect()
+}
+
+/// A seed that no run had before.
+fn by_the_clock() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    since.as_secs()
+}
+
+/// How the peer's times over ours lie.
+fn spread_of(ratios: &mut [f64]) -> String {
+    ratios.sort_by(f64::total_cmp);
+    let Some(least) = ratios.first() else { return "no peer".into() };
+    let reached = ratios.iter().filter(|&&ratio| ratio >= 0.95).count();
+    let (median, all) = (ratios[ratios.len() / 2], ratios.len());
+    format!("PyTorch's time over ours: median {median:.2}, least {least:.2}; 0.95 or more in {reached} of {all}")
 }
 
 /// The name of the run's file.

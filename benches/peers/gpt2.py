@@ -54,6 +54,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", choices=["ieee", "tf32", "bf16"], default="bf16")
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="only the last update is one for a profiler: benches/bytes.py")
     given = parser.parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)
@@ -67,7 +68,9 @@ def main():
     adamw = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1, fused=True)
     cast = torch.autocast("cuda", torch.bfloat16) if given.precision == "bf16" else contextlib.nullcontext()
     seconds = []
-    for _ in range(WARM_UP + given.updates):
+    for number in range(WARM_UP + given.updates):
+        if given.profile and number + 1 == WARM_UP + given.updates:
+            torch.cuda.profiler.start()
         ids = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), device="cuda")
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -79,6 +82,8 @@ def main():
         adamw.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
+    if given.profile:
+        torch.cuda.profiler.stop()
     median = statistics.median(seconds[WARM_UP:])
     if rank == 0:
         told = {"ranks": ranks, "precision": given.precision, "tokens_per_second": ranks * SAMPLES * TOKENS / median}

@@ -186,6 +186,7 @@ def main():
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--row", type=int, required=True, help="steps in a row")
     parser.add_argument("--precision", choices=("ieee", "tf32", "bf16"), default="ieee")
+    parser.add_argument("--profile", action="store_true", help="only one compiled step, for a profiler: benches/bytes.py")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("PyTorch sees no GPU")
@@ -196,6 +197,13 @@ def main():
 
     def tell(**line):
         print(json.dumps(line), flush=True)
+
+    if args.profile:
+        step = Bench(args).trainer(compiled=True)
+        torch.cuda.profiler.start()
+        step()
+        torch.cuda.profiler.stop()
+        return
 
     shapes = [weight.shape for weight in CrossAsset().parameters()]
     tell(
@@ -214,4 +222,5 @@ def main():
             tell(batch=args.batch, contender=contender, reason=reason)
 
 
-main()
+if __name__ == "__main__":
+    main()

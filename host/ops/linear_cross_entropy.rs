@@ -26,13 +26,14 @@ pub struct HeadForm {
     pub tied: bool,
     /// How labels count.
     pub rules: LabelRules,
-    /// Rows of a chunk, rounded down to a multiple of [`HeadForm::UNIT`] and at least that; none: as many as have [`HeadForm::LOGITS`] logits.
+    /// Rows of a chunk, rounded down to a multiple of [`HeadForm::UNIT`] and at least that; none: as many as have [`HeadForm::BYTES`] of logits.
     pub chunk: Option<usize>,
 }
 
 impl HeadForm {
-    /// Logits of a chunk. Fewer would make the memory traffic of adding to the weights' gradient, once for each chunk, cost more than its products.
-    pub const LOGITS: usize = 1 << 25;
+    /// Bytes of a chunk's logits. A quarter of them, and a GB10 would take as long to add to the weights' gradient, once for each chunk, as for
+    /// the products.
+    pub const BYTES: usize = 1 << 28;
     /// Rows of a chunk are a multiple of these, the rows of a large tile.
     pub const UNIT: usize = 128;
 
@@ -56,9 +57,9 @@ impl HeadForm {
 
     /// Rows of a chunk; the last may have fewer. A chunk has whole blocks of the loss's kernel, and four of them, so that its losses begin
     /// where a kernel may write.
-    fn rows(&self, vocabulary: usize) -> usize {
+    fn rows<S: Element>(&self, vocabulary: usize) -> usize {
         let unit = Self::UNIT.max(4 * loss_rows(vocabulary));
-        let wanted = self.chunk.unwrap_or(Self::LOGITS / vocabulary);
+        let wanted = self.chunk.unwrap_or(Self::BYTES / size_of::<S>() / vocabulary);
         (wanted / unit).max(1) * unit
     }
 
@@ -81,7 +82,7 @@ impl HeadForm {
 /// [`ops::cross_entropy_by`] and [`ops::gradients_into`] over its rows, whose products cut k by the chunk's extents. The losses of rows are summed as
 /// those of all rows at once, the gradient of `w` over chunks, ascending.
 ///
-/// Queued. Scratch: logits and their gradients of a chunk, at most twice [`HeadForm::LOGITS`] numbers unless [`HeadForm::UNIT`] rows have more; a
+/// Queued. Scratch: logits and their gradients of a chunk, at most twice [`HeadForm::BYTES`] unless [`HeadForm::UNIT`] rows have more; a
 /// number for each eight rows; and what products take whose k is cut, at most 64 MiB.
 ///
 /// # Errors
@@ -104,8 +105,9 @@ pub fn linear_cross_entropy<'s, S: Factor<S> + Factor<f32>>(
         fill_into(step, &mut dw, 0.0)?;
     }
     let precision = step.precision();
-    for first in (0..rows).step_by(form.rows(vocabulary)) {
-        let rows = form.rows(vocabulary).min(rows - first);
+    let in_chunk = form.rows::<S>(vocabulary);
+    for first in (0..rows).step_by(in_chunk) {
+        let rows = in_chunk.min(rows - first);
         step.workspace(|step| {
             step.set_precision(precision);
             let [for_logits, for_dhidden, for_dw] = form.products(rows, width, vocabulary);

@@ -31,14 +31,14 @@ impl Cache {
                 for line in from..to {
                     // Small regions share a line with their neighbours.
                     let bytes = touch.bytes.min(LINE);
-                    moved += self.touch(touch.address / LINE + line % lines, bytes, touch.written);
+                    moved += self.touch(touch.address / LINE + line % lines, bytes, touch);
                 }
             }
         }
         moved
     }
 
-    fn touch(&mut self, line: u64, bytes: u64, written: bool) -> u64 {
+    fn touch(&mut self, line: u64, bytes: u64, touch: &Touch) -> u64 {
         self.now += 1;
         let mut moved = 0;
         let dirty = match self.held.get(&line) {
@@ -47,8 +47,7 @@ impl Cache {
                 dirty
             }
             None => {
-                // What is written as a whole is not read before.
-                moved += if written { 0 } else { bytes };
+                moved += if touch.read { bytes } else { 0 };
                 while self.held.len() >= self.lines.max(1) {
                     let (_, oldest) = self.oldest.pop_first().expect("as many as are held");
                     if let Some((_, true)) = self.held.remove(&oldest) {
@@ -58,7 +57,7 @@ impl Cache {
                 false
             }
         };
-        self.held.insert(line, (self.now, dirty || written));
+        self.held.insert(line, (self.now, dirty || touch.written));
         self.oldest.insert(self.now, line);
         moved
     }

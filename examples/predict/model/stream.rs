@@ -10,7 +10,6 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let name = launch.entry.name;
     let mut work = Work::plain(launch, code);
     let extents = launch.words.extents();
-    let bytes: f64 = extents.iter().map(|extent| extent.bytes() as f64).sum();
     let blocks = work.blocks as f64;
     let elements =
         extents.iter().map(|extent| extent.length).max().unwrap_or(0) as f64 / blocks / f64::from(work.threads);
@@ -35,7 +34,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     work.turn.all = all;
     work.turn.conflicts = code.way.conflicts / code.way.all * all;
     work.turn_waits = (alone - all).max(0.0);
-    work.moved = bytes / blocks;
+    work.moved = work.moves() / blocks;
     work
 }
 

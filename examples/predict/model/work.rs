@@ -15,6 +15,8 @@ pub(crate) struct Touch {
     pub(crate) bytes: u64,
     /// How often all of it is gone through, one time after another.
     pub(crate) passes: u64,
+    /// What is written and not read is written as a whole.
+    pub(crate) read: bool,
     pub(crate) written: bool,
 }
 
@@ -86,6 +88,14 @@ impl Work {
         self.touches.iter().map(|touch| touch.bytes).sum()
     }
 
+    /// Bytes that it reads and writes, each once.
+    pub(crate) fn moves(&self) -> f64 {
+        self.touches
+            .iter()
+            .map(|touch| touch.bytes as f64 * f64::from(u8::from(touch.read) + u8::from(touch.written)))
+            .sum()
+    }
+
     /// A launch that touches all of its arguments once; the rest is none.
     pub(crate) fn plain(launch: &Launch, code: &Code) -> Self {
         let entry = launch.entry;
@@ -130,9 +140,33 @@ fn touches(launch: &Launch) -> Vec<Touch> {
         .map(|(&name, extent)| Touch {
             name,
             address: extent.address,
-            bytes: extent.bytes() as u64,
+            bytes: rows(launch, name).unwrap_or(extent.length).min(extent.length) as u64 * extent.element_bytes as u64,
             passes: 1,
+            read: !extent.written || updates(launch, name),
             written: extent.written,
         })
         .collect()
+}
+
+/// Whether a kernel that writes an argument reads it before: weights and moments are updated in place, and `scale_by` may add.
+fn updates(launch: &Launch, argument: &str) -> bool {
+    let name = launch.entry.name;
+    // Behind two slices, of two words each.
+    let accumulates = || launch.words.as_slice().get(4).is_some_and(|&accumulate| accumulate != 0);
+    (name.starts_with("adamw") || name.starts_with("sgd")) && argument != "copy"
+        || name.starts_with("scale_by") && argument == "out" && accumulates()
+}
+
+/// Elements of a table that are touched, at most: a row of it for each of another argument.
+fn rows(launch: &Launch, argument: &str) -> Option<usize> {
+    const TABLES: [(&str, &str, &str); 4] = [
+        ("embedding_forward", "table", "y"),
+        ("gather", "x", "y"),
+        ("rows_sum", "out", "dy"),
+        ("rows_finish", "out", "partials"),
+    ];
+    let known = |(kernel, table, _): &&(&str, &str, &str)| launch.entry.name.starts_with(kernel) && *table == argument;
+    let (_, _, others) = TABLES.iter().find(known)?;
+    let at = launch.entry.pointers.iter().position(|name| name == others)?;
+    Some(launch.words.extents()[at].length)
 }

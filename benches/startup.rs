@@ -1,0 +1,153 @@
+//! From nothing to the first step's loss: ours beside PyTorch's, each sample in a process of its own.
+//!
+//! `cargo bench --features cuda --bench startup -- --device cuda`. A step is the one of `benches/step.rs` at batch 256, eager. Cold: the driver's cache of compiled kernels
+//! (`CUDA_CACHE_PATH`) is an empty folder, so it compiles them first; warm: it holds them. Invariant: a sample is the whole life of a process, from
+//! its start to its end, by the clock of the one that started it.
+
+#![forbid(unsafe_code)]
+
+#[allow(dead_code, unused_imports, reason = "processes are timed, not pieces of work")]
+mod harness;
+
+#[path = "../examples/crossasset/model.rs"]
+#[allow(dead_code, reason = "a bench writes no report")]
+mod model;
+#[path = "../examples/crossasset/sizes.rs"]
+mod sizes;
+
+use clap::Parser;
+use harness::values::spread;
+use harness::{Common, Samples, record};
+use serde::Serialize;
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+use stepscope::{AdamW, AdamWConfig, Arena, Capacity, Device, Gradients, Parameters, Tape};
+
+const BATCH: usize = 256;
+const COLD: usize = 3;
+const WARM: usize = 10;
+
+/// Times the first step of a process, ours beside PyTorch's.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    common: Common,
+    /// Trains one step, prints its parts and ends
+    #[arg(long, hide = true)]
+    once: bool,
+}
+
+/// Nanoseconds of processes, and of what they told of themselves.
+#[derive(Debug, Serialize)]
+struct Line {
+    contender: &'static str,
+    cache: &'static str,
+    process: Samples,
+    parts: Vec<(String, Samples)>,
+}
+
+fn main() -> harness::Result<()> {
+    let Args { common, once } = Args::parse();
+    if once {
+        return first_step(common.device);
+    }
+    let device = Device::open(common.device)?;
+    let place = common.device.to_string();
+    let ours = || {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["--once", "--device", &place]);
+        Ok(command)
+    };
+    let peer = || {
+        let mut command = Command::new("python3");
+        command.args(["benches/peers/startup.py", if place == "cuda" { "cuda" } else { "cpu" }]);
+        Ok(command)
+    };
+    let mut lines = Vec::new();
+    lines.extend(contender("stepscope", &ours)?);
+    match contender("PyTorch", &peer) {
+        Ok(of_peer) => lines.extend(of_peer),
+        Err(error) => println!("PyTorch: not measured here ({error})"),
+    }
+    println!("{:<40}{:>10}{:>10}{:>10}", device.description().name, "ms", "p10", "p90");
+    for Line { contender, cache, process, parts } in &lines {
+        print(&format!("{contender}, {cache}"), process);
+        parts.iter().for_each(|(part, samples)| print(&format!("  {part}"), samples));
+    }
+    println!("samples in {}", record("startup", &device, &lines)?);
+    Ok(())
+}
+
+fn print(what: &str, samples: &Samples) {
+    let [median, low, high] = [0.5, 0.1, 0.9].map(|share| samples.quantile(share) / 1e6);
+    println!("{what:<40}{median:>10.1}{low:>10.1}{high:>10.1}");
+}
+
+/// A contender's cold and warm lines.
+fn contender(name: &'static str, command: &dyn Fn() -> harness::Result<Command>) -> harness::Result<[Line; 2]> {
+    let kept = tempfile::tempdir()?;
+    let mut cold = Line { contender: name, cache: "cold", process: Samples(Vec::new()), parts: Vec::new() };
+    for _ in 0..COLD {
+        cold.add(command()?, tempfile::tempdir()?.path())?;
+    }
+    let mut warm = Line { cache: "warm", process: Samples(Vec::new()), parts: Vec::new(), ..cold };
+    // This one fills the cache.
+    command()?.env("CUDA_CACHE_PATH", kept.path()).output()?;
+    for _ in 0..WARM {
+        warm.add(command()?, kept.path())?;
+    }
+    Ok([cold, warm])
+}
+
+impl Line {
+    /// A sample: the life of a process that has its kernels there.
+    fn add(&mut self, mut command: Command, cache: &Path) -> harness::Result<()> {
+        let start = Instant::now();
+        let output = command.env("CUDA_CACHE_PATH", cache).output()?;
+        self.process.0.push(start.elapsed().as_nanos() as f64);
+        if !output.status.success() {
+            return Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into());
+        }
+        let told: Vec<(String, f64)> = serde_json::from_slice(&output.stdout)?;
+        for (part, nanoseconds) in told {
+            match self.parts.iter_mut().find(|(known, _)| *known == part) {
+                Some((_, samples)) => samples.0.push(nanoseconds),
+                None => self.parts.push((part, Samples(vec![nanoseconds]))),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One step, and what of it took how long.
+fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
+    let start = Instant::now();
+    let device = Device::open(kind)?;
+    let opened = start.elapsed();
+    let (model, layout) = model::Model::<f32>::new()?;
+    let parameters = Parameters::new(&device, &layout, 7)?;
+    let mut gradients = Gradients::zeros(&parameters)?;
+    let mut optimizer = AdamW::new(&parameters, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() })?;
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(512)).build()?;
+    let made = start.elapsed();
+    let x = spread(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);
+    let labels: Vec<u32> = (0..BATCH).map(|at| (at % sizes::CLASSES) as u32).collect();
+    let mut parameters = parameters;
+    let loss = arena.step(|step| {
+        let x = step.upload(&x, [BATCH, sizes::SCALES.len(), sizes::FEATURES])?.save();
+        let labels = step.upload(&labels, [BATCH])?.save();
+        let tape = Tape::new(step, &parameters);
+        let loss = tape.cross_entropy(&model.logits(&tape, &tape.input(x))?, labels, 1.0 / BATCH as f32)?;
+        tape.backward_afresh(&loss, &mut gradients)?;
+        let loss = *loss.value();
+        optimizer.apply(step, &mut parameters, &gradients)?;
+        step.read_scalar(&loss)
+    })?;
+    let all = start.elapsed();
+    assert!(loss.is_finite(), "the first loss is {loss}");
+    let parts = [("opening the device", opened), ("weights and arena", made - opened), ("first step", all - made)];
+    let parts: Vec<(&str, f64)> = parts.iter().map(|(part, took)| (*part, took.as_nanos() as f64)).collect();
+    println!("{}", serde_json::to_string(&parts)?);
+    Ok(())
+}
