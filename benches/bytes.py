@@ -1,10 +1,12 @@
 """The bytes that a training step moves from and to the GPU's memory, ours beside PyTorch's compiled one, as `ncu` counts them.
 
     cargo build --release --features cuda --example gpt --example crossasset
-    python3 benches/bytes.py gpt bf16 -- target/release/examples/gpt --device cuda --size 124m --data train.bin --precision bf16 --batch 16 --updates 4
-    python3 benches/bytes.py crossasset ieee 4096 -- target/release/examples/crossasset --device cuda --batch 4096 --folds 1 --epochs 4
+    python3 benches/bytes.py gpt bf16 -- target/release/examples/gpt --device cuda --size 124m --data train.bin --precision bf16 --batch 16 \
+        --updates 5 --evaluate-every 100 --eager
+    python3 benches/bytes.py crossasset ieee 4096 -- target/release/examples/crossasset --device cuda --batch 4096 --folds 1 --epochs 4 --capture off
 
-Prints a table and writes every kernel's bytes to `benches/runs/DATE-GPU-bytes-WHAT.json`. A step of ours is what `ncu` sees from one launch of AdamW to the next.
+Prints a table and writes every kernel's bytes to `benches/runs/DATE-GPU-bytes-WHAT.json`. A step of ours is what `ncu` sees from one launch of AdamW to the next, in eager steps: it does not
+look into graphs.
 Nothing is replayed and caches are left alone, so a kernel finds in the L2 cache what the one before has left there. Needs `ncu` and its right to count (`docs/gb10.md`).
 """
 
@@ -40,7 +42,8 @@ def one_step(launches):
     """What lies between two launches of AdamW, with the second; where there is no evaluation between them."""
     ends = [at for at, (name, *_) in enumerate(launches) if name.startswith("adamw")]
     if len(ends) < 2:
-        raise SystemExit(f"{len(ends)} launches of AdamW among {len(launches)}: no whole step")
+        names = ", ".join(sorted({name for name, *_ in launches}))
+        raise SystemExit(f"{len(ends)} launches of AdamW among {len(launches)}: no whole step, but {names}")
     _, first, last = min((last - first, first, last) for first, last in zip(ends, ends[1:]))
     return launches[first + 1 : last + 1]
 

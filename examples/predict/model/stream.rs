@@ -14,7 +14,9 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let elements =
         extents.iter().map(|extent| extent.length).max().unwrap_or(0) as f64 / blocks / f64::from(work.threads);
     work.turns = 1.0;
-    work.waits = code.way.memory;
+    // The settings of an optimiser lie in the multiprocessor's own cache as soon as its first block has read them.
+    let settings = if launch.entry.pointers.contains(&"hyper") { SETTINGS } else { 0.0 };
+    work.waits = (code.way.memory - settings).max(1.0);
     let (mut all, mut alone) = (code.way.all, code.way.alone);
     match (PER_ELEMENT.iter().find(|(known, _)| name.starts_with(known)), code.hot) {
         (Some(&(_, each)), _) => {
@@ -37,6 +39,9 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     work.moved = work.moves() / blocks;
     work
 }
+
+/// Loads of an optimiser's settings that wait for each other: the norm, its limit, and the rates.
+const SETTINGS: f64 = 3.0;
 
 /// Instructions for each element of a thread, where what a thread does follows from the shape of a row. Softmax's loop has 284 for 16 exponentials, and ten
 /// more are the maximum, the factor and the store; attention's are those of `docs/lab/step.md`, of a head of 12 tokens, and twice as many in the backward pass, as it
