@@ -14,7 +14,7 @@ use std::{process::ExitCode, sync::Arc};
 use stepscope::nn::{Block, Embedding, LayerNorm, Linear};
 use stepscope::{
     AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Layout, Learner, Model, Result, Samples,
-    Schedule, Tape, Trainer, Var, ops,
+    Schedule, Tape, Trainer, Var,
 };
 
 /// Rows of an image, which are its tokens, and pixels of a row.
@@ -87,8 +87,7 @@ fn run(args: &Args) -> Result<f64> {
     for epoch in 0..args.epochs {
         let mut progress = EpochProgress::default();
         trainer.epoch(training.batches(BATCH, epoch)?, &mut progress, &mut ())?;
-        let told = trainer.evaluate(&validation, |step, y| step.read(&ops::argmax_columns(step, y.value())?))?.1;
-        let right = told.iter().zip(&validation.digits).filter(|(told, digit)| told == digit).count();
+        let (_, right) = trainer.evaluate_classes(&validation, &validation.digits)?;
         accuracy = right as f64 / validation.len() as f64;
         println!("epoch {epoch}: loss {:.4}, accuracy {:.1} %", progress.mean_loss(), 100.0 * accuracy);
     }

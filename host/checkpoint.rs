@@ -13,9 +13,9 @@ use crate::memory::{Buffer, PIECE_BYTES};
 use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::Shape;
-use crate::tensors::Tensors;
+use crate::tensors::{NamedTensor, Tensors, header};
 use crate::upload::Transfer;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Seek, Write};
@@ -127,7 +127,7 @@ impl Checkpoint {
         }
         check(FORMAT, "1", "not a checkpoint of this version")?;
         let mut digest = FileDigest::of_notes(tensors.notes());
-        for (name, shape, bytes) in tensors.iter() {
+        for NamedTensor { name, shape, bytes, .. } in tensors.iter() {
             digest.begin(name, shape);
             digest.add(bytes);
         }
@@ -320,23 +320,10 @@ impl NewFile<'_> {
         }
     }
 
-    /// The file's start: the header's length and the header. It is as long whatever the digest is.
+    /// The file's start, which is as long whatever the digest is.
     fn header(&self, notes: &BTreeMap<String, String>, parts: &[&Part<'_>]) -> Result<Vec<u8>> {
-        let refused = |reason: String| Error::file(self.path, reason);
-        let mut end = 0;
-        let info = |part: &&Part<'_>| {
-            let start = end;
-            end += size_of::<f32>() * part.range.len();
-            let shape = part.shape.extents().to_vec();
-            (part.name.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (start, end) })
-        };
-        let tensors = parts.iter().map(info).collect();
-        let notes = notes.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-        let metadata = Metadata::new(Some(notes), tensors).map_err(|reason| refused(reason.to_string()))?;
-        let mut header = serde_json::to_vec(&metadata).map_err(|reason| refused(reason.to_string()))?;
-        // The format wants the tensors at a multiple of eight bytes.
-        header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
-        Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
+        let described = parts.iter().map(|part| (part.name.clone(), Dtype::F32, part.shape.extents().to_vec()));
+        header(self.path, notes, described)
     }
 
     /// An error for numbers of a tensor that are not finite, if they should be.

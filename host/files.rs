@@ -115,20 +115,64 @@ pub fn replace_file(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
 
 /// [`replace_file`] by what `write` writes to the temporary file.
 pub(crate) fn replace_file_by(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<()> {
-    sweep(path);
-    let replace = || {
-        // To rename over a device would take it away from everybody.
-        if let Ok(found) = fs::metadata(path) {
-            check_plain(&found)?;
-        }
-        let file = temporary(path)?;
-        write(file.as_file())?;
-        file.as_file().sync_all()?;
-        file.persist(path).map_err(|failed| failed.error)?;
+    Replacement::write(path, write)?.put()
+}
+
+/// A whole file that waits under a temporary name, on the disk, to get its own. Dropped before that it is gone.
+#[derive(Debug)]
+pub(crate) struct Replacement {
+    file: NamedTempFile,
+    path: PathBuf,
+}
+
+impl Replacement {
+    /// Writes it; what is at `path` stays. See [`replace_file`].
+    ///
+    /// # Errors
+    /// As for [`replace_file`].
+    pub(crate) fn write(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<Self> {
+        sweep(path);
+        let written = || {
+            // To rename over a device would take it away from everybody.
+            if let Ok(found) = fs::metadata(path) {
+                check_plain(&found)?;
+            }
+            let file = temporary(path)?;
+            write(file.as_file())?;
+            file.as_file().sync_all()?;
+            Ok(file)
+        };
+        let file = written().map_err(|reason: io::Error| Error::file(path, reason))?;
+        Ok(Self { file, path: path.into() })
+    }
+
+    /// Gives it its name, in one step: what was there is gone.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the system's reason; what was there is untouched then.
+    pub(crate) fn put(self) -> Result<()> {
+        let Self { file, path } = self;
+        let renamed = file.persist(&path).map_err(|failed| failed.error);
         // The rename itself is on the disk once the folder is.
-        File::open(folder(path))?.sync_all()
+        renamed.and_then(|_| sync_folder(folder(&path))).map_err(|reason| Error::file(&path, reason))
+    }
+}
+
+/// Waits until the names in a folder are on the disk.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+/// Removes a file, if it is there, and waits until its name is gone from the disk.
+///
+/// # Errors
+/// [`Error::File`] with the system's reason.
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
+    let removed = match fs::remove_file(path) {
+        Err(reason) if reason.kind() == io::ErrorKind::NotFound => return Ok(()),
+        removed => removed.and_then(|()| sync_folder(folder(path))),
     };
-    replace().map_err(|reason: io::Error| Error::file(path, reason))
+    removed.map_err(|reason| Error::file(path, reason))
 }
 
 /// Removes temporary files that killed processes have left beside `path`: those that nobody has locked. What cannot be removed stays.

@@ -29,6 +29,7 @@ pub mod ops;
 mod optim;
 mod params;
 mod precision;
+mod pretrained;
 mod ptx;
 mod random;
 mod report;
@@ -38,6 +39,7 @@ mod state_dict;
 mod step;
 mod tensor;
 mod tensors;
+mod token_sampler;
 mod trainer;
 mod upload;
 mod windows;
@@ -81,12 +83,14 @@ pub use optim::{
     UpdateRule,
 };
 pub use params::{Gradients, Layout, LayoutBuilder, LayoutEntry, Parameter, Parameters, Stack};
+pub use pretrained::StateDict;
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
 pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};
+pub use token_sampler::{TokenSampler, TokenSamplerConfig};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;
 pub use trainer::{Ended, EpochProgress, Learner, Model, Observer, Samples, Shards, Trainer, Update};

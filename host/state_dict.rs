@@ -10,14 +10,13 @@
 
 use crate::checkpoint::{FORMAT, ORIENTATION};
 use crate::error::{Error, Quantity, Result, short};
-use crate::files::replace_file;
 use crate::finite::Numbers;
 use crate::params::{Layout, LayoutEntry, Parameters};
 use crate::tensor::{Element, Stored};
-use crate::tensors::Tensors;
+use crate::tensors::{NamedTensor, Tensors, write};
 use crate::upload::Transfer;
 use half::bf16;
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::Dtype;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -86,16 +85,14 @@ impl Parameters {
             (name, shape(entry), values)
         };
         let tensors: Vec<_> = names(self.layout())?.into_iter().map(tensor).collect();
-        let refused = |reason: safetensors::SafeTensorError| Error::file(path, reason);
-        let mut views = Vec::new();
-        for (name, shape, values) in &tensors {
-            let bytes = bytemuck::cast_slice(values);
-            views.push((name, TensorView::new(dtype, shape.clone(), bytes).map_err(refused)?));
-        }
+        let tensors: Vec<_> = tensors
+            .iter()
+            .map(|(name, shape, values)| NamedTensor { name, dtype, shape, bytes: bytemuck::cast_slice(values) })
+            .collect();
         // What PyTorch's own files say of themselves, and some of its readers ask for.
         let notes = [("format", "pt"), (ORIENTATION, "outputs x inputs")];
-        let notes = HashMap::from(notes.map(|(key, value)| (key.to_owned(), value.to_owned())));
-        replace_file(path, &safetensors::serialize(views, Some(notes)).map_err(refused)?)
+        let notes = notes.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+        write(path, &notes, &tensors)?.put()
     }
 
     /// Overwrites all weights with those of a file as [`Parameters::save_state_dict`] or `safetensors.torch.save_file(
@@ -127,8 +124,8 @@ impl Parameters {
             };
             sources.insert(entry.name().to_owned(), values);
         }
-        if let Some((more, ..)) = file.iter().find(|(name, ..)| !names.contains_key(*name)) {
-            return Err(Error::file(path, format!("has `{}`, which is no parameter of this model", short(more))));
+        if let Some(more) = file.iter().find(|tensor| !names.contains_key(tensor.name)) {
+            return Err(Error::file(path, format!("has `{}`, which is no parameter of this model", short(more.name))));
         }
         self.load(|entry| sources.get(entry.name()).map(|values| bytemuck::cast_slice(values)), Transfer::new())
     }

@@ -1,20 +1,20 @@
-//! The tensors of a safetensors file, read once.
+//! The tensors of a safetensors file, read once, and written as they lie.
 //!
 //! Invariant: every byte is read one time, into memory of our own, and what is checked, hashed and used is that memory. What others do to
-//! the file is an error while it is read, and nothing to us afterwards.
+//! the file is an error while it is read, and nothing to us afterwards. A file gets its name when it is whole.
 
 #![forbid(unsafe_code)]
 
 use crate::cgroup::Cgroups;
 use crate::error::{Error, Result, short};
-use crate::files::PlainFile;
+use crate::files::{PlainFile, Replacement};
 use crate::shortage::HostMemory;
-use safetensors::tensor::{Dtype, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::Path;
 
 /// Bytes of the number that a file starts with, the length of its header.
@@ -84,15 +84,72 @@ impl Tensors {
         }
     }
 
-    /// All tensors, in order of their names: name, shape and bytes.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &[usize], &[u8])> {
-        self.header.tensors.iter().map(|(name, info)| (name.as_str(), info.shape.as_slice(), self.bytes(info)))
+    /// All tensors, in order of their names.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = NamedTensor<'_>> {
+        self.header.tensors.iter().map(|(name, info)| NamedTensor {
+            name,
+            dtype: info.dtype,
+            shape: &info.shape,
+            bytes: self.bytes(info),
+        })
     }
 
     fn bytes(&self, info: &TensorInfo) -> &[u8] {
         let (start, end) = info.data_offsets;
         &self.bytes[start..end]
     }
+}
+
+/// A tensor of a file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NamedTensor<'t> {
+    pub(crate) name: &'t str,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'t [usize],
+    /// As many as type and shape say, little-endian.
+    pub(crate) bytes: &'t [u8],
+}
+
+/// A file of these notes and tensors, which are in order of their names, that waits to be put at `path`. It takes the header's bytes of the
+/// host's memory.
+///
+/// # Errors
+/// [`Error::File`] with the system's reason.
+pub(crate) fn write(path: &Path, notes: &BTreeMap<String, String>, tensors: &[NamedTensor<'_>]) -> Result<Replacement> {
+    let described = tensors.iter().map(|tensor| (tensor.name.to_owned(), tensor.dtype, tensor.shape.to_vec()));
+    let header = header(path, notes, described)?;
+    Replacement::write(path, |mut file| {
+        file.write_all(&header)?;
+        tensors.iter().try_for_each(|tensor| file.write_all(tensor.bytes))
+    })
+}
+
+/// How a file starts whose tensors lie one behind the other in this order: the header's length, and the header. With texts of the same
+/// lengths it is as long.
+///
+/// # Errors
+/// [`Error::File`] when the bytes of the tensors cannot be counted.
+pub(crate) fn header(
+    path: &Path,
+    notes: &BTreeMap<String, String>,
+    tensors: impl IntoIterator<Item = (String, Dtype, Vec<usize>)>,
+) -> Result<Vec<u8>> {
+    let mut end = 0usize;
+    let info = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
+        let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &extent| bits.checked_mul(extent));
+        let stop = bits.and_then(|bits| end.checked_add(bits / 8));
+        let stop =
+            stop.ok_or_else(|| Error::file(path, format!("the bytes of `{}` cannot be counted", short(&name))))?;
+        let data_offsets = (std::mem::replace(&mut end, stop), stop);
+        Ok((name, TensorInfo { dtype, shape, data_offsets }))
+    };
+    let tensors = tensors.into_iter().map(info).collect::<Result<Vec<_>>>()?;
+    let notes = notes.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    let metadata = Metadata::new(Some(notes), tensors).map_err(|reason| Error::file(path, reason))?;
+    let mut header = serde_json::to_vec(&metadata).map_err(|reason| Error::file(path, reason))?;
+    // The format wants the tensors at a multiple of eight bytes.
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
 }
 
 /// What `torch.save` writes, of a file that starts so and is no safetensors file.
@@ -181,7 +238,7 @@ impl<'de> Visitor<'de> for Entries {
         let (mut notes, mut tensors) = (None, BTreeMap::new());
         while let Some(name) = map.next_key::<String>()? {
             let twice = match name.as_str() {
-                NOTES => notes.replace(map.next_value::<Option<Notes>>()?).is_some(),
+                NOTES => notes.replace(map.next_value::<Option<Texts>>()?).is_some(),
                 _ if tensors.contains_key(&name) => true,
                 _ => tensors.insert(name.clone(), map.next_value()?).is_some(),
             };
@@ -189,36 +246,36 @@ impl<'de> Visitor<'de> for Entries {
                 return Err(A::Error::custom(format_args!("two named `{}`", short(&name))));
             }
         }
-        let notes = notes.flatten().map(|Notes(notes)| notes).unwrap_or_default();
+        let notes = notes.flatten().map(|Texts(notes)| notes).unwrap_or_default();
         Ok(Header { notes, tensors })
     }
 }
 
-/// Notes: each name once.
-struct Notes(BTreeMap<String, String>);
+/// Texts by name, each name once.
+pub(crate) struct Texts(pub(crate) BTreeMap<String, String>);
 
-impl<'de> Deserialize<'de> for Notes {
+impl<'de> Deserialize<'de> for Texts {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(NoteEntries)
+        deserializer.deserialize_map(TextEntries)
     }
 }
 
-struct NoteEntries;
+struct TextEntries;
 
-impl<'de> Visitor<'de> for NoteEntries {
-    type Value = Notes;
+impl<'de> Visitor<'de> for TextEntries {
+    type Value = Texts;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of texts")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Notes, A::Error> {
-        let mut notes = BTreeMap::new();
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Texts, A::Error> {
+        let mut texts = BTreeMap::new();
         while let Some((name, text)) = map.next_entry::<String, String>()? {
-            if notes.insert(name.clone(), text).is_some() {
-                return Err(A::Error::custom(format_args!("two notes named `{}`", short(&name))));
+            if texts.insert(name.clone(), text).is_some() {
+                return Err(A::Error::custom(format_args!("two texts named `{}`", short(&name))));
             }
         }
-        Ok(Notes(notes))
+        Ok(Texts(texts))
     }
 }

@@ -12,6 +12,7 @@ use std::process::Output;
 use stepscope::Device;
 use support::example::{run, text};
 use support::on_each_device;
+use support::tokenizer_json::byte_level;
 use tempfile::TempDir;
 
 const SMALL: &str = "--context 16 --batch 2 --updates 4 --sample-tokens 5";
@@ -71,6 +72,32 @@ on_each_device! {
             assert!(output.status.success(), "{more}: {}", text(&output.stderr));
         }
     }
+
+    /// Weights in shards are those of one file; a `tokenizer.json` makes the tokens, and text of those that the model writes.
+    fn shards_and_a_tokenizer_of_ones_own(device: &Device) {
+        let (folder, data) = workplace();
+        let file = folder.path().join("tokenizer.json");
+        fs::write(&file, byte_level().to_string()).unwrap();
+        let tokenizer = format!("--tokenizer {}", file.display());
+        let (whole, sharded) = (folder.path().join("whole"), folder.path().join("sharded"));
+        for (out, more) in [(&whole, ""), (&sharded, "--max-shard-size 1mb --sample-tokens 12 --temperature 2")] {
+            let output = gpt(device, &data, out, &format!("{tokenizer} {more}"));
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        }
+        let report = |out: &Path| -> Value { serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap() };
+        assert_eq!(report(&whole)["weights_sha256"], report(&sharded)["weights_sha256"]);
+        assert!(report(&sharded)["sample"].as_str().is_some_and(|sample| !sample.is_empty()), "{}", report(&sharded)["sample"]);
+        let theirs = sharded.join("transformers");
+        let shards = names(&theirs);
+        assert!(shards.contains("model.safetensors.index.json") && !shards.contains("model.safetensors"), "{shards:?}");
+        let [one, other] = [&whole, &sharded].map(|out| {
+            let loaded = stepscope::StateDict::from_pretrained(out.join("transformers"), |_| false).unwrap();
+            loaded.iter().map(|(name, shape, values)| (name.to_owned(), shape.to_vec(), support::bits(values))).collect::<Vec<_>>()
+        });
+        assert!(one == other && !one.is_empty(), "the same tensors, bit for bit");
+        let output = gpt(device, &data, &folder.path().join("on"), &format!("{tokenizer} --weights {}", theirs.display()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
 }
 
 /// Refused with exit code 2 and these words, and nothing is written.
@@ -120,6 +147,22 @@ fn bad_input_is_told_and_nothing_is_written() {
     let other = file("tokenizer.json", b"{}");
     refused(&data, &format!("--tokenizer {}", other.display()), "tokenizer.json: is no tokenizer.json");
     refused(&data, "--tokenizer nothing.json", "nothing.json: ");
+    let whole = byte_level().to_string();
+    for length in [0, whole.len() / 2, whole.len() - 1] {
+        let cut = file("cut.json", &whole.as_bytes()[..length]);
+        refused(&data, &format!("--tokenizer {}", cut.display()), "cut.json: is no tokenizer.json");
+    }
+    let moved = whole.replace("\"id\":262", "\"id\":300");
+    assert_ne!(moved, whole);
+    let moved = file("moved.json", moved.as_bytes());
+    refused(
+        &data,
+        &format!("--tokenizer {}", moved.display()),
+        "`<|pad|>`: expected the token 300, as it says, got 262",
+    );
+    for wrong in ["0", "-1", "5PB", "GB", "1.5GB", "99999999999TB"] {
+        refused(&data, &format!("--max-shard-size={wrong}"), "--max-shard-size");
+    }
     refused(&data, "--resume nothing.safetensors", "nothing.safetensors");
     refused(&data, "--weights nothing", "config.json: ");
     refused(&data, "--batch 0", "--batch");
@@ -167,6 +210,53 @@ fn files_of_another_model_are_refused() {
         );
     }
     assert!(fs::read(&checkpoint).unwrap() == before);
+}
+
+#[test]
+fn shards_that_do_not_fit_together_are_refused() {
+    let device = support::open(stepscope::DeviceKind::Emulated);
+    let (folder, data) = workplace();
+    let out = folder.path().join("out");
+    let output = gpt(&device, &data, &out, "--max-shard-size 1MB --updates 1 --evaluate-every 1");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let theirs = out.join("transformers");
+    let weights = format!("--weights {} --tokenizer bytes", theirs.display());
+    let index = theirs.join("model.safetensors.index.json");
+    let told = fs::read_to_string(&index).unwrap();
+    let map: Value = serde_json::from_str(&told).unwrap();
+    let (name, norm) = (map["weight_map"]["transformer.wte.weight"].as_str().unwrap(), "transformer.ln_f.weight");
+    let shard = theirs.join(name);
+    let whole = fs::read(&shard).unwrap();
+    for length in [whole.len() - 4, 100, 0] {
+        fs::write(&shard, &whole[..length]).unwrap();
+        refused(&data, &weights, &format!("{name}: "));
+    }
+    fs::remove_file(&shard).unwrap();
+    refused(&data, &weights, &format!("{name}: is missing, and model.safetensors.index.json has tensors in it"));
+    fs::write(&shard, &whole).unwrap();
+    let entry = format!("\"{norm}\": {}", map["weight_map"][norm]);
+    assert!(told.contains(&entry), "{told}");
+    fs::write(&index, told.replace(&entry, &format!("{entry}, {entry}"))).unwrap();
+    refused(&data, &weights, &format!("model.safetensors.index.json: two texts named `{norm}`"));
+    fs::write(&index, told.replace(norm, "transformer.ln_g.weight")).unwrap();
+    refused(&data, &weights, "has no `transformer.ln_g.weight`, which model.safetensors.index.json has there");
+    fs::write(&index, told.replace(&format!("{entry},"), "")).unwrap();
+    refused(&data, &weights, &format!("has `{norm}`, which model.safetensors.index.json does not have there"));
+    fs::write(&index, &told[..told.len() / 2]).unwrap();
+    refused(&data, &weights, "model.safetensors.index.json: EOF");
+    fs::write(&index, &told).unwrap();
+
+    // Whole again; but the tokenizer has a token more than the weights, its special one.
+    let mut pairs = byte_level();
+    pairs["model"]["merges"] = Value::Array(Vec::new());
+    pairs["model"]["vocab"].as_object_mut().unwrap().retain(|_, id| id.as_u64() < Some(256));
+    let path = folder.path().join("pairs.json");
+    let special = pairs["added_tokens"].as_array_mut().unwrap();
+    special.truncate(1);
+    special[0]["id"] = 256.into();
+    fs::write(&path, pairs.to_string()).unwrap();
+    let other = format!("--weights {} --tokenizer {}", theirs.display(), path.display());
+    refused(&data, &other, "the weights have a vocabulary of 256, and tokenizer ");
 }
 
 /// Weights of a shape, a length or numbers that the model cannot have, and another tokenizer's.

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "state_dict/pretrained.rs"]
+mod pretrained;
 mod support;
 
 use std::collections::BTreeMap;

@@ -72,7 +72,7 @@ fn a_header_that_lies_is_refused() {
         (format!(r#"{{"w":{w},"w":{w}}}"#), 4, "two named `w`"),
         (format!(r#"{{"w":{w},"w":{}}}"#, tensor("F32", "[1]", 4, 8)), 8, "two named `w`"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#.into(), 0, "two named `__metadata__`"),
-        (r#"{"__metadata__":{"a":"1","a":"2"}}"#.into(), 0, "two notes named `a`"),
+        (r#"{"__metadata__":{"a":"1","a":"2"}}"#.into(), 0, "two texts named `a`"),
         (r#"{"__metadata__":{"a":1}}"#.into(), 0, "its header"),
         (format!(r#"{{"__metadata__":{w}}}"#), 4, "its header"),
         // Overlapping, with a hole, beyond the end, short of it, backwards, elsewhere than the type and the shape say.

@@ -222,6 +222,21 @@ on_each_device! {
         assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
     }
 
+    /// As by hand; of a model whose output has other rows, or with other labels than samples, it is refused.
+    fn a_classifier_is_told_how_much_is_right(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let [mut whole] = batches(1, 8)[0].clone().try_into().unwrap();
+        let (loss, guesses) = trainer
+            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .unwrap();
+        whole.labels = guesses.iter().zip(0..).map(|(&guess, at)| if at < 5 { guess } else { (guess + 1) % CLASSES as u32 }).collect();
+        let (other, right) = trainer.evaluate_classes(&whole, &whole.labels).unwrap();
+        assert!(right == 5 && other != loss, "{right} of 8 right, {other}");
+        let error = trainer.evaluate_classes(&whole, &whole.labels[1..]).unwrap_err().to_string();
+        assert!(error.ends_with("a label and a row of the output for each of 8 samples, got 7 labels and 8 rows"), "{error}");
+    }
+
     /// The same logits as by hand: a run is judged by the numbers that it trains with.
     fn evaluation_multiplies_as_training_does(device: &Device) {
         let x = Random::new(3).normals(32 * INPUTS);

@@ -306,10 +306,8 @@ impl<'r> Run<'r> {
         let cut = Cut { batch: self.args.batch, shards: 1, micro_batch: self.args.batch };
         for batch in samples::batches(self.dataset, fold, samples, cut, None)? {
             for batch in batch? {
-                let (sum, guesses) =
-                    trainer.evaluate(&batch, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))?;
-                loss += sum;
-                right += guesses.iter().zip(&batch.labels).filter(|(guess, label)| guess == label).count();
+                let (sum, told) = trainer.evaluate_classes(&batch, &batch.labels)?;
+                (loss, right) = (loss + sum, right + told);
             }
         }
         Ok((loss / all, right as f64 / all))

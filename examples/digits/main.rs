@@ -19,7 +19,7 @@ use data::{CLASSES, Images, PIXELS};
 use stepscope::nn::Mlp;
 use stepscope::{
     AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Layout, Learner, Model, Result, Samples,
-    Schedule, Tape, Trainer, Var, ops,
+    Schedule, Tape, Trainer, Var,
 };
 
 const HIDDEN: usize = 128;
@@ -87,9 +87,7 @@ fn run(args: &Args) -> Result<f64> {
     for epoch in 0..args.epochs {
         let mut progress = EpochProgress::default();
         trainer.epoch(training.batches(BATCH, args.seed ^ (epoch + 1))?, &mut progress, &mut ())?;
-        let (loss, guesses) =
-            trainer.evaluate(&validation, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))?;
-        let right = guesses.iter().zip(&validation.digits).filter(|(guess, digit)| guess == digit).count();
+        let (loss, right) = trainer.evaluate_classes(&validation, &validation.digits)?;
         accuracy = right as f64 / validation.len() as f64;
         println!(
             "epoch {epoch}: training loss {:.4}, validation loss {:.4}, accuracy {:.1} %",

@@ -98,6 +98,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]
     pub(crate) weights: Option<PathBuf>,
 
+    /// Write the weights for transformers in files of at most this size, as 5GB, with an index, as save_pretrained does [default: one file]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) max_shard_size: Option<u64>,
+
     /// What the sample begins with
     #[arg(long, value_name = "TEXT", default_value = "fn ")]
     pub(crate) sample: String,
@@ -183,6 +187,17 @@ fn number(text: &str, good: impl Fn(f32) -> bool, expected: &str) -> Result<f32,
         .ok()
         .filter(|&number: &f32| number.is_finite() && good(number))
         .ok_or_else(|| format!("give {expected}"))
+}
+
+/// Bytes, as transformers read them: thousands of KB are a MB.
+fn bytes(text: &str) -> Result<u64, String> {
+    let upper = text.to_ascii_uppercase();
+    let units = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4), ("", 0)];
+    let split = units.into_iter().find_map(|(unit, thousands)| Some((upper.strip_suffix(unit)?, thousands)));
+    split
+        .and_then(|(number, thousands)| number.parse::<u64>().ok()?.checked_mul(1000_u64.pow(thousands)))
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| "give a number of bytes above zero, or one with KB, MB, GB or TB, as 5GB".to_owned())
 }
 
 fn above_zero(text: &str) -> Result<f32, String> {

@@ -41,7 +41,6 @@ use cli::Args;
 use model::Gpt;
 use plan::Plan;
 use report::{Bytes, DataSize, Report};
-use sample::Draw;
 use samples::Sequences;
 use shared::exit::{self, INTERRUPTED};
 use shared::log::{self, Log};
@@ -49,7 +48,7 @@ use shared::ranks::{self, Rank};
 use shared::screen::Screen;
 use shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use stepscope::{Device, Learner, Parameters, RunLock, bf16};
+use stepscope::{Device, Learner, Parameters, RunLock, TokenSampler, TokenSamplerConfig, bf16};
 use train::Trained;
 
 fn main() -> ExitCode {
@@ -122,7 +121,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
         trace::write(path, &mut arena, &mut learner, &first)?;
-        weights::write(&args.out.join("transformers"), &learner.parameters, &sizes)?;
+        weights::write(&args.out.join("transformers"), &learner.parameters, &sizes, args.max_shard_size)?;
         return Ok(true);
     }
 
@@ -141,7 +140,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
     let memory = MemoryUse::of(trainer.memory_forecast());
     let Learner { model, parameters, .. } = trainer.learner();
     let sample = written(plan, &device, model, parameters)?;
-    weights::write(&args.out.join("transformers"), parameters, &sizes)?;
+    weights::write(&args.out.join("transformers"), parameters, &sizes, args.max_shard_size)?;
     let weights_sha256 = parameters.sha256()?;
     let capture = trainer.capture_report().map(|report| CaptureUse::after(None, report));
     let arena = trainer.arena().report();
@@ -176,9 +175,9 @@ fn weights_bytes(learner: &Learner<Gpt>) -> usize {
 /// What the model writes behind the beginning.
 fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) -> Outcome<String> {
     let Args { temperature, top_k, top_p, seed, sample_tokens, .. } = *plan.args;
-    let draw = Draw { temperature, top_k, top_p };
+    let sampler = TokenSampler::new(TokenSamplerConfig { temperature, top_k, top_p }, seed)?;
     let length = (sample_tokens, plan.tokenizer.end());
-    let tokens = sample::write(device, model, weights, &plan.beginning, length, draw, seed)?;
+    let tokens = sample::write(device, model, weights, &plan.beginning, length, &sampler)?;
     Ok(plan.tokenizer.decode(&tokens))
 }
 

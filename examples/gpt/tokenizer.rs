@@ -1,10 +1,14 @@
 //! Text to tokens and back: bytes, GPT-2's byte pairs, or whatever a `tokenizer.json` says.
+//!
+//! Invariant: the same text has the same tokens each time, all of it and no others.
 
 use std::fs;
 use std::path::Path;
 
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tiktoken_rs::CoreBPE;
+use tokenizers::ModelWrapper;
 
 use crate::bad_input::{Outcome, bad};
 
@@ -23,6 +27,29 @@ const GPT2_END: u32 = 50_256;
 /// What files call it.
 const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
 
+/// An error for a file that would give other tokens than it says, or others each time.
+fn check(tokenizer: &tokenizers::Tokenizer, told: &Value) -> Result<(), String> {
+    if let ModelWrapper::BPE(pairs) = tokenizer.get_model()
+        && let Some(dropout) = pairs.dropout.filter(|&dropout| dropout > 0.0)
+    {
+        return Err(format!(
+            "`dropout`: expected none, got {dropout}: the same text would have other tokens each time"
+        ));
+    }
+    // The package numbers added tokens itself, behind the others.
+    for added in told["added_tokens"].as_array().into_iter().flatten() {
+        let (content, id) = (added["content"].as_str().unwrap_or_default(), added["id"].as_u64());
+        let got = tokenizer.token_to_id(content);
+        if got.map(u64::from) != id {
+            let [id, got] = [id, got.map(u64::from)].map(|id| id.map_or("none".into(), |id| id.to_string()));
+            return Err(format!(
+                "`{content}`: expected the token {id}, as it says, got {got}: number added tokens behind the others"
+            ));
+        }
+    }
+    Ok(())
+}
+
 impl Tokenizer {
     /// By its name: `bytes`, `gpt2`, or a file.
     pub(crate) fn open(name: &str) -> Outcome<Self> {
@@ -31,8 +58,12 @@ impl Tokenizer {
             "gpt2" => Ok(Self::Gpt2(Box::new(tiktoken_rs::r50k_base().map_err(|reason| bad("gpt2", reason))?))),
             file => {
                 let bytes = fs::read(Path::new(file)).map_err(|reason| bad(file, reason))?;
-                let made = tokenizers::Tokenizer::from_bytes(&bytes);
-                let tokenizer = made.map_err(|reason| bad(file, format!("is no tokenizer.json: {reason}")))?;
+                let no_file = |reason: &dyn std::fmt::Display| bad(file, format!("is no tokenizer.json: {reason}"));
+                let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|reason| no_file(&reason))?;
+                let told: Value = serde_json::from_slice(&bytes).map_err(|reason| no_file(&reason))?;
+                check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
+                // What some files ask for, for whom a text is a sentence.
+                tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
                 Ok(Self::File(Box::new(tokenizer), crate::text::hex(&Sha256::digest(&bytes))))
             }
         }

@@ -1,14 +1,13 @@
 //! What the model makes of the first batch, for `tests/oracle/gpt.py`: logits, loss and every gradient, by the names of transformers.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
-use stepscope::{Arena, Learner, Model, Samples, Tape, replace_file};
+use stepscope::{Arena, Learner, Model, Samples, StateDict, Tape};
 
 use crate::bad_input::Outcome;
 use crate::model::Gpt;
 use crate::samples::Sequences;
-use crate::weights::{as_theirs, serialized};
+use crate::weights::as_theirs;
 
 /// Writes the file; the weights stay as they are.
 pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut Learner<Gpt>, batch: &Sequences) -> Outcome<()> {
@@ -24,16 +23,16 @@ pub(crate) fn write(path: &Path, arena: &mut Arena, learner: &mut Learner<Gpt>, 
         Ok((logits, value))
     })?;
     let sizes = &model.sizes;
-    let shape = vec![batch.len(), sizes.context];
+    let shape = [batch.len(), sizes.context];
     // Numbers of tokens are exact in f32.
-    let numbers = |ids: &[u32]| (shape.clone(), ids.iter().map(|&id| id as f32).collect());
-    let mut tensors: BTreeMap<_, _> = as_theirs(parameters.layout(), sizes, &gradients.flat().read()?)
-        .into_iter()
-        .map(|(name, gradient)| (format!("gradient.{name}"), gradient))
-        .collect();
-    tensors.insert("ids".into(), numbers(&batch.ids));
-    tensors.insert("labels".into(), numbers(&batch.labels));
-    tensors.insert("loss".into(), (vec![1], vec![loss]));
-    tensors.insert("logits".into(), (vec![batch.len(), sizes.context, sizes.vocabulary], logits));
-    Ok(replace_file(path, &serialized(&tensors)?)?)
+    let numbers = |ids: &[u32]| ids.iter().map(|&id| id as f32).collect();
+    let mut tensors = StateDict::default();
+    for (name, shape, gradient) in as_theirs(parameters.layout(), sizes, &gradients.flat().read()?)?.iter() {
+        tensors.insert(format!("gradient.{name}"), shape, gradient.to_vec())?;
+    }
+    tensors.insert("ids", shape, numbers(&batch.ids))?;
+    tensors.insert("labels", shape, numbers(&batch.labels))?;
+    tensors.insert("loss", [1], vec![loss])?;
+    tensors.insert("logits", [batch.len(), sizes.context, sizes.vocabulary], logits)?;
+    Ok(tensors.save(path)?)
 }

@@ -6,24 +6,20 @@
 //! | other matrices | as they are (`Conv1D`) | transposed (`Linear`) |
 //! | tables, gains, biases | as they are | as they are |
 //!
-//! Invariant: a file gives every weight, each finite and of the shape that `config.json` says, or nothing is changed.
+//! Invariant: a folder gives every weight, each finite and of the shape that `config.json` says, or nothing is changed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
-use stepscope::{Error, Layout, LayoutEntry, Parameters, Result, Transfer, replace_file};
+use stepscope::{Error, Layout, LayoutEntry, Parameters, Result, StateDict, Transfer, replace_file};
 
 use crate::bad_input::{Outcome, bad};
 use crate::cli::Arch;
 use crate::model::Sizes;
 use crate::plan::layout;
 
-const FILE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 /// What older files hold besides weights: masks and frequencies, which are computed.
 const COMPUTED: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
 
@@ -118,8 +114,11 @@ fn places(theirs: &Theirs, first: usize, all: usize) -> impl Iterator<Item = usi
 }
 
 /// Each tensor of theirs with its shape, of a flat region of ours.
-pub(crate) fn as_theirs(layout: &Layout, sizes: &Sizes, flat: &[f32]) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
-    let mut tensors = BTreeMap::new();
+///
+/// # Errors
+/// Never: shapes and values agree.
+pub(crate) fn as_theirs(layout: &Layout, sizes: &Sizes, flat: &[f32]) -> Result<StateDict> {
+    let mut tensors = StateDict::default();
     for entry in layout.entries() {
         let (ours, mut first) = (&flat[entry.range()], 0);
         let parts = theirs(entry, sizes);
@@ -127,10 +126,10 @@ pub(crate) fn as_theirs(layout: &Layout, sizes: &Sizes, flat: &[f32]) -> BTreeMa
         for part in parts {
             let values = places(&part, first, all).map(|place| ours[place]).collect();
             first += part.cols;
-            tensors.insert(part.name, (part.shape, values));
+            tensors.insert(part.name, part.shape, values)?;
         }
     }
-    tensors
+    Ok(tensors)
 }
 
 impl Weights {
@@ -140,11 +139,7 @@ impl Weights {
         let told = fs::read(&config).map_err(|reason| bad(config.display(), reason))?;
         let told = serde_json::from_slice(&told).map_err(|reason| bad(config.display(), reason))?;
         let mut sizes = sizes(&told).map_err(|reason| bad(config.display(), reason))?;
-        let files = files(folder)?;
-        let mut found = HashMap::new();
-        for file in &files {
-            read_file(file, &mut found)?;
-        }
+        let mut found = StateDict::from_pretrained(folder, is_computed).map_err(refused)?;
         let place = folder.display();
         let (layout, mut values) = (layout(sizes)?, HashMap::new());
         for entry in layout.entries() {
@@ -165,10 +160,6 @@ impl Weights {
                     let reason = format!("`{}`: expected {:?} by config.json, got {shape:?}", part.name, part.shape);
                     return Err(bad(place, reason));
                 }
-                if let Some(at) = values.iter().position(|value| !value.is_finite()) {
-                    let reason = format!("`{}`: expected finite numbers, got {} at place {at}", part.name, values[at]);
-                    return Err(bad(place, reason));
-                }
                 for (place, value) in places(&part, first, all).zip(values) {
                     ours[place] = value;
                 }
@@ -177,8 +168,7 @@ impl Weights {
             values.insert(entry.name().to_owned(), ours);
         }
         let copied = |name: &str| sizes.tied && name == "lm_head.weight";
-        found.retain(|name, _| !copied(name) && !is_computed(name));
-        if let Some(more) = found.keys().min() {
+        if let Some((more, ..)) = found.iter().find(|(name, ..)| !copied(name)) {
             return Err(bad(place, format!("has `{more}`, which is no weight of this model")));
         }
         // Fewer positions are the first ones of the table.
@@ -204,72 +194,26 @@ impl Weights {
     }
 }
 
-/// Writes `config.json` and the weights into a folder, which is made when missing, as transformers read them.
+/// What is wrong with a file is for the user to mend; that there is no memory, say, is not.
+fn refused(error: Error) -> Box<dyn std::error::Error + Send + Sync> {
+    match error {
+        Error::File { path, reason } => bad(path.display(), reason),
+        error => error.into(),
+    }
+}
+
+/// Writes `config.json` and the weights into a folder, which is made when missing, as transformers read them: in files of at most so many
+/// bytes.
 ///
 /// # Errors
 /// When a file cannot be written.
-pub(crate) fn write(folder: &Path, parameters: &Parameters, sizes: &Sizes) -> Result<()> {
-    let failed = |reason: &dyn ToString| Error::File { path: folder.into(), reason: reason.to_string() };
-    fs::create_dir_all(folder).map_err(|reason| failed(&reason))?;
-    let tensors = as_theirs(parameters.layout(), sizes, &parameters.flat().read()?);
-    replace_file(folder.join(FILE), &serialized(&tensors).map_err(|reason| failed(&reason))?)?;
+pub(crate) fn write(folder: &Path, parameters: &Parameters, sizes: &Sizes, max_shard_size: Option<u64>) -> Result<()> {
+    let failed = |reason: std::io::Error| Error::File { path: folder.into(), reason: reason.to_string() };
+    fs::create_dir_all(folder).map_err(failed)?;
+    let tensors = as_theirs(parameters.layout(), sizes, &parameters.flat().read()?)?;
+    tensors.save_pretrained(folder, max_shard_size)?;
     let config = serde_json::to_vec_pretty(&config(sizes)).expect("plain numbers have a JSON form");
     replace_file(folder.join("config.json"), &config)
-}
-
-/// A safetensors file of f32 tensors.
-///
-/// # Errors
-/// Never: shapes and values agree.
-pub(crate) fn serialized(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) -> Outcome<Vec<u8>> {
-    let view = |(shape, values): &(Vec<usize>, Vec<f32>)| {
-        // Bytes as they are in memory, which on all machines that run this is little-endian.
-        TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(values)).map(|view| view.data().to_vec())
-    };
-    let bytes: Vec<_> = tensors.values().map(view).collect::<std::result::Result<_, _>>()?;
-    let views = tensors
-        .iter()
-        .zip(&bytes)
-        .map(|((name, (shape, _)), bytes)| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
-    let views = views.collect::<std::result::Result<Vec<_>, safetensors::SafeTensorError>>()?;
-    Ok(safetensors::serialize(views, Some(HashMap::from([("format".to_owned(), "pt".to_owned())])))?)
-}
-
-/// The files that the weights of a folder are in.
-fn files(folder: &Path) -> Outcome<Vec<PathBuf>> {
-    let index = folder.join(INDEX);
-    if !index.is_file() {
-        return Ok(vec![folder.join(FILE)]);
-    }
-    let text = fs::read(&index).map_err(|reason| bad(index.display(), reason))?;
-    let text: Value = serde_json::from_slice(&text).map_err(|reason| bad(index.display(), reason))?;
-    let names = text["weight_map"].as_object().into_iter().flat_map(|map| map.values());
-    let names: Option<BTreeSet<&str>> = names.map(Value::as_str).collect();
-    match names.filter(|names| !names.is_empty() && names.iter().all(|name| !name.contains(['/', '\\']))) {
-        Some(names) => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
-        None => Err(bad(index.display(), "expected a `weight_map` of names of tensors to names of files beside it")),
-    }
-}
-
-/// Adds a file's tensors as f32.
-fn read_file(path: &Path, found: &mut HashMap<String, (Vec<usize>, Vec<f32>)>) -> Outcome<()> {
-    let place = path.display();
-    let bytes = fs::read(path).map_err(|reason| bad(place.to_string(), reason))?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|reason| bad(place.to_string(), reason))?;
-    for (name, tensor) in file.iter() {
-        let data = tensor.data();
-        let values = match tensor.dtype() {
-            Dtype::F32 => data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect(),
-            Dtype::BF16 => data.as_chunks().0.iter().map(|&bytes| half::bf16::from_le_bytes(bytes).to_f32()).collect(),
-            Dtype::F16 => data.as_chunks().0.iter().map(|&bytes| half::f16::from_le_bytes(bytes).to_f32()).collect(),
-            _ if is_computed(name) => continue,
-            other => return Err(bad(place, format!("`{name}`: expected F32, BF16 or F16, got {other:?}"))),
-        };
-        if found.insert(name.to_owned(), (tensor.shape().to_vec(), values)).is_some() {
-            return Err(bad(place, format!("has `{name}` a second time")));
-        }
-    }
-    Ok(())
 }
 
 /// The sizes that a `config.json` tells, or what in it this program does not know.

@@ -10,6 +10,7 @@ use crate::autograd::{Tape, Var};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Quantity, Result};
 use crate::memory::Arena;
+use crate::ops;
 use crate::optim::UpdateRule;
 use crate::shortage::MemoryShortage;
 use crate::step::Eager;
@@ -257,6 +258,25 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let update = self.learner().optimizer.updates();
         self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
+    }
+
+    /// [`Trainer::evaluate`] of a classifier: the sum of the samples' losses, and how many samples are told right. The model's output is
+    /// `[samples, classes]`; a sample is right if the largest of its row, of equal ones the first, is in the column of its label.
+    ///
+    /// # Errors
+    /// As for [`Trainer::evaluate`]; [`Error::Misuse`] unless there is a label for each sample, and a row.
+    #[track_caller]
+    pub fn evaluate_classes(&mut self, samples: &impl Samples, labels: &[u32]) -> Result<(f64, usize)> {
+        let (loss, guesses) = self.evaluate(samples, |step, output| {
+            let guesses = ops::argmax_columns(step, output.value())?;
+            let (count, rows) = (samples.len(), guesses.shape().elements());
+            if (count, count) != (labels.len(), rows) {
+                let expected = format!("a label and a row of the output for each of {count} samples");
+                return Err(Error::misuse("evaluate", expected, format!("{} labels and {rows} rows", labels.len())));
+            }
+            step.read(&guesses)
+        })?;
+        Ok((loss, guesses.iter().zip(labels).filter(|(guess, label)| guess == label).count()))
     }
 
     /// Writes weights, optimiser, dropout's seed, progress and notes to the checkpoint's path; does nothing without one. In a group all ranks

@@ -1,0 +1,327 @@
+//! Tensors by name, in and out of folders as Hugging Face's `from_pretrained` and `save_pretrained` have them: one safetensors file, or
+//! shards and an index.
+//!
+//! Invariant: what is read is one whole state as somebody wrote it, each tensor once, all finite; whenever the process dies, no folder has
+//! an index that leads to tensors of two states.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Quantity, Result, short};
+use crate::files::{PlainFile, Replacement, remove_file};
+use crate::finite::Numbers;
+use crate::tensors::{NamedTensor, Tensors, Texts, write};
+use half::{bf16, f16};
+use safetensors::tensor::Dtype;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet, btree_map};
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+/// The one file of a folder that is not sharded.
+const FILE: &str = "model.safetensors";
+/// Says which shard each tensor is in.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Tensors of f32 by their names, each with its shape: what PyTorch calls a `state_dict`, on the host.
+///
+/// Names, shapes and the order of elements are the file's. [`Parameters::load_state_dict`](crate::Parameters::load_state_dict) reads models
+/// whose modules are named as ours; this is for all others, whose names and transposes a program maps itself, as `examples/gpt/weights.rs`
+/// does for GPT-2 and Llama.
+///
+/// ```
+/// use stepscope::StateDict;
+///
+/// # fn main() -> stepscope::Result<()> {
+/// # let folder = tempfile::tempdir().expect("a folder");
+/// # let folder = folder.path();
+/// let mut tensors = StateDict::default();
+/// tensors.insert("wte.weight", [3, 2], vec![0.0, 0.1, 1.0, 1.1, 2.0, 2.1])?;
+/// tensors.insert("ln_f.weight", [2], vec![1.0, 1.0])?;
+/// tensors.save_pretrained(folder, Some(24))?; // bytes of a shard: 24 for the first, and 8 for the second
+/// assert!(folder.join("model-00002-of-00002.safetensors").exists());
+/// assert_eq!(StateDict::from_pretrained(folder, |_| false)?, tensors);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StateDict {
+    tensors: BTreeMap<String, Values>,
+}
+
+/// A tensor's numbers, rows first.
+#[derive(Clone, Debug, PartialEq)]
+struct Values {
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+impl StateDict {
+    /// Adds a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when there is one of this name, or the shape does not have as many elements as there are values.
+    pub fn insert(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>, values: Vec<f32>) -> Result<()> {
+        let (name, shape) = (name.into(), shape.into());
+        if shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent)) != Some(values.len()) {
+            let expected = format!("as many values for `{}` as its shape {shape:?} has", short(&name));
+            return Err(Error::misuse("state_dict", expected, values.len().to_string()));
+        }
+        match self.tensors.entry(name) {
+            btree_map::Entry::Vacant(place) => {
+                place.insert(Values { shape, values });
+                Ok(())
+            }
+            btree_map::Entry::Occupied(place) => {
+                let got = format!("two named `{}`", short(place.key()));
+                Err(Error::misuse("state_dict", "a different name for each tensor", got))
+            }
+        }
+    }
+
+    /// Takes a tensor out: its shape and its values.
+    pub fn remove(&mut self, name: &str) -> Option<(Vec<usize>, Vec<f32>)> {
+        self.tensors.remove(name).map(|Values { shape, values }| (shape, values))
+    }
+
+    /// All tensors, in the order of their names: name, shape and values.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &[usize], &[f32])> {
+        self.tensors.iter().map(|(name, Values { shape, values })| (name.as_str(), shape.as_slice(), values.as_slice()))
+    }
+
+    /// Reads a folder: `model.safetensors`, or else `model.safetensors.index.json` and the shards that it names, which lie beside it under any
+    /// names. F32 is taken as it is, BF16 and F16 become f32 exactly. Tensors for which `skip` says so are left out, whatever they are:
+    /// buffers that a program computes itself, say. Each byte is read once; takes a file's bytes of the host's memory beside the values.
+    ///
+    /// # Errors
+    /// [`Error::File`] when a file is missing, no plain file, cut, not of the format, or larger than the host's available memory; when index
+    /// and shards do not have the same tensors, or a tensor comes twice; when a tensor is of another type, or not finite.
+    pub fn from_pretrained(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
+        let folder = folder.as_ref();
+        let (whole, index) = (folder.join(FILE), folder.join(INDEX));
+        let mut found = Self::default();
+        // As transformers do, who look for the one file first.
+        if whole.exists() {
+            found.add(&whole, &Tensors::read(&whole)?, &skip)?;
+            return Ok(found);
+        }
+        if !index.exists() {
+            return Err(Error::file(folder, format!("has neither {FILE} nor {INDEX}")));
+        }
+        for (shard, names) in shards(&index)? {
+            let path = folder.join(shard);
+            if !path.exists() {
+                let reason = format!("is missing, and {INDEX} has tensors in it: {}", names.len());
+                return Err(Error::file(path, reason));
+            }
+            let tensors = Tensors::read(&path)?;
+            let there: BTreeSet<&str> = tensors.iter().map(|tensor| tensor.name).filter(|name| !skip(name)).collect();
+            let told: BTreeSet<&str> = names.iter().map(String::as_str).filter(|name| !skip(name)).collect();
+            if let Some(name) = told.difference(&there).next() {
+                return Err(Error::file(path, format!("has no `{}`, which {INDEX} has there", short(name))));
+            }
+            if let Some(name) = there.difference(&told).next() {
+                return Err(Error::file(path, format!("has `{}`, which {INDEX} does not have there", short(name))));
+            }
+            found.add(&path, &tensors, &skip)?;
+        }
+        Ok(found)
+    }
+
+    /// Adds a file's tensors.
+    fn add(&mut self, path: &Path, tensors: &Tensors, skip: impl Fn(&str) -> bool) -> Result<()> {
+        for NamedTensor { name, dtype, shape, bytes } in tensors.iter().filter(|tensor| !skip(tensor.name)) {
+            let refused = |reason: String| Error::file(path, format!("`{}`: {reason}", short(name)));
+            let values: Vec<f32> = match dtype {
+                Dtype::F32 => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
+                Dtype::BF16 => bytes.as_chunks().0.iter().map(|&two| bf16::from_le_bytes(two).to_f32()).collect(),
+                Dtype::F16 => bytes.as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()).collect(),
+                other => return Err(refused(format!("expected F32, BF16 or F16, got {other:?}"))),
+            };
+            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+                return Err(refused(format!("expected finite numbers, got {} at place {at}", values[at])));
+            }
+            self.insert(name, shape, values)?;
+        }
+        Ok(())
+    }
+
+    /// Writes all tensors to one file of F32, replacing it as a whole.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] for a tensor that is not finite; [`Error::File`] with the system's reason. What was there is untouched then.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.check_finite()?;
+        self.stage(path.as_ref(), self.tensors.keys())?.put()
+    }
+
+    /// Writes all tensors into a folder, which must exist, as `from_pretrained` of transformers reads them: `model.safetensors`; or, where that
+    /// would have more than `max_shard_bytes` bytes of tensors, `model-00001-of-0000N.safetensors` and so on with
+    /// `model.safetensors.index.json`. Tensors are dealt out as `save_pretrained` does it (`max_shard_size`; huggingface_hub,
+    /// `split_torch_state_dict_into_shards`): in the order of their names, each to the shard of the one before, if there is room. One that is
+    /// larger has a shard of its own.
+    ///
+    /// What an earlier save has left is replaced, and the rest of it removed: no folder has two states. All files are on the disk before the
+    /// first gets its name, the index comes last. Until then the folder gives the old tensors; but where both saves have shards of the same
+    /// names it gives, for as long as it takes to rename them, none. Takes room on the disk for both, and none of the host's memory.
+    ///
+    /// # Errors
+    /// As for [`StateDict::save`]; nothing has changed, unless files could be written and not be renamed or removed.
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, max_shard_bytes: Option<u64>) -> Result<()> {
+        self.check_finite()?;
+        let folder = folder.as_ref();
+        let shards = self.dealt(max_shard_bytes.unwrap_or(u64::MAX));
+        let (whole, index) = (folder.join(FILE), folder.join(INDEX));
+        if shards.len() == 1 {
+            // It counts more than an index.
+            self.stage(&whole, shards[0].iter().copied())?.put()?;
+            remove_file(&index)?;
+            return remove_shards(folder, 0);
+        }
+        let named = |number: usize| folder.join(shard_name(number, shards.len()));
+        let staged = shards.iter().enumerate().map(|(at, names)| self.stage(&named(at + 1), names.iter().copied()));
+        let staged = staged.collect::<Result<Vec<_>>>()?;
+        let text = self.index(&shards);
+        let staged_index = Replacement::write(&index, |mut file| file.write_all(text.as_bytes()))?;
+        if (1..=shards.len()).any(|number| named(number).exists()) {
+            remove_file(&index)?;
+        }
+        staged.into_iter().try_for_each(Replacement::put)?;
+        staged_index.put()?;
+        remove_file(&whole)?;
+        remove_shards(folder, shards.len())
+    }
+
+    fn check_finite(&self) -> Result<()> {
+        let finite = |(name, _, values): (&str, &[usize], &[f32])| {
+            (name.to_owned(), values.iter().all(|value| value.is_finite()))
+        };
+        Numbers::Finite.check((None, Quantity::Weight), self.iter().map(finite))
+    }
+
+    /// The file of these tensors, whole and under a temporary name.
+    fn stage<'n>(&self, path: &Path, names: impl Iterator<Item = &'n String>) -> Result<Replacement> {
+        // Bytes as they are in memory, which every host of such a GPU has as the format.
+        const { assert!(cfg!(target_endian = "little")) };
+        let tensor = |name: &'n String| {
+            let Values { shape, values } = &self.tensors[name];
+            NamedTensor { name, dtype: Dtype::F32, shape, bytes: bytemuck::cast_slice(values) }
+        };
+        let notes = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        write(path, &notes, &names.map(tensor).collect::<Vec<_>>())
+    }
+
+    /// The names of each shard, at least of one.
+    fn dealt(&self, most: u64) -> Vec<Vec<&String>> {
+        let (mut shards, mut filled) = (vec![Vec::new()], 0u64);
+        for (name, Values { values, .. }) in &self.tensors {
+            let bytes = size_of_val(values.as_slice()) as u64;
+            let last = shards.len() - 1;
+            if filled + bytes > most && !shards[last].is_empty() {
+                shards.push(vec![name]);
+                filled = bytes;
+            } else {
+                shards[last].push(name);
+                filled += bytes;
+            }
+        }
+        shards
+    }
+
+    /// The text of the index.
+    fn index(&self, shards: &[Vec<&String>]) -> String {
+        let file = |at: usize| shard_name(at + 1, shards.len());
+        let map: BTreeMap<&String, String> =
+            shards.iter().enumerate().flat_map(|(at, names)| names.iter().map(move |&name| (name, file(at)))).collect();
+        let bytes: usize = self.iter().map(|(_, _, values)| size_of_val(values)).sum();
+        let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
+        format!("{index:#}\n")
+    }
+}
+
+fn shard_name(number: usize, shards: usize) -> String {
+    format!("model-{number:05}-of-{shards:05}.safetensors")
+}
+
+/// Of how many shards a file is one, by its name.
+fn shards_of(name: &str) -> Option<usize> {
+    let (number, shards) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+    let is_number = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    if is_number(number) && is_number(shards) { shards.parse().ok() } else { None }
+}
+
+/// Removes the shards of saves that had another number of them.
+fn remove_shards(folder: &Path, kept: usize) -> Result<()> {
+    let entries = fs::read_dir(folder).map_err(|reason| Error::file(folder, reason))?;
+    let old = entries.flatten().filter(|entry| {
+        let shards = entry.file_name().to_str().and_then(shards_of);
+        shards.is_some_and(|shards| shards != kept) && entry.file_type().is_ok_and(|kind| !kind.is_dir())
+    });
+    let old: Vec<PathBuf> = old.map(|entry| entry.path()).collect();
+    old.iter().try_for_each(|path| remove_file(path))
+}
+
+/// What is used of an index. `total_size` is not: files whose authors count otherwise are whole all the same.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: Texts,
+}
+
+/// The names of the tensors in each shard, by the index.
+fn shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>> {
+    let failed = |reason: &dyn ToString| Error::file(index, short(&reason.to_string()));
+    let mut bytes = Vec::new();
+    let mut file = PlainFile::open(index).map_err(|reason| failed(&reason))?;
+    file.read_to_end(&mut bytes).map_err(|reason| failed(&reason))?;
+    let Index { weight_map: Texts(map) } = serde_json::from_slice(&bytes).map_err(|reason| failed(&reason))?;
+    let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (tensor, shard) in map {
+        if shard.is_empty() || shard.contains(['/', '\\']) {
+            let reason = format!("`weight_map`: expected the name of a file beside it, got `{}`", short(&shard));
+            return Err(Error::file(index, reason));
+        }
+        shards.entry(shard).or_default().push(tensor);
+    }
+    if shards.is_empty() {
+        return Err(Error::file(index, "`weight_map`: expected tensors, got none"));
+    }
+    Ok(shards)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_shards_are_shards() {
+        assert_eq!(shards_of(&shard_name(2, 13)), Some(13));
+        assert_eq!(shards_of("model-00001-of-123456.safetensors"), Some(123_456));
+        for other in [
+            "model.safetensors",
+            "model-1-of-2.safetensors",
+            "model-00001-of-00002.bin",
+            "model-00001-of-0000x.safetensors",
+            "adapter-00001-of-00002.safetensors",
+            "model-00001-of-00002.safetensors.index.json",
+        ] {
+            assert_eq!(shards_of(other), None, "{other}");
+        }
+    }
+
+    /// As the example of huggingface_hub's documentation: 6, 6, 2, 6, 2, 2 at most 10 together are 6, 6 + 2, 6 + 2 + 2.
+    #[test]
+    fn tensors_are_dealt_out_in_order() {
+        let mut tensors = StateDict::default();
+        for (name, values) in ["a", "b", "c", "d", "e", "f"].into_iter().zip([6, 6, 2, 6, 2, 2]) {
+            tensors.insert(name, [values], vec![0.0; values]).unwrap();
+        }
+        let dealt = |most: u64| {
+            let shards = tensors.dealt(most);
+            shards.iter().map(|names| names.iter().map(|name| name.as_str()).collect::<String>()).collect::<Vec<_>>()
+        };
+        assert_eq!(dealt(4 * 10), ["a", "bc", "def"]);
+        assert_eq!(dealt(4 * 24), ["abcdef"]);
+        assert_eq!(dealt(0), ["a", "b", "c", "d", "e", "f"]);
+        assert_eq!(StateDict::default().dealt(0).len(), 1);
+    }
+}
