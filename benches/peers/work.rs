@@ -149,8 +149,9 @@ pub(crate) fn start_deadline() {
     });
 }
 
-/// Prints why a contender is not measured, as step.py does.
+/// Prints why a contender is not measured, as step.py does: the first line of the reason, for a backtrace may follow.
 pub(crate) fn missing(given: &StepArgs, peer: &Peer, reason: &str) {
+    let reason = reason.lines().next().unwrap_or_default();
     println!("{}", json!({ "batch": given.batch, "contender": peer.contender, "reason": reason }));
 }
 

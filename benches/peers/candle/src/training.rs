@@ -14,13 +14,15 @@ const MOST: f64 = 1.0;
 
 /// Two tensors of a batch on the device.
 type Inputs = [Tensor; 2];
+/// What is made of `T`.
+type Maker<T, Made> = Box<dyn Fn(&T) -> candle_core::Result<Made>>;
 
 pub(crate) struct Trained {
     device: Device,
     weights: Vec<Var>,
     optimizer: AdamW,
-    upload: Box<dyn Fn(&Device) -> candle_core::Result<Inputs>>,
-    forward: Box<dyn Fn(&Inputs) -> candle_core::Result<Tensor>>,
+    upload: Maker<Device, Inputs>,
+    forward: Maker<Inputs, Tensor>,
     inputs: Option<Inputs>,
     loss: Option<Tensor>,
 }
@@ -28,8 +30,7 @@ pub(crate) struct Trained {
 impl Trained {
     /// CrossAsset on random features.
     pub(crate) fn crossasset(device: &Device, dtype: DType, batch: usize) -> Result<Self> {
-        let variables = VarMap::new();
-        let model = CrossAsset::new(VarBuilder::from_varmap(&variables, dtype, device))?;
+        let (variables, model) = initialized(device, dtype, CrossAsset::new)?;
         let (x, labels) = (work::numbers(batch * SCALES * FEATURES), work::below(CLASSES, batch));
         let upload = move |device: &Device| {
             let x = Tensor::from_slice(&x, (batch, SCALES, FEATURES), device)?.to_dtype(dtype)?;
@@ -41,8 +42,7 @@ impl Trained {
 
     /// GPT-2 on random tokens.
     pub(crate) fn gpt2(device: &Device, dtype: DType, sizes: Gpt2Sizes, batch: usize) -> Result<Self> {
-        let variables = VarMap::new();
-        let model = Gpt2::new(sizes, VarBuilder::from_varmap(&variables, dtype, device))?;
+        let (variables, model) = initialized(device, dtype, |builder| Gpt2::new(sizes, builder))?;
         let tokens = sizes.tokens;
         let ids = work::below(sizes.vocabulary, batch * (tokens + 1));
         let upload = move |device: &Device| {
@@ -84,6 +84,21 @@ impl Trained {
         }
         Ok(())
     }
+}
+
+/// A model and its weights. They are drawn in f32: on CUDA candle draws no BF16.
+fn initialized<M>(
+    device: &Device,
+    dtype: DType,
+    make: impl Fn(VarBuilder) -> candle_core::Result<M>,
+) -> Result<(VarMap, M)> {
+    let variables = VarMap::new();
+    make(VarBuilder::from_varmap(&variables, DType::F32, device))?;
+    for variable in variables.data().lock().expect("no other thread has them").values_mut() {
+        *variable = Var::from_tensor(&variable.to_dtype(dtype)?)?;
+    }
+    let model = make(VarBuilder::from_varmap(&variables, dtype, device))?;
+    Ok((variables, model))
 }
 
 impl Training for Trained {
