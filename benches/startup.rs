@@ -126,14 +126,14 @@ fn first_step(kind: stepscope::DeviceKind) -> harness::Result<()> {
     let device = Device::open(kind)?;
     let opened = start.elapsed();
     let (model, layout) = model::Model::<f32>::new()?;
-    let parameters = Parameters::new(&device, &layout, 7)?;
+    let mut parameters = Parameters::new(&device, &layout, 7)?;
     let mut gradients = Gradients::zeros(&parameters)?;
     let mut optimizer = AdamW::new(&parameters, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() })?;
     let mut arena = Arena::builder(&device).capacity(Capacity::mib(512)).build()?;
     let made = start.elapsed();
     let x = spread(BATCH * sizes::SCALES.len() * sizes::FEATURES, 1);
     let labels: Vec<u32> = (0..BATCH).map(|at| (at % sizes::CLASSES) as u32).collect();
-    let mut parameters = parameters;
+    optimizer.advance()?;
     let loss = arena.step(|step| {
         let x = step.upload(&x, [BATCH, sizes::SCALES.len(), sizes::FEATURES])?.save();
         let labels = step.upload(&labels, [BATCH])?.save();
