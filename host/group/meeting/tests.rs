@@ -247,9 +247,9 @@ fn another_secret_is_named_by_both_and_lets_the_others_in() {
         let MeetingFaultKind::Missing { ranks, seen } = &faults[0].kind else { panic!("{}", faults[0]) };
         assert!(*ranks == [1] && seen.iter().any(|seen| seen.contains("rank 1 has another secret")), "{}", faults[0]);
     }
-    // A stranger that says it is rank 1 does not keep rank 1 out.
+    // A stranger that says it is rank 1 does not keep rank 1 out. Where it comes after all have met, nobody answers.
     let configs = apart(2, PLENTY);
-    let stranger = configs[1].clone().secret("another secret than that");
+    let stranger = configs[1].clone().secret("another secret than that").deadline(SHORT);
     all([&configs[0], &stranger, &configs[1]], |config| {
         let met = meet(config);
         assert_eq!(met.is_err(), std::ptr::eq(config, &stranger));
