@@ -16,7 +16,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     work.turns = 1.0;
     // The settings of an optimiser lie in the multiprocessor's own cache as soon as its first block has read them.
     let settings = if launch.entry.pointers.contains(&"hyper") { SETTINGS } else { 0.0 };
-    work.waits = (code.way.memory - settings).max(1.0);
+    work.waits = code.way.memory - settings;
     let (mut all, mut alone) = (code.way.all, code.way.alone);
     match (PER_ELEMENT.iter().find(|(known, _)| name.starts_with(known)), code.hot) {
         (Some(&(_, each)), _) => {

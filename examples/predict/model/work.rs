@@ -159,11 +159,10 @@ fn updates(launch: &Launch, argument: &str) -> bool {
 
 /// Elements of a table that are touched, at most: a row of it for each of another argument.
 fn rows(launch: &Launch, argument: &str) -> Option<usize> {
-    const TABLES: [(&str, &str, &str); 4] = [
+    const TABLES: [(&str, &str, &str); 3] = [
         ("embedding_forward", "table", "y"),
         ("gather", "x", "y"),
         ("rows_sum", "out", "dy"),
-        ("rows_finish", "out", "partials"),
     ];
     let known = |(kernel, table, _): &&(&str, &str, &str)| launch.entry.name.starts_with(kernel) && *table == argument;
     let (_, _, others) = TABLES.iter().find(known)?;
