@@ -159,11 +159,8 @@ fn updates(launch: &Launch, argument: &str) -> bool {
 
 /// Elements of a table that are touched, at most: a row of it for each of another argument.
 fn rows(launch: &Launch, argument: &str) -> Option<usize> {
-    const TABLES: [(&str, &str, &str); 3] = [
-        ("embedding_forward", "table", "y"),
-        ("gather", "x", "y"),
-        ("rows_sum", "out", "dy"),
-    ];
+    const TABLES: [(&str, &str, &str); 3] =
+        [("embedding_forward", "table", "y"), ("gather", "x", "y"), ("rows_sum", "out", "dy")];
     let known = |(kernel, table, _): &&(&str, &str, &str)| launch.entry.name.starts_with(kernel) && *table == argument;
     let (_, _, others) = TABLES.iter().find(known)?;
     let at = launch.entry.pointers.iter().position(|name| name == others)?;
