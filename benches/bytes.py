@@ -65,7 +65,7 @@ def main():
     peer = ["python3", "benches/peers/gpt2.py", "--precision", precision, "--updates", "1", "--profile"]
     if what == "crossasset":
         peer = ["python3", "benches/peers/step.py", "--device", "cuda", "--batch", *batch, "--samples", "1", "--row", "1", "--precision", precision, "--profile"]
-    ours = one_step(kernels(["--target-processes", "application-only", "--graph-profiling", "node", "--launch-skip", str(BEFORE), "--launch-count", str(LAUNCHES)], sys.argv[at + 1 :]))
+    ours = one_step(kernels(["--target-processes", "application-only", "--launch-skip", str(BEFORE), "--launch-count", str(LAUNCHES)], sys.argv[at + 1 :]))
     theirs = kernels(["--profile-from-start", "off"], peer)
     names = {"stepscope": ours, "PyTorch, compiled": theirs}
     totals = {name: sum(read + written for _, read, written, _ in launches) for name, launches in names.items()}

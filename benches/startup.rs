@@ -52,7 +52,6 @@ fn main() -> harness::Result<()> {
     if once {
         return first_step(common.device);
     }
-    let device = Device::open(common.device)?;
     let place = common.device.to_string();
     let ours = || {
         let mut command = Command::new(std::env::current_exe()?);
@@ -70,6 +69,8 @@ fn main() -> harness::Result<()> {
         Ok(of_peer) => lines.extend(of_peer),
         Err(error) => println!("PyTorch: not measured here ({error})"),
     }
+    // For its name alone, so not before all is timed.
+    let device = Device::open(common.device)?;
     println!("{:<40}{:>10}{:>10}{:>10}", device.description().name, "ms", "p10", "p90");
     for Line { contender, cache, process, parts } in &lines {
         print(&format!("{contender}, {cache}"), process);
@@ -86,16 +87,15 @@ fn print(what: &str, samples: &Samples) {
 
 /// A contender's cold and warm lines.
 fn contender(name: &'static str, command: &dyn Fn() -> harness::Result<Command>) -> harness::Result<[Line; 2]> {
-    let kept = tempfile::tempdir()?;
+    let caches = (0..COLD).map(|_| tempfile::tempdir()).collect::<std::io::Result<Vec<_>>>()?;
     let mut cold = Line { contender: name, cache: "cold", process: Samples(Vec::new()), parts: Vec::new() };
-    for _ in 0..COLD {
-        cold.add(command()?, tempfile::tempdir()?.path())?;
+    for cache in &caches {
+        cold.add(command()?, cache.path())?;
     }
     let mut warm = Line { cache: "warm", process: Samples(Vec::new()), parts: Vec::new(), ..cold };
-    // This one fills the cache.
-    command()?.env("CUDA_CACHE_PATH", kept.path()).output()?;
+    // The last cold one has filled its cache.
     for _ in 0..WARM {
-        warm.add(command()?, kept.path())?;
+        warm.add(command()?, caches[COLD - 1].path())?;
     }
     Ok([cold, warm])
 }
