@@ -26,7 +26,7 @@ LAUNCHES, BEFORE = 1400, 700
 
 def kernels(options, command):
     """[(kernel, bytes read, bytes written, nanoseconds)] of each launch that ncu looked at."""
-    ncu = ["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none", "--metrics", ",".join(METRICS)]
+    ncu = ["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none", "--kill", "yes", "--metrics", ",".join(METRICS)]
     done = subprocess.run(ncu + options + command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if not lines:

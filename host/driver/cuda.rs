@@ -28,8 +28,10 @@ use std::time::Duration;
 use transit::{Transit, create_event};
 
 mod launch;
+mod library;
 mod modules;
 mod nccl;
+mod parts;
 mod status;
 mod transit;
 

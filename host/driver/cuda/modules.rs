@@ -2,21 +2,22 @@
 //!
 //! Invariant: a kernel is looked up in its own package's PTX alone, so two packages may use one name for a kernel.
 
+use super::library::Library;
+use super::parts::{Part, parts};
 use super::status::check;
 use crate::driver::kernels::{Kernels, OWN};
 use crate::error::{Error, Result};
 use cuda_std::launch::Entry;
-use cust::module::Module;
 use cust::sys::{self, CUfunction};
 use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Dynamic shared memory beyond this needs the function's leave.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
-/// A kernel of a loaded module.
-#[derive(Clone, Copy)]
+/// A kernel of a compiled library.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Function {
     pub(super) name: CUfunction,
     /// It begins by waiting for the kernels before it, so its blocks may come while they still run.
@@ -26,30 +27,27 @@ pub(super) struct Function {
 // SAFETY: a function handle is a plain name within its context; the driver's calls on it are thread-safe.
 unsafe impl Send for Function {}
 
-/// Loaded modules by package, and the functions that were asked for.
+/// Compiled kernels by package, and the functions that were asked for.
+#[derive(Debug)]
 pub(super) struct Modules {
-    // The order of fields is the order of destruction: functions before their modules.
+    // The order of fields is the order of destruction: functions before what they are of.
     functions: Mutex<HashMap<(&'static str, &'static str), Function>>,
-    modules: HashMap<&'static str, Loaded>,
+    packages: HashMap<&'static str, HashMap<&'static str, Arc<Compiled>>>,
 }
 
-/// A module, and whether all its kernels wait for those before them.
-struct Loaded {
-    module: Module,
+/// A library, and whether all its kernels wait for those before them.
+#[derive(Debug)]
+struct Compiled {
+    library: Library,
     overlaps: bool,
 }
 
-impl fmt::Debug for Modules {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.modules.keys()).finish()
-    }
-}
-
 impl Modules {
-    /// Compiles the library's kernels and `others` for the GPU called `name`.
+    /// Compiles the library's kernels and `others` for the GPU called `name`, on all processors.
     pub(super) fn load(capability: u32, name: &str, others: &[Kernels]) -> Result<Self> {
         let absent = |reason: String| Error::NoDevice { wanted: "cuda", reason };
-        let mut modules = HashMap::new();
+        let mut packages: HashMap<_, HashMap<_, _>> = HashMap::new();
+        let mut work = Vec::new();
         // Each name once: `DeviceBuilder::open` has looked.
         for Kernels { package, ptx } in [&[OWN], others].concat() {
             let (_, chosen) = choose(ptx, capability).ok_or_else(|| {
@@ -60,11 +58,13 @@ impl Modules {
                     built.join(", ")
                 ))
             })?;
-            let module = Module::from_ptx(chosen, &[])
-                .map_err(|error| absent(format!("`cuModuleLoadDataEx` of {package} failed: {error:?}")))?;
-            modules.insert(package, Loaded { module, overlaps: waits(chosen) });
+            packages.insert(package, HashMap::new());
+            work.extend(parts(chosen).into_iter().map(|part| (package, part)));
         }
-        Ok(Self { functions: Mutex::default(), modules })
+        for (package, kernel, compiled) in compile(&work).map_err(absent)? {
+            packages.entry(package).or_default().insert(kernel, compiled);
+        }
+        Ok(Self { functions: Mutex::default(), packages })
     }
 
     /// A kernel, ready to be launched.
@@ -74,23 +74,53 @@ impl Modules {
         if let Some(function) = functions.get(&key) {
             return Ok(*function);
         }
-        let missing = |reason| Error::Driver { call: "cuModuleGetFunction", reason, fatal: false };
-        let Loaded { module, overlaps } = self.modules.get(entry.package).ok_or_else(|| {
-            let reason = format!(
-                "kernel `{}` is of package {}, whose PTX this device has not; give it to `DeviceBuilder::kernels`",
-                entry.name, entry.package
-            );
-            missing(reason)
-        })?;
-        let function = module.get_function(entry.name).map_err(|error| {
-            let reason = format!("{error:?}: the PTX has no kernel `{}`; was it built from other sources?", entry.name);
-            missing(reason)
-        })?;
-        let function = Function { name: function.to_raw(), overlaps: *overlaps };
+        let missing = |what| {
+            let reason = format!("kernel `{}` is of package {}, {what}", entry.name, entry.package);
+            Error::Driver { call: "launch", reason, fatal: false }
+        };
+        let package = self
+            .packages
+            .get(entry.package)
+            .ok_or_else(|| missing("whose PTX this device has not; give it to `DeviceBuilder::kernels`"))?;
+        let Compiled { library, overlaps } = package
+            .get(entry.name)
+            .map(|compiled| &**compiled)
+            .ok_or_else(|| missing("whose PTX has no such kernel; was it built from other sources?"))?;
+        let function = Function { name: library.function(entry.name)?, overlaps: *overlaps };
         allow_shared_bytes(function.name, entry)?;
         functions.insert(key, function);
         Ok(function)
     }
+}
+
+/// Compiles each package's parts, on as many threads as there are processors. The error is that of the part that failed first.
+fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<(&'a str, &'a str, Arc<Compiled>)>, String> {
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Ok(Vec::new())));
+    let take = || {
+        while let Some((package, Part { kernels, ptx })) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let library = Library::compile(ptx);
+            let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+            let Ok(compiled) = &mut *done else { return };
+            match library {
+                Ok(library) => {
+                    let library = Arc::new(Compiled { library, overlaps: waits(ptx) });
+                    compiled.extend(kernels.iter().map(|kernel| (*package, *kernel, Arc::clone(&library))));
+                }
+                Err(reason) => {
+                    let kernel = kernels.first().unwrap_or(&"");
+                    *done = Err(format!("`cuLibraryLoadData` of {package}, kernel `{kernel}`, failed: {reason}"));
+                }
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(work.len());
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(take);
+        }
+        take();
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Asks for the shared memory of a block, where it is more than the driver gives unasked. What the compiler has set aside counts

@@ -14,7 +14,9 @@ const MOMENTS: u64 = 3;
 #[test]
 #[ignore = "a rank of the tests below, which start it"]
 fn a_rank() {
-    let config = GroupConfig::from_environment().expect("a launcher").expect("variables");
+    // Where all ignored tests run, nobody has started it.
+    let Some(config) = GroupConfig::from_environment() else { return };
+    let config = config.expect("variables");
     let mesh = Mesh::join(&config.deadline(PLENTY)).expect("the ranks meet");
     let mesh = Arc::into_inner(mesh).expect("the only one").within(DEADLINE);
     println!("met");

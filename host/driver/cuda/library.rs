@@ -1,0 +1,98 @@
+//! PTX that the driver has compiled for the GPU, by calls that the bindings are too old for.
+//!
+//! `cuModuleLoadData` compiles one text at a time, whichever thread asks; `cuLibraryLoadData`, which came with CUDA 12.0, as many as there are threads.
+//! Invariant: a library lives as long as what was taken of it; the signatures are those of cuda.h since 12.0.
+
+use super::status::{check, describe};
+use crate::error::{Error, Result, short};
+use cust::sys::{CUfunction, CUresult};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::ptr::null_mut;
+
+unsafe extern "C" {
+    fn cuLibraryLoadData(
+        library: *mut *mut c_void,
+        code: *const c_void,
+        compiler_options: *mut u32,
+        compiler_values: *mut *mut c_void,
+        compiler_options_len: u32,
+        options: *mut u32,
+        values: *mut *mut c_void,
+        options_len: u32,
+    ) -> CUresult;
+    fn cuLibraryGetKernel(kernel: *mut *mut c_void, library: *mut c_void, name: *const c_char) -> CUresult;
+    fn cuKernelGetFunction(function: *mut CUfunction, kernel: *mut c_void) -> CUresult;
+    fn cuLibraryUnload(library: *mut c_void) -> CUresult;
+}
+
+/// `CU_JIT_ERROR_LOG_BUFFER` and `CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES`.
+const ERROR_LOG: [u32; 2] = [5, 6];
+
+/// A compiled text.
+#[derive(Debug)]
+pub(super) struct Library(*mut c_void);
+
+// SAFETY: the name of a library, of no thread or context; the driver's calls on it are thread-safe.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// Compiles PTX, or finds it in the driver's cache. The error is what the compiler says.
+    pub(super) fn compile(ptx: &str) -> std::result::Result<Self, String> {
+        let code = CString::new(ptx).map_err(|_| "the PTX has a zero byte".to_owned())?;
+        let mut log = [0u8; 2048];
+        // Of the last byte the driver is not told, so that what it writes is terminated.
+        let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut(log.len() - 1)];
+        let (mut options, mut library) = (ERROR_LOG, null_mut());
+        // SAFETY: the code is terminated; two options have two values, a buffer and its size; all are read and written before the call
+        // returns, and `library` is valid for a write.
+        let result = unsafe {
+            let code = code.as_ptr().cast();
+            cuLibraryLoadData(
+                &mut library,
+                code,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+                2,
+                null_mut(),
+                null_mut(),
+                0,
+            )
+        };
+        if result == CUresult::CUDA_SUCCESS {
+            return Ok(Self(library));
+        }
+        let said = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
+        Err(format!("{} {}", describe(result), short(said.trim())).trim_end().to_owned())
+    }
+
+    /// Its kernel of this name, for the current context.
+    pub(super) fn function(&self, name: &str) -> Result<CUfunction> {
+        let missing = |result| Error::Driver {
+            call: "cuLibraryGetKernel",
+            reason: format!("{}: the PTX has no kernel `{name}`; was it built from other sources?", describe(result)),
+            fatal: false,
+        };
+        let words = CString::new(name).map_err(|_| missing(CUresult::CUDA_ERROR_NOT_FOUND))?;
+        let mut kernel = null_mut();
+        // SAFETY: the library is loaded, the name terminated, and `kernel` valid for a write.
+        match unsafe { cuLibraryGetKernel(&mut kernel, self.0, words.as_ptr()) } {
+            CUresult::CUDA_SUCCESS => {}
+            result => return Err(missing(result)),
+        }
+        let mut function = null_mut();
+        // SAFETY: the kernel is of a loaded library, and `function` valid for a write.
+        check("cuKernelGetFunction", unsafe { cuKernelGetFunction(&mut function, kernel) })?;
+        Ok(function)
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        // SAFETY: it was loaded, and its only name goes here.
+        if let Err(error) = check("cuLibraryUnload", unsafe { cuLibraryUnload(self.0) }) {
+            tracing::warn!(%error, "kernels stay loaded");
+        }
+    }
+}

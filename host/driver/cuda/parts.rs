@@ -1,0 +1,99 @@
+//! PTX in parts of one kernel each, so that the driver compiles them side by side.
+//!
+//! Invariant: a part holds all that its kernel names. PTX with variables of its own stays whole: kernels may share one.
+
+#![forbid(unsafe_code)]
+
+/// How compilers begin a kernel, at the start of a line.
+const ENTRY: &str = ".visible .entry ";
+
+/// A kernel's name, and PTX that has it.
+#[derive(Debug)]
+pub(super) struct Part<'a> {
+    /// The kernels that it is for: one, or all.
+    pub(super) kernels: Vec<&'a str>,
+    pub(super) ptx: String,
+}
+
+/// The parts of a text, the longest first.
+pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
+    let (mut common, mut kernels) = (String::new(), Vec::new());
+    let mut rest = ptx;
+    while let Some(start) = line_that_begins(rest, ENTRY) {
+        // A body's closing brace stands alone at the start of a line.
+        let Some(end) = line_that_begins(&rest[start..], "}") else { break };
+        let (before, kernel) = (&rest[..start], &rest[start..start + end + 1]);
+        let name = kernel[ENTRY.len()..].split(|letter: char| letter == '(' || letter.is_whitespace()).next();
+        common.push_str(before);
+        // What follows may name what is declared so far, and what comes later may be named by it.
+        kernels.push((name.unwrap_or_default(), common.len(), kernel));
+        rest = &rest[start + end + 1..];
+    }
+    common.push_str(rest);
+    if [".global ", ".const "]
+        .iter()
+        .any(|kind| common.lines().any(|line| line.contains(kind) && !line.starts_with("//")))
+    {
+        return vec![Part { kernels: kernels.iter().map(|(name, ..)| *name).collect(), ptx: ptx.to_owned() }];
+    }
+    let part = |(name, at, kernel): (_, usize, &str)| Part {
+        kernels: vec![name],
+        ptx: [&common[..at], kernel, &common[at..]].concat(),
+    };
+    let mut parts: Vec<Part<'_>> = kernels.into_iter().map(part).collect();
+    parts.sort_by_key(|part| std::cmp::Reverse(part.ptx.len()));
+    parts
+}
+
+/// Where the first line begins that begins so.
+fn line_that_begins(text: &str, with: &str) -> Option<usize> {
+    if text.starts_with(with) {
+        return Some(0);
+    }
+    text.find(&format!("\n{with}")).map(|at| at + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TWO: &str = ".version 7.8\n.func f\n;\n.visible .entry a(\n\t.param .u64 p\n)\n{\n\t{\n\t}\n\tret;\n}\n\n.visible .entry longer()\n{\n\tcall f;\n\tret;\n}\n\
+                       .func f()\n{\n\tret;\n}\n";
+
+    #[test]
+    fn each_kernel_has_a_part_with_what_all_share() {
+        let parts = parts(TWO);
+        let text = |name: &str| &parts.iter().find(|part| part.kernels == [name]).expect("a part").ptx;
+        assert_eq!(parts.len(), 2);
+        assert_eq!(
+            *text("a"),
+            ".version 7.8\n.func f\n;\n.visible .entry a(\n\t.param .u64 p\n)\n{\n\t{\n\t}\n\tret;\n}\n\n\n.func f()\n{\n\tret;\n}\n"
+        );
+        assert!(text("longer").contains("call f;") && !text("longer").contains(".entry a("));
+        assert!(parts[0].ptx.len() >= parts[1].ptx.len());
+    }
+
+    #[test]
+    fn what_shares_a_variable_stays_whole() {
+        for variable in [".global .align 4 .u32 counter;\n", ".visible .const .b8 table[4] = {1, 2, 3, 4};\n"] {
+            let ptx = TWO.replace(".func f\n;\n", variable);
+            let parts = parts(&ptx);
+            assert_eq!((parts.len(), &parts[0].ptx, &parts[0].kernels[..]), (1, &ptx, &["a", "longer"][..]));
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn the_librarys_own_are_as_many_as_its_kernels() {
+        for (_, ptx) in crate::driver::kernels::OWN.ptx {
+            let parts = parts(ptx);
+            assert_eq!(parts.len(), ptx.matches(".entry ").count());
+            for Part { kernels, ptx } in &parts {
+                assert_eq!((kernels.len(), ptx.matches(".entry ").count()), (1, 1), "{kernels:?}");
+                assert_eq!(ptx.matches('{').count(), ptx.matches('}').count(), "{kernels:?}");
+                // A tenth of it, or what was cut is not what is shared.
+                assert!(ptx.contains(&format!(".entry {}(", kernels[0])) && ptx.contains(".version "), "{kernels:?}");
+            }
+        }
+    }
+}
