@@ -20,8 +20,8 @@ import subprocess
 import sys
 
 METRICS = ["dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"]
-# More launches than any step here has, twice; and those before the first step.
-LAUNCHES, BEFORE = 1400, 700
+# Launches to pass over, and to look at: the ends of two steps lie among these. A step of GPT-2 124M has 494, and looking at one takes ncu some 50 ms.
+WINDOW = {"gpt": (450, 650), "crossasset": (300, 300)}
 
 
 def kernels(options, command):
@@ -65,7 +65,8 @@ def main():
     peer = ["python3", "benches/peers/gpt2.py", "--precision", precision, "--updates", "1", "--profile"]
     if what == "crossasset":
         peer = ["python3", "benches/peers/step.py", "--device", "cuda", "--batch", *batch, "--samples", "1", "--row", "1", "--precision", precision, "--profile"]
-    ours = one_step(kernels(["--target-processes", "application-only", "--launch-skip", str(BEFORE), "--launch-count", str(LAUNCHES)], sys.argv[at + 1 :]))
+    before, count = WINDOW[what]
+    ours = one_step(kernels(["--target-processes", "application-only", "--launch-skip", str(before), "--launch-count", str(count)], sys.argv[at + 1 :]))
     theirs = kernels(["--profile-from-start", "off"], peer)
     names = {"stepscope": ours, "PyTorch, compiled": theirs}
     totals = {name: sum(read + written for _, read, written, _ in launches) for name, launches in names.items()}
