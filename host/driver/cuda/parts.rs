@@ -1,16 +1,18 @@
 //! PTX in parts of one kernel each, so that the driver compiles them side by side.
 //!
-//! Invariant: a part holds all that its kernel names. PTX with variables of its own stays whole: kernels may share one.
+//! Invariant: a part holds all that its kernel names. PTX stays whole where kernels may share more than functions, or where it is not
+//! written as compilers write it.
 
 #![forbid(unsafe_code)]
 
 /// How compilers begin a kernel, at the start of a line.
 const ENTRY: &str = ".visible .entry ";
+/// What kernels would share: variables, and what debuggers read, which names the places of all. A kernel among it begins in another way.
+const SHARED: [&str; 4] = [".global ", ".const ", ".section", ".entry "];
 
-/// A kernel's name, and PTX that has it.
+/// Kernels by name, and PTX that has them: one, or all.
 #[derive(Debug)]
 pub(super) struct Part<'a> {
-    /// The kernels that it is for: one, or all.
     pub(super) kernels: Vec<&'a str>,
     pub(super) ptx: String,
 }
@@ -22,27 +24,30 @@ pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
     while let Some(start) = line_that_begins(rest, ENTRY) {
         // A body's closing brace stands alone at the start of a line.
         let Some(end) = line_that_begins(&rest[start..], "}") else { break };
-        let (before, kernel) = (&rest[..start], &rest[start..start + end + 1]);
-        let name = kernel[ENTRY.len()..].split(|letter: char| letter == '(' || letter.is_whitespace()).next();
+        let (before, kernel) = (&rest[..start], &rest[start..=start + end]);
         common.push_str(before);
         // What follows may name what is declared so far, and what comes later may be named by it.
-        kernels.push((name.unwrap_or_default(), common.len(), kernel));
+        kernels.push((common.len(), kernel));
         rest = &rest[start + end + 1..];
     }
     common.push_str(rest);
-    if [".global ", ".const "]
-        .iter()
-        .any(|kind| common.lines().any(|line| line.contains(kind) && !line.starts_with("//")))
-    {
-        return vec![Part { kernels: kernels.iter().map(|(name, ..)| *name).collect(), ptx: ptx.to_owned() }];
+    let code = common.lines().filter(|line| !line.starts_with("//"));
+    if code.into_iter().any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
+        return vec![Part { kernels: names(ptx), ptx: ptx.to_owned() }];
     }
-    let part = |(name, at, kernel): (_, usize, &str)| Part {
-        kernels: vec![name],
+    let part = |(at, kernel): (usize, _)| Part {
+        kernels: names(kernel),
         ptx: [&common[..at], kernel, &common[at..]].concat(),
     };
     let mut parts: Vec<Part<'_>> = kernels.into_iter().map(part).collect();
     parts.sort_by_key(|part| std::cmp::Reverse(part.ptx.len()));
     parts
+}
+
+/// The names of the kernels in a text.
+fn names(ptx: &str) -> Vec<&str> {
+    let name = |text: &'_ str| text.find(|letter: char| letter == '(' || letter.is_whitespace()).unwrap_or(text.len());
+    ptx.split(".entry ").skip(1).map(|text| &text[..name(text)]).collect()
 }
 
 /// Where the first line begins that begins so.
@@ -76,10 +81,22 @@ mod tests {
     #[test]
     fn what_shares_a_variable_stays_whole() {
         for variable in [".global .align 4 .u32 counter;\n", ".visible .const .b8 table[4] = {1, 2, 3, 4};\n"] {
-            let ptx = TWO.replace(".func f\n;\n", variable);
-            let parts = parts(&ptx);
-            assert_eq!((parts.len(), &parts[0].ptx, &parts[0].kernels[..]), (1, &ptx, &["a", "longer"][..]));
+            stays_whole(&TWO.replace(".func f\n;\n", variable));
         }
+    }
+
+    #[test]
+    fn what_is_written_in_another_way_stays_whole() {
+        stays_whole(&TWO.replace(".visible .entry longer", ".weak .entry longer"));
+        stays_whole(&TWO.replace(".visible .entry longer", "\t.visible .entry longer"));
+        stays_whole(&TWO.replace(".visible .entry", ".entry"));
+        stays_whole(&TWO.replace("\n}", "\n\t}"));
+        stays_whole(&format!("{TWO}\t.section .debug_info\n\t{{\n.b64 a\n\t}}\n"));
+    }
+
+    fn stays_whole(ptx: &str) {
+        let parts = parts(ptx);
+        assert_eq!((parts.len(), &*parts[0].ptx, &parts[0].kernels[..]), (1, ptx, &["a", "longer"][..]));
     }
 
     #[cfg(feature = "cuda")]
@@ -91,7 +108,6 @@ mod tests {
             for Part { kernels, ptx } in &parts {
                 assert_eq!((kernels.len(), ptx.matches(".entry ").count()), (1, 1), "{kernels:?}");
                 assert_eq!(ptx.matches('{').count(), ptx.matches('}').count(), "{kernels:?}");
-                // A tenth of it, or what was cut is not what is shared.
                 assert!(ptx.contains(&format!(".entry {}(", kernels[0])) && ptx.contains(".version "), "{kernels:?}");
             }
         }

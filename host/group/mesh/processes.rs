@@ -15,8 +15,7 @@ const MOMENTS: u64 = 3;
 #[ignore = "a rank of the tests below, which start it"]
 fn a_rank() {
     // Where all ignored tests run, nobody has started it.
-    let Some(config) = GroupConfig::from_environment() else { return };
-    let config = config.expect("variables");
+    let Some(config) = GroupConfig::from_environment().expect("variables") else { return };
     let mesh = Mesh::join(&config.deadline(PLENTY)).expect("the ranks meet");
     let mesh = Arc::into_inner(mesh).expect("the only one").within(DEADLINE);
     println!("met");
