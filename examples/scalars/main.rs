@@ -17,7 +17,7 @@ mod reference;
 mod sweep;
 
 use clap::Parser;
-use reference::FUNCTIONS;
+use reference::{FUNCTIONS, Function};
 use std::process::ExitCode;
 use std::time::Instant;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Result};
@@ -34,6 +34,10 @@ struct Args {
     /// Take only the inputs whose bits are a multiple of this
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     stride: u32,
+
+    /// Take only the functions of these names
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',', value_parser = FUNCTIONS.each_ref().map(|function| function.name))]
+    only: Vec<String>,
 }
 
 fn main() -> ExitCode {
@@ -61,7 +65,8 @@ fn run(args: &Args) -> Result<bool> {
         "function", "inputs", "different", "worst ulp", "stated", "at", "seconds"
     );
     let mut all = true;
-    for function in &FUNCTIONS {
+    let wanted = |function: &&Function| args.only.is_empty() || args.only.iter().any(|name| name == function.name);
+    for function in FUNCTIONS.iter().filter(wanted) {
         let start = Instant::now();
         let tally = sweep(function, args.stride, |range| range.on_device(&mut arena, function))?;
         let at = format!("{:e} ({:#010x})", tally.worst_input, tally.worst_input.to_bits());
