@@ -139,7 +139,8 @@ family! {
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
 }
 
-const SPLITS: Splits = Splits { tiles: &[[128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
+const SPLITS: Splits =
+    Splits { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
 
 /// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
 #[must_use]

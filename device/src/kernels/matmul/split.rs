@@ -75,7 +75,7 @@ impl Splits {
 }
 
 /// Of the tiles those that multiply fastest with many outputs and with few.
-const SPLITS: Splits = Splits { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 200, least: 256, step: 64 };
+const SPLITS: Splits = Splits { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 225, least: 256, step: 64 };
 
 /// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
 #[must_use]
