@@ -268,6 +268,27 @@ impl SharedTile<f32> {
         }
     }
 
+    /// Starts to copy `x[from]` to `index`, or zero where `there` is false.
+    ///
+    /// # Safety
+    /// Where `there` is true, `from < x.len()`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
+        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            core::arch::asm!(
+                "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
+                "cp.async.ca.shared.global [{0}], [%global], 4, %absent; }}",
+                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().wrapping_add(from), in(reg32) u32::from(there),
+                options(nostack)
+            );
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.set(index, if there { vector::load(x, from) } else { 0.0 });
+        }
+    }
+
     /// Starts to copy `x[from..from + 4]` to `index`, or zeros where `there` is false. Both indices are multiples of four, and `x` starts
     /// on a 16-byte boundary.
     ///

@@ -23,7 +23,7 @@ mod tile;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::checks::{self, check_factors, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
-use super::matmul::split::Chunk;
+use super::matmul::split::{Chunk, Splits};
 use super::matmul::{Cost, TRANSPOSE_A, TRANSPOSE_B};
 use crate::family;
 use block::{Problem, compute};
@@ -104,32 +104,12 @@ family! {
     }
 }
 
-/// What a split of k costs and saves, counted in what a multiprocessor of an H200 adds to a tile of 128 x 128: the products of a sum.
-/// The rule is one for all devices, so that a sum's order is.
-const PROCESSORS: usize = 132;
-/// The beginning and the end of a block take as long as so many.
-const ENDS: usize = 333;
-/// A tile's partial sums, written and read again: 4 on an H200, 28 on a GB10, which moves a twentieth of the bytes and multiplies a seventh.
-const PARTIAL: usize = 10;
-/// With fewer products in a chunk, more chunks save nothing.
-const LEAST_CHUNK: usize = 512;
-const MOST_CHUNKS: usize = 64;
+const SPLITS: Splits = Splits { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
 
 /// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
-    let tiles = m.div_ceil(128).saturating_mul(n.div_ceil(128)).max(1);
-    let time = |chunks: &usize| {
-        let (blocks, products) = (tiles.saturating_mul(*chunks), k.div_ceil(*chunks));
-        // A block that is alone on its multiprocessor waits a quarter of the time.
-        let alone = products + products / 3 + ENDS;
-        let together = blocks.div_ceil(PROCESSORS).saturating_mul(products + ENDS);
-        let partials = if *chunks > 1 { blocks.saturating_mul(PARTIAL) } else { 0 };
-        together.max(alone).saturating_add(partials)
-    };
-    let most = (k / LEAST_CHUNK).clamp(1, MOST_CHUNKS);
-    let chunks = (1..=most).min_by_key(time).unwrap_or(1);
-    if chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(DEPTH as usize) }
+    SPLITS.chunk(m, n, k)
 }
 
 /// The tiles. Either type of output has all of them.

@@ -23,7 +23,7 @@ use super::matmul::Cost;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::checks::{self, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
-use super::matmul::split::Chunk;
+use super::matmul::split::{Chunk, Splits};
 use crate::family;
 use crate::format::{Bf16, Format, Reduced, Tf32};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -137,6 +137,15 @@ family! {
     }
     // SAFETY: the comment on `grid!` says why.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
+}
+
+const SPLITS: Splits =
+    Splits { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
+
+/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+#[must_use]
+pub fn chunk(m: usize, n: usize, k: usize) -> usize {
+    SPLITS.chunk(m, n, k)
 }
 
 /// The tiles. Each format has all of them.

@@ -103,20 +103,25 @@ mod tests {
         }
     }
 
-    /// Few outputs and long k, as in the gradients of weights; and the number of chunks stays within a grid.
+    /// Few outputs and long k, as in the gradients of weights, and many in a few rounds of tiles; the number of chunks stays within a grid.
     #[test]
-    fn k_is_split_where_outputs_are_few() {
+    fn k_is_split_where_that_takes_less_time() {
         for ([m, n, k], want) in [
             ([1024, 256, 3072], 384),
-            ([256, 256, 3072], 256),
+            ([256, 256, 3072], 384),
+            ([768, 768, 16384], 1856),
+            ([768, 3072, 16384], 3328),
+            ([2368, 384, 23296], 3328),
+            ([3072, 256, 1024], 1024),
             ([193, 256, 256], 256),
             ([12, 256, 1024], 256),
             ([256, 1024, 12], 12),
             ([12, 256, 511], 511),
             ([12, 256, 513], 320),
             ([1024, 256, 49152], 6144),
-            ([256, 3, 1 << 20], 1 << 14),
+            ([256, 3, 1 << 20], 31_808),
             ([1024, 1024, 1024], 1024),
+            ([4096, 4096, 4096], 4096),
             ([0, 3, 4096], 256),
             ([3, 4, 0], 1),
         ] {

@@ -1,7 +1,7 @@
 //! What multiplies of every precision share: extents for their kernels, chunks of k, and the choice of a tile.
 //!
-//! Invariant: whether k is split, and where, follows from m, n and k alone ([`kernels::matmul::chunk`], for BF16 tensors
-//! [`kernels::matmul_bf16::chunk`]).
+//! Invariant: whether k is split, and where, follows from m, n, k and the kind of factors alone ([`kernels::matmul::chunk`],
+//! [`kernels::matmul_tensor::chunk`], [`kernels::matmul_bf16::chunk`]).
 
 use super::form::{Epilogue, Gemm};
 use crate::error::{Error, Result};

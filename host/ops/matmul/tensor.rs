@@ -8,8 +8,7 @@ use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Target, Tensor};
 use cuda_std::launch::Slice;
-use kernels::matmul::chunk;
-use kernels::matmul_tensor::{TILES, Tile, matmul_tensor};
+use kernels::matmul_tensor::{TILES, Tile, chunk, matmul_tensor};
 use kernels::mma::Side;
 
 impl Gemm {

@@ -12,8 +12,8 @@
 //!     3        24  25  26  .. 31                      60..63  t15   t31   ..  t127    and then 8 k further
 //! (row r, k p) goes to bank 4 p + r, 32 in all   one float a thread where four rows are no aligned vector
 //! ```
-//! Invariant: a stage is k-major however the operand lies, and each row of it is written up to the end of k. Rows beyond the operand hold
-//! its last rows again, so that no copy asks whether its row exists. What a thread computes from them is never stored.
+//! Invariant: a stage is k-major however the operand lies, and each row of it is written up to the end of k, with zero beyond the operand's
+//! rows.
 
 use super::Tile;
 use crate::block::opaque;
@@ -86,22 +86,24 @@ impl Operand<'_> {
         } else {
             ([along, across], [lanes * VECTOR, others], [1, stride])
         };
-        let last = self.rows - VECTOR;
+        // Where a row does not exist, this may lie anywhere: nothing is read.
+        let own = (first_row + own_row) as usize * row_stride;
+        let first = self.start.wrapping_add(own).wrapping_add((first_k + own_k) as usize * k_stride);
         for row in (0..width).step_by(row_step as usize) {
-            let row = own_row + row;
-            let existing = if first_row + row < last { first_row + row } else { last };
-            let from = self.start + existing as usize * row_stride + (first_k + own_k) as usize * k_stride;
+            let there = first_row + own_row + row < self.rows;
+            let from = first.wrapping_add(row as usize * row_stride);
             for k in (0..tile.depth).step_by(k_step as usize) {
                 if !WHOLE && first_k + own_k + k >= end {
                     break;
                 }
-                let (at, from) = (column + (own_k + k) * tile.pitch() + row, from + k as usize * k_stride);
-                // SAFETY: inside the operand, which the contract has checked.
+                let at = column + (own_k + k) * tile.pitch() + own_row + row;
+                let from = from.wrapping_add(k as usize * k_stride);
+                // SAFETY: where the row exists, inside the operand, which the contract has checked. `VECTOR` rows exist together.
                 unsafe {
                     if VECTOR == 4 {
-                        slot.copy4(at, self.values, from);
+                        slot.copy4_or_zero(at, self.values, from, there);
                     } else {
-                        slot.copy(at, self.values, from);
+                        slot.copy_or_zero(at, self.values, from, there);
                     }
                 }
             }

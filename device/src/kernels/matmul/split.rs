@@ -1,7 +1,8 @@
 //! Products that are split along k: which ones, into what parts, and how the parts become one result.
 //!
-//! A multiply of few outputs with many products each would leave most multiprocessors idle. One chain over all products would add up too
-//! many roundings. So k is cut into chunks, and each chunk into chains:
+//! A multiply of few outputs with many products each would leave most multiprocessors idle, and one whose tiles fill them one time and a
+//! quarter, a third of them. One chain over all products would add up too many roundings. So k is cut into the chunks that take the least time,
+//! and each chunk into chains:
 //!
 //! ```text
 //! m = n = 512, k = 10000:  8 chunks of 1280, of which the last has 1040 k
@@ -28,22 +29,58 @@ use half::bf16;
 /// Products of a chain, where k is split.
 pub const CHAIN: u32 = 1024;
 
-/// With more outputs than this, tiles alone keep a device busy.
-const MOST_OUTPUTS: usize = 1 << 19;
-/// Partial sums to aim at: 8 MiB, which a cache holds.
-const PARTIALS: usize = 1 << 21;
-/// With fewer products in a chunk, more chunks save nothing.
-const LEAST_CHUNK: usize = 256;
-const MOST_CHUNKS: usize = 64;
-/// A chunk is a multiple of this: so each starts where a vector may start, and ends with a stage.
-const STEP: usize = 64;
+/// How long the blocks of a kernel take: what decides how its products are split.
+pub(crate) struct Splits {
+    /// The tiles that count: rows, columns, and the cycles of a multiprocessor of an H200 for one k.
+    pub(crate) tiles: &'static [[usize; 3]],
+    /// The beginning and the end of a block take as long as so many k.
+    pub(crate) ends: usize,
+    /// Cycles in which the partial sums of 128 x 128 outputs are written and read again.
+    pub(crate) partial: usize,
+    /// With fewer products in a chunk, more chunks save nothing.
+    pub(crate) least: usize,
+    /// A chunk is a multiple of this: so each starts where a vector may start, and ends with a stage.
+    pub(crate) step: usize,
+}
 
-/// The k of a chunk in the product `[m, k] [k, n]`. Where the product is not split: all of k, at least 1.
+/// The rule is one for all devices, so that a sum's order is: blocks are counted as an H200 runs them, partial sums between what they cost
+/// there and on a GB10, which multiplies half as fast and moves a twentieth of the bytes.
+const PROCESSORS: usize = 132;
+/// With more chunks, a thread that adds them up waits longer than they save.
+const MOST_CHUNKS: usize = 64;
+/// The outputs to which [`Splits::partial`] refers.
+const OUTPUTS: usize = 128 * 128;
+
+impl Splits {
+    /// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+    pub(crate) fn chunk(&self, m: usize, n: usize, k: usize) -> usize {
+        let most = (k / self.least).clamp(1, MOST_CHUNKS);
+        let chunks = (1..=most).min_by_key(|chunks| self.time(m, n, k, *chunks)).unwrap_or(1);
+        if chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(self.step) }
+    }
+
+    /// Cycles that a product in so many chunks takes, in the tile that takes the fewest.
+    fn time(&self, m: usize, n: usize, k: usize, chunks: usize) -> usize {
+        let products = k.div_ceil(chunks);
+        // A block that is alone on its multiprocessor waits a quarter of the time.
+        let alone = products + products / 3 + self.ends;
+        let times = self.tiles.iter().map(|[rows, cols, cycles]| {
+            let blocks = m.div_ceil(*rows).saturating_mul(n.div_ceil(*cols)).max(1).saturating_mul(chunks);
+            let together = blocks.div_ceil(PROCESSORS).saturating_mul(products + self.ends);
+            let partials = if chunks > 1 { blocks.saturating_mul(rows * cols * self.partial / OUTPUTS) } else { 0 };
+            together.max(alone).saturating_mul(*cycles).saturating_add(partials)
+        });
+        times.min().unwrap_or(usize::MAX)
+    }
+}
+
+/// Of the tiles those that multiply fastest with many outputs and with few.
+const SPLITS: Splits = Splits { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 225, least: 256, step: 64 };
+
+/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
-    let outputs = m.saturating_mul(n).max(1);
-    let chunks = (PARTIALS / outputs).min(k / LEAST_CHUNK).min(MOST_CHUNKS);
-    if outputs > MOST_OUTPUTS || chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(STEP) }
+    SPLITS.chunk(m, n, k)
 }
 
 /// The part of k that a block sums.
