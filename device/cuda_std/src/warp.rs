@@ -154,7 +154,8 @@ macro_rules! shuffle {
                 let word = unsafe {
                     if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
                 };
-                let moved = Collective::Shuffle { mask, source: if inside { source } else { $lane } }.wait(word);
+                let source = if inside { source } else { $lane } as u8;
+                let moved = Collective::Shuffle { mask, source }.wait(word);
                 // SAFETY: the word is a lane's `T`, this one's or that of another which made the same call.
                 let moved = unsafe {
                     if size_of::<T>() == 4 { transmute_copy::<u32, T>(&(moved as u32)) } else { transmute_copy::<u64, T>(&moved) }

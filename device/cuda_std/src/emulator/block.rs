@@ -3,7 +3,7 @@
 //! ```text
 //! a thread:  Fresh --begins--> runs --waits--> Waiting --all have come--> Ready --its turn--> runs --ends--> Done
 //!
-//! shared memory, 16-byte aligned:   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
+//! shared memory, on a cache line:   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
 //! ```
 //! Invariant: at most one thread of a block runs at a time. A thread goes on only when every thread that it waits for has come to
 //! the same operation at the same source line.
@@ -21,7 +21,7 @@ use super::trap::{SignalStack, Traps};
 use super::{CURRENT, WARP};
 use crate::launch::{Entry, Grid, Threads, Versions, Words};
 use corosensei::Yielder;
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, Ref, RefCell};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
@@ -210,7 +210,7 @@ impl Block {
         match collective {
             // It brings nothing.
             Collective::Barrier => 0,
-            Collective::Shuffle { source, .. } => self.brought(source),
+            Collective::Shuffle { source, .. } => self.brought(source.into()),
             _ => self.brought(self.running.get() % WARP),
         }
     }
@@ -241,6 +241,13 @@ impl Block {
     #[inline(always)]
     pub(super) fn brought(&self, lane: u32) -> u64 {
         self.exchange.borrow()[(self.running.get() / WARP * WARP + lane) as usize]
+    }
+
+    /// The same of several lanes.
+    #[inline(always)]
+    pub(super) fn brought_by(&self, lanes: Range<u32>) -> Ref<'_, [u64]> {
+        let first = self.running.get() / WARP * WARP;
+        Ref::map(self.exchange.borrow(), |all| &all[(first + lanes.start) as usize..(first + lanes.end) as usize])
     }
 
     /// Counts the running thread among those that stand at one plain barrier.
@@ -312,6 +319,11 @@ impl Drop for Entered {
     }
 }
 
+/// A cache line. A vector access to memory that begins on one is an access to as few lines as can be.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
 /// Runs blocks on one OS thread. Keeps coroutines and shared memory from block to block.
 pub(super) struct Runner {
     carriers: Vec<Carrier>,
@@ -319,7 +331,7 @@ pub(super) struct Runner {
     idle: Vec<usize>,
     /// By thread: the carrier of a thread that waits.
     carrier_of: Vec<usize>,
-    shared: Vec<u128>,
+    shared: Vec<Line>,
     states: Vec<State>,
     exchange: Vec<u64>,
     traps: Rc<Traps>,
@@ -457,7 +469,7 @@ impl Runner {
     /// Poisoned shared memory of `bytes` between two red zones.
     fn shared_memory(&mut self, bytes: usize) -> *mut u8 {
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
-        self.shared.resize(self.shared.len().max(total / 16), 0);
+        self.shared.resize(self.shared.len().max(total.div_ceil(size_of::<Line>())), Line([0; _]));
         let start = self.shared.as_mut_ptr().cast::<u8>();
         // SAFETY: the vector holds at least `total` bytes, and the three parts follow each other within them.
         unsafe {

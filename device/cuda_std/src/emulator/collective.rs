@@ -27,8 +27,8 @@ pub enum Collective {
     Shuffle {
         /// The lanes that take part.
         mask: u32,
-        /// The lane of the warp whose value this one gets.
-        source: u32,
+        /// The lane of the warp whose value this one gets. A byte, so that the whole fits a register on its way to the scheduler.
+        source: u8,
     },
 }
 
@@ -83,8 +83,7 @@ pub unsafe fn gather<T: Copy>(mask: u32, lanes: u32, value: T) -> [T; WARP as us
     let first = block.lane() & !(lanes - 1);
     let segment = (u32::MAX >> (WARP - lanes)) << first;
     assert!(mask & segment == segment, "lanes {segment:#010x} are not all in the mask {mask:#010x}");
-    for (lane, value) in (first..first + lanes).zip(&mut values) {
-        let word = block.brought(lane);
+    for (&word, value) in block.brought_by(first..first + lanes).iter().zip(&mut values) {
         // SAFETY: the lane is in the mask, so it brought the word to this gather, and made it from the same `T`.
         *value = unsafe { if size_of::<T>() == 4 { transmute_copy(&(word as u32)) } else { transmute_copy(&word) } };
     }
