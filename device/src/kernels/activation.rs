@@ -145,9 +145,22 @@ unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], 
                 dys[at] = F4::load_part(dy, index(at), part, 0.0);
             }
         });
+        // A CPU's registers hold more than four floats: here the loop over all rows fills them.
+        #[cfg(not(target_arch = "nvptx64"))]
+        let derivatives = {
+            let mut all = xs.map(|four| four.0);
+            for value in all.as_flattened_mut() {
+                *value = S::gelu_derivative(*value);
+            }
+            all
+        };
         unroll_on_gpu!(at < EACH => {
             if index(at) < tile.end {
-                let gradient = dys[at] * map4!(xs[at], S::gelu_derivative);
+                #[cfg(target_arch = "nvptx64")]
+                let derivative = map4!(xs[at], S::gelu_derivative);
+                #[cfg(not(target_arch = "nvptx64"))]
+                let derivative = F4(derivatives[at]);
+                let gradient = dys[at] * derivative;
                 gradient.store_part(dx, index(at), part);
                 sum = sum + gradient;
             }
