@@ -356,6 +356,24 @@ pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f3
     unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
 }
 
+/// Asks the CPU to bring the cache line of `x[index]` nearer. A hint, and no access: there need be no such element.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+pub fn prefetch<T>(x: *const T, index: usize) {
+    let _place = x.wrapping_add(index);
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: every x86-64 processor has the instruction. It takes any address, and changes nothing that a program can see.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(_place.cast()) };
+    }
+    #[cfg(all(target_arch = "aarch64", not(miri)))]
+    // SAFETY: as on x86-64.
+    unsafe {
+        core::arch::asm!("prfm pldl2keep, [{0}]", in(reg) _place, options(nostack, readonly, preserves_flags));
+    }
+}
+
 /// `out[index] = value`.
 ///
 /// # Safety

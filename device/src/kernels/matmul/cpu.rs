@@ -10,11 +10,14 @@
 //!          2                 16   17   18  ..  23
 //!          3                 24   25   26  ..  31
 //!
-//! stage (64 k), two of them:  | A 0 | A 1 | A 2 | A 3 | B 0 | .. | B 7 |    each 32 x 64 floats, then 16 unused
+//! stage (128 k):  | A 0 | A 1 | A 2 | A 3 | B 0 | .. | B 7 |    each 32 x 128 floats, then 16 unused
 //! panel of B, or of an A that is contiguous along its rows:  k = 0: 32 floats | k = 1: 32 floats | ..
-//! panel of an A that is contiguous along k:                  row 0: 64 floats | row 1: 64 floats | ..
+//! panel of an A that is contiguous along k:                  row 0: 128 floats | row 1: 128 floats | ..
 //! ```
 //! A may lie in its panels as it does in memory, because a thread reads it element by element.
+//!
+//! There is one stage: a panel of B and the rows of A that are multiplied at a time fit a CPU's first cache, the stage and the sums its
+//! second. What the next stage copies is fetched into the second cache while this one is multiplied, and so is what the epilogue touches.
 //!
 //! Invariant: the same chains as in every other tile.
 
@@ -24,7 +27,7 @@ use super::operand::Operand;
 use super::tile::{Cost, Tile, place};
 use crate::tile::SharedTile;
 use crate::unroll;
-use crate::vector::{F4, load_run};
+use crate::vector::{F4, load_run, prefetch};
 use cuda_std::{emulator, thread};
 
 /// Rows of a panel of A, columns of one of B: a thread has this many outputs either way.
@@ -36,7 +39,7 @@ pub(super) const TILE: Tile = Tile {
     warps: [1, 1],
     each: [PANEL as usize; 2],
     depth: DEPTH,
-    stages: 2,
+    stages: 1,
     at_once: 1,
     groups: 1,
     cost: Cost::new(0, 0, 0),
@@ -45,20 +48,21 @@ const ROWS: u32 = PANELS[0] * PANEL;
 const COLS: u32 = PANELS[1] * PANEL;
 const THREADS: u32 = PANELS[0] * PANELS[1];
 /// The k of a stage.
-const DEPTH: u32 = 64;
+const DEPTH: u32 = 128;
 /// Floats from one panel of a stage to the next: one cache line more than a panel holds, so that panels do not share their cache sets.
 const PANEL_LEN: u32 = DEPTH * PANEL + 16;
-/// Floats that a thread copies at once: a cache line. It copies four of them in each panel.
+/// Floats that a thread copies at once: two cache lines. It copies four of them in each panel.
 const RUN: usize = (PANEL * DEPTH / THREADS / 4) as usize;
-const STAGE_LEN: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN;
-/// Two stages: one is in use while the next is copied.
-const SHARED_BYTES: u32 = 2 * STAGE_LEN * 4;
+/// Floats of a cache line. The epilogue finishes so many at once.
+const LINE: usize = 16;
+const SHARED_BYTES: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN * 4;
 
 const _: () = assert!(TILE.rows() == ROWS && TILE.cols() == COLS && TILE.threads() == THREADS);
 const _: () = assert!(TILE.shared_bytes() >= SHARED_BYTES);
 
-/// A thread's sums, row by row.
-type Sums = [[f32; PANEL as usize]; PANEL as usize];
+/// A thread's sums, row by row. No vector of them lies on two cache lines.
+#[repr(align(64))]
+struct Sums([[f32; PANEL as usize]; PANEL as usize]);
 
 /// Computes this block's tile.
 ///
@@ -73,20 +77,24 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
     let [first_row, first_col] = [first[0] + panels[0] * PANEL, first[1] + panels[1] * PANEL];
     let is_inside = first_row < m && first_col < n;
 
-    let mut sums: Sums = [[0.0; _]; _];
+    let mut sums = Sums([[0.0; _]; _]);
     // The sums wait in memory while other threads run. LLVM looks for vectors where a loop stores to memory, and finds these.
-    let sums = core::hint::black_box(&mut sums);
+    let Sums(sums) = core::hint::black_box(&mut sums);
     loop {
         let [from, until] = problem.k.chain();
-        stage(&problem, first, [from, until], 0);
-        for at in 0..(until - from).div_ceil(DEPTH) {
+        // All at once: the copies alone would wait for one row after another.
+        fetch_stage(&problem, first, [from, until]);
+        for first_k in (from..until).step_by(DEPTH as usize) {
+            copy_stage(&problem, first, [first_k, until]);
             thread::sync_threads();
-            // Into the slot that all threads read before this barrier.
-            stage(&problem, first, [from, until], at + 1);
+            let left = until - first_k;
+            if left > DEPTH {
+                fetch_stage(&problem, first, [first_k + DEPTH, until]);
+            } else if is_inside {
+                fetch_outputs(&problem.epilogue, first_row, first_col);
+            }
             if is_inside {
-                let a = panel(at, panels[0]);
-                let b = panel(at, PANELS[0] + panels[1]);
-                let left = until - from - at * DEPTH;
+                let (a, b) = (panel(panels[0]), panel(PANELS[0] + panels[1]));
                 let depth = if left < DEPTH { left } else { DEPTH };
                 match (emulator::is_wide(), problem.a.along_k) {
                     (true, true) => multiply::<8, 32, true>(sums, a, b, depth),
@@ -95,14 +103,18 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
                     (false, false) => multiply::<4, 16, false>(sums, a, b, depth),
                 }
             }
+            if left > DEPTH {
+                // Behind this barrier no thread reads this stage any more.
+                thread::sync_threads();
+            }
         }
         if is_inside {
-            for (i, row) in (first_row..m).zip(&mut *sums) {
-                for (j, run) in (first_col..n).step_by(RUN).zip(row.as_chunks().0) {
+            for (i, row) in (first_row..m).zip(&*sums) {
+                for (j, run) in (first_col..n).step_by(LINE).zip(row.as_chunks().0) {
                     // SAFETY: row and columns lie inside the output.
                     unsafe {
-                        if n - j >= RUN as u32 {
-                            problem.epilogue.finish_run::<RUN>(i, j, *run);
+                        if n - j >= LINE as u32 {
+                            problem.epilogue.finish_run::<LINE>(i, j, *run);
                             continue;
                         }
                         for (j, four) in (j..n).step_by(F4::LEN).zip(run.as_chunks().0) {
@@ -110,12 +122,12 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
                         }
                     }
                 }
-                *row = [0.0; _];
             }
         }
         if !problem.goes_on(until) {
             return;
         }
+        *sums = [[0.0; _]; _];
         // Behind this barrier no thread reads factors of this chain any more.
         thread::sync_threads();
     }
@@ -125,7 +137,7 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
 /// `ALONG_K` says how `a` lies; `b` lies across.
 #[inline(always)]
 fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
-    sums: &mut Sums,
+    sums: &mut [[f32; PANEL as usize]; PANEL as usize],
     a: SharedTile<f32>,
     b: SharedTile<f32>,
     depth: u32,
@@ -153,23 +165,41 @@ fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
     }
 }
 
-/// The panel of this number in a stage: A's come first, then B's.
+/// The panel of this number: A's come first, then B's.
 #[inline(always)]
-fn panel(stage: u32, number: u32) -> SharedTile<f32> {
+fn panel(number: u32) -> SharedTile<f32> {
     // SAFETY: the panels follow each other in what the contract declares.
-    unsafe { SharedTile::new((stage % 2 * STAGE_LEN + number * PANEL_LEN) * 4, PANEL_LEN) }
+    unsafe { SharedTile::new(number * PANEL_LEN * 4, PANEL_LEN) }
 }
 
-/// Copies this thread's share of a stage of a chain, if the chain goes that far.
+/// Copies this thread's share of a stage.
 #[inline(always)]
-fn stage(problem: &Problem<'_>, first: [u32; 2], [from, until]: [u32; 2], stage: u32) {
-    let first_k = from + stage * DEPTH;
-    if first_k < until {
-        for number in 0..PANELS[0] {
-            problem.a.panel::<false>(panel(stage, number), first[0] + number * PANEL, [first_k, until]);
-        }
-        for number in 0..PANELS[1] {
-            problem.b.panel::<true>(panel(stage, PANELS[0] + number), first[1] + number * PANEL, [first_k, until]);
+fn copy_stage(problem: &Problem<'_>, first: [u32; 2], k: [u32; 2]) {
+    for number in 0..PANELS[0] {
+        problem.a.copy_panel::<false>(panel(number), first[0] + number * PANEL, k);
+    }
+    for number in 0..PANELS[1] {
+        problem.b.copy_panel::<true>(panel(PANELS[0] + number), first[1] + number * PANEL, k);
+    }
+}
+
+/// Fetches what `copy_stage` will copy.
+#[inline(always)]
+fn fetch_stage(problem: &Problem<'_>, first: [u32; 2], k: [u32; 2]) {
+    for number in 0..PANELS[0] {
+        problem.a.fetch_panel(first[0] + number * PANEL, k);
+    }
+    for number in 0..PANELS[1] {
+        problem.b.fetch_panel(first[1] + number * PANEL, k);
+    }
+}
+
+/// Fetches what the epilogue of a thread's sums touches.
+#[inline(always)]
+fn fetch_outputs(epilogue: &Epilogue<'_, f32>, first_row: u32, first_col: u32) {
+    for i in first_row..epilogue.m.min(first_row + PANEL) {
+        for j in (first_col..epilogue.n.min(first_col + PANEL)).step_by(LINE) {
+            epilogue.fetch_run(i, j);
         }
     }
 }
@@ -180,25 +210,56 @@ fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
     if along_k { i * DEPTH + p } else { p * PANEL + i }
 }
 
+/// What a thread copies of a panel: `rows` from its `i`th on, and `depth` k from its `p`th on.
+struct Share {
+    i: u32,
+    p: u32,
+    rows: u32,
+    depth: u32,
+}
+
 impl Operand<'_> {
     /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from `first_k`. The panel lies as the
     /// operand does, or `ACROSS` k. Rows beyond the operand become zero. Beyond `end` nothing is written.
     #[inline(always)]
-    fn panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, [first_k, end]: [u32; 2]) {
+    fn copy_panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, [first_k, end]: [u32; 2]) {
         if first_row >= self.rows {
             return;
         }
-        // Four runs, each contiguous in memory: whole cache lines.
-        let length = if self.along_k { DEPTH } else { PANEL };
-        let runs = length / RUN as u32;
-        let (across, along) = (thread::thread_idx_x() / runs * 4, thread::thread_idx_x() % runs * RUN as u32);
-        let (i, p) = if self.along_k { (across, along) } else { (along, across) };
-        let [rows, depth] = if self.along_k { [4, RUN as u32] } else { [RUN as u32, 4] };
+        let Share { i, p, rows, depth } = self.share();
         let (row, k) = (first_row + i, first_k + p);
         if row + rows <= self.rows && k + depth <= end {
             self.runs::<ACROSS>(panel, [i, p], self.index(row, k));
         } else {
             self.elements::<ACROSS>(panel, [i, p], [row, k], [rows, depth], end);
+        }
+    }
+
+    /// Fetches this thread's share of a panel, where it is whole.
+    #[inline(always)]
+    fn fetch_panel(&self, first_row: u32, [first_k, end]: [u32; 2]) {
+        let Share { i, p, rows, depth } = self.share();
+        let (row, k) = (first_row + i, first_k + p);
+        if row + rows <= self.rows && k + depth <= end {
+            let from = self.index(row, k);
+            for at in 0..4 {
+                for line in (0..RUN).step_by(LINE) {
+                    prefetch(self.values.as_ptr(), from + at * self.stride as usize + line);
+                }
+            }
+        }
+    }
+
+    /// This thread's share of a panel: four runs, each contiguous in memory, so whole cache lines.
+    #[inline(always)]
+    fn share(&self) -> Share {
+        let length = if self.along_k { DEPTH } else { PANEL };
+        let runs = length / RUN as u32;
+        let (across, along) = (thread::thread_idx_x() / runs * 4, thread::thread_idx_x() % runs * RUN as u32);
+        if self.along_k {
+            Share { i: across, p: along, rows: 4, depth: RUN as u32 }
+        } else {
+            Share { i: along, p: across, rows: RUN as u32, depth: 4 }
         }
     }
 

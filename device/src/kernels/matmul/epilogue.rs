@@ -18,7 +18,7 @@ use crate::math;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
-use crate::vector::{load_run, load_run_raw, store_run};
+use crate::vector::{load_run, load_run_raw, prefetch, store_run};
 use crate::{map4, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
@@ -170,6 +170,20 @@ impl<S: Stored> Epilogue<'_, S> {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Epilogue<'_, f32> {
+    /// Fetches the cache lines that [`Epilogue::finish_run`] will touch from (i, j) on.
+    #[inline(always)]
+    pub(super) fn fetch_run(&self, i: u32, j: u32) {
+        let Self { c, out, pre, start, ldc, beta, flags, .. } = *self;
+        let at = start + i as usize * ldc as usize + j as usize;
+        prefetch(out, at);
+        if flags & KEEP != 0 {
+            prefetch(pre, at);
+        }
+        if beta != 0.0 || flags & GATE != 0 {
+            prefetch(c, at);
+        }
+    }
+
     /// The same for `N` neighbours that all lie inside the output, on the CPU.
     ///
     /// # Safety
