@@ -26,7 +26,8 @@ WINDOW = {"gpt": (450, 650), "crossasset": (300, 300)}
 
 def kernels(options, command):
     """[(kernel, bytes read, bytes written, nanoseconds)] of each launch that ncu looked at."""
-    ncu = ["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none", "--kill", "yes", "--metrics", ",".join(METRICS)]
+    ncu = ["ncu", "--csv", "--print-units", "base", "--target-processes", "application-only", "--clock-control", "none", "--cache-control", "none"]
+    ncu += ["--metrics", ",".join(METRICS)]
     done = subprocess.run(ncu + options + command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if not lines:
@@ -66,7 +67,7 @@ def main():
     if what == "crossasset":
         peer = ["python3", "benches/peers/step.py", "--device", "cuda", "--batch", *batch, "--samples", "1", "--row", "1", "--precision", precision, "--profile"]
     before, count = WINDOW[what]
-    ours = one_step(kernels(["--target-processes", "application-only", "--launch-skip", str(before), "--launch-count", str(count)], sys.argv[at + 1 :]))
+    ours = one_step(kernels(["--launch-skip", str(before), "--launch-count", str(count), "--kill", "yes"], sys.argv[at + 1 :]))
     theirs = kernels(["--profile-from-start", "off"], peer)
     names = {"stepscope": ours, "PyTorch, compiled": theirs}
     totals = {name: sum(read + written for _, read, written, _ in launches) for name, launches in names.items()}
