@@ -340,7 +340,7 @@ const LISTED: &[Listed] = &[
         })
     }),
     both!("cross_entropy", <S>, |i| {
-        i.rows::<S>(|i, logits| {
+        fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
             let labels = i.labels(logits)?;
             let labels = i.step.lend(&labels, [labels.len()])?;
             let (loss, dlogits) = ops::cross_entropy(i.step, logits, &labels, 0.1)?;
@@ -350,7 +350,10 @@ const LISTED: &[Listed] = &[
             let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &labels, 0.1, rules)?;
             i.keep(&loss)?;
             i.keep(&dlogits)
-        })
+        }
+        i.rows::<S>(of)?;
+        // A row that a block shares, of whole vectors.
+        of::<S>(i, &i.normals([2, 4100])?)
     }),
     both!("element_loss", <S>, |i| {
         i.long::<S>(|i, x| {

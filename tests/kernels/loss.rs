@@ -18,13 +18,21 @@ const WEIGHT: f32 = 1.0 / 3.0;
 /// The loss of one row: `log(sum exp(x - max)) - (x[label] - max)`.
 fn loss(x: &[f32], label: u32) -> Exact {
     let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    Exact::sum(trees::row_depth(x.len()), exps(x)).ln() - (Exact::given(x[label as usize]) - largest)
+    Exact::sum(row_depth(x.len()), exps(x)).ln() - (Exact::given(x[label as usize]) - largest)
+}
+
+/// More classes than a warp's lanes share: the block does.
+const LONG: usize = 4097;
+
+/// The additions in a row of a term in a row's sum. A block's threads have every 1024th four columns, then come 2, 5 and 7.
+fn row_depth(classes: usize) -> usize {
+    if classes < LONG { trees::row_depth(classes) } else { classes.div_ceil(1024) + 14 }
 }
 
 /// The additions in a row of a row's loss: those of a block's threads, 5 and then 7, of which a row has one of `lanes`, and
 /// those of the blocks.
 fn depth(rows: usize, classes: usize) -> usize {
-    let block = 256 / trees::lanes(classes);
+    let block = if classes < LONG { 256 / trees::lanes(classes) } else { 1 };
     rows.min(12) + if rows <= block { 0 } else { trees::all_depth(rows.div_ceil(block)) }
 }
 
@@ -58,7 +66,7 @@ on_each_device! {
     fn loss_and_gradient(device: &Device) {
         let (mut losses, mut gradients) = (Closeness::new("cross-entropy"), Closeness::new("cross-entropy gradient"));
         let weight = Exact::given(WEIGHT);
-        for shape @ [rows, classes] in ROWS {
+        for shape @ [rows, classes] in ROWS.into_iter().chain([[3, LONG + 3], [2, 50_304]]) {
             for spread in [1.0, 20.0] {
                 let mut random = Random::new(classes as u64);
                 let logits: Vec<f32> = random.normals(rows * classes).iter().map(|x| x * spread).collect();
@@ -125,7 +133,7 @@ on_each_device! {
 
     /// A label that is no class, of which the host knows nothing, makes the loss and its own row's gradients NaN, and nothing else.
     fn no_class(device: &Device) {
-        for shape @ [rows, classes] in [[1, 3], [300, 3], [70, 193]] {
+        for shape @ [rows, classes] in [[1, 3], [300, 3], [70, 193], [11, LONG]] {
             let logits = Random::new(3).normals(rows * classes);
             let mut labels = Random::new(4).belows(rows, classes as u32);
             let (_, mut want) = cross_entropy(device, shape, &logits, &labels);
@@ -149,7 +157,7 @@ on_each_device! {
     fn by_rules(device: &Device) {
         let (mut losses, mut gradients) = (Closeness::new("smoothed"), Closeness::new("smoothed gradient"));
         let (weight, smoothing) = (Exact::given(WEIGHT), 0.1f32);
-        for shape @ [rows, classes] in ROWS {
+        for shape @ [rows, classes] in ROWS.into_iter().chain([[3, LONG + 3]]) {
             let mut random = Random::new(classes as u64);
             let logits = random.normals(rows * classes);
             let mut labels = random.belows(rows, classes as u32);
@@ -166,9 +174,9 @@ on_each_device! {
             let each = || logits.chunks_exact(classes).zip(&labels);
             let row = |(x, &label): (&[f32], &u32)| {
                 let largest = Exact::given(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-                let all = Exact::sum(trees::row_depth(classes), x.iter().map(|&x| Exact::given(x) - largest));
+                let all = Exact::sum(row_depth(classes), x.iter().map(|&x| Exact::given(x) - largest));
                 let target = of_label * (Exact::given(x[label as usize]) - largest) + of_each * all;
-                Exact::sum(trees::row_depth(classes), exps(x)).ln() - target
+                Exact::sum(row_depth(classes), exps(x)).ln() - target
             };
             let counted = each().filter(|(_, label)| **label != ops::IGNORED).map(row);
             let want = Exact::sum(depth(rows, classes), counted) * weight;
