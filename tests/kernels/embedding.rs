@@ -36,10 +36,14 @@ fn rows_of<T: Copy>(table: &[T], ids: &[u32], cols: usize) -> Vec<T> {
     ids.iter().flat_map(|&id| &table[id as usize * cols..][..cols]).copied().collect()
 }
 
-/// Where the id of each row stands.
+/// Where the id of each row stands; one without a row stands nowhere.
 fn places(ids: &[u32], rows: usize) -> Vec<Vec<usize>> {
-    let mut places = vec![vec![]; rows];
-    ids.iter().enumerate().for_each(|(place, &id)| places[id as usize].push(place));
+    let mut places: Vec<Vec<usize>> = vec![vec![]; rows];
+    for (place, &id) in ids.iter().enumerate() {
+        if let Some(places) = places.get_mut(id as usize) {
+            places.push(place);
+        }
+    }
     places
 }
 
