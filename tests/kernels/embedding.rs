@@ -36,14 +36,23 @@ fn rows_of<T: Copy>(table: &[T], ids: &[u32], cols: usize) -> Vec<T> {
     ids.iter().flat_map(|&id| &table[id as usize * cols..][..cols]).copied().collect()
 }
 
+/// Where the id of each row stands; one without a row stands nowhere.
+fn places(ids: &[u32], rows: usize) -> Vec<Vec<usize>> {
+    let mut places: Vec<Vec<usize>> = vec![vec![]; rows];
+    for (place, &id) in ids.iter().enumerate() {
+        if let Some(places) = places.get_mut(id as usize) {
+            places.push(place);
+        }
+    }
+    places
+}
+
 /// The sums in the documented order, from `old`.
 fn sums(dy: &[f32], ids: &[u32], cols: usize, old: &[f32]) -> Vec<f32> {
-    let mut out = old.to_vec();
+    let (mut out, places) = (old.to_vec(), places(ids, old.len() / cols));
     for (at, out) in out.iter_mut().enumerate() {
-        let (id, column) = ((at / cols) as u32, at % cols);
-        let places: Vec<usize> = (0..ids.len()).filter(|&place| ids[place] == id).collect();
-        for chunk in places.chunks(64) {
-            *out += chunk.iter().fold(0.0, |sum, place| sum + dy[place * cols + column]);
+        for chunk in places[at / cols].chunks(64) {
+            *out += chunk.iter().fold(0.0, |sum, place| sum + dy[place * cols + at % cols]);
         }
     }
     out
@@ -95,9 +104,9 @@ on_each_device! {
             let got = backward(device, &dy, &ids, [rows, cols], None);
             assert_same(&shape, &got, &sums(&dy, &ids, cols, &zeros));
             assert_same(&shape, &backward(device, &dy, &ids, [rows, cols], Some(&old)), &sums(&dy, &ids, cols, &old));
+            let places = places(&ids, rows);
             let exact = |at: usize| {
-                let places = (0..count).filter(|&place| ids[place] as usize == at / cols);
-                let terms: Vec<_> = places.map(|place| Exact::given(dy[place * cols + at % cols])).collect();
+                let terms = places[at / cols].iter().map(|place| Exact::given(dy[place * cols + at % cols]));
                 Exact::sum(terms.len().min(64 + terms.len() / 64), terms)
             };
             // The depth of a sum of one is none: it is exact.

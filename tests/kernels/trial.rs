@@ -14,6 +14,8 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Error, Resu
 const POISON: u32 = 0x7fc0_dead;
 /// Elements between the starts of tensors: 256 bytes.
 const ALIGN: usize = 64;
+/// Bytes of the arena that is tried first.
+const LEAST_BYTES: usize = 1 << 17;
 
 /// Bits by which results are compared: those of the number, and one pattern for all NaNs.
 pub(crate) fn canonical(value: f32) -> u32 {
@@ -46,7 +48,8 @@ pub(crate) fn assert_refused<R>(outcome: Result<R>, words: &[&str]) {
 pub(crate) fn trial<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> R {
     let (result, first) = twice(device, &case);
     if device.description().kind == DeviceKind::Cuda {
-        again(&support::open(DeviceKind::Emulated), 0, &case, &first, "on the emulator");
+        let emulator = support::open(DeviceKind::Emulated);
+        again(&mut Room::new(&emulator, LEAST_BYTES), 0, &case, &first, "on the emulator");
     }
     result
 }
@@ -60,21 +63,22 @@ pub(crate) fn trial_of_one<R>(device: &Device, case: impl for<'t, 's> Fn(&Trial<
 /// Runs `case` at two addresses and returns what it returned first, and its outputs.
 #[track_caller]
 fn twice<R>(device: &Device, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
-    let (result, first) = poisoned(device, 0, case);
-    again(device, 3, case, &first, "in a second run at other addresses");
+    let mut room = Room::new(device, LEAST_BYTES);
+    let (result, first) = poisoned(&mut room, 0, case);
+    again(&mut room, 3, case, &first, "in a second run at other addresses");
     (result, first)
 }
 
 /// Runs `case` once more and asserts that its outputs are those of the `first` run.
 #[track_caller]
 fn again<R>(
-    device: &Device,
+    room: &mut Room,
     shift: usize,
     case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
     first: &Outputs,
     place: &str,
 ) {
-    let (_, again) = poisoned(device, shift, case);
+    let (_, again) = poisoned(room, shift, case);
     assert_eq!(first.len(), again.len());
     for (number, (first, again)) in first.iter().zip(&again).enumerate() {
         let different = first.iter().zip(again).position(|(&a, &b)| same_word(a) != same_word(b));
@@ -165,25 +169,37 @@ fn words<T: Element>(values: &[T]) -> Vec<u32> {
 
 type Outputs = Vec<Vec<u32>>;
 
-/// Runs `case` in an arena as large as it needs, after `shift` other tensors.
-fn poisoned<R>(device: &Device, shift: usize, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
-    let mut capacity_bytes = 1 << 17;
+/// An arena and its capacity.
+struct Room {
+    arena: Arena,
+    bytes: usize,
+}
+
+impl Room {
+    fn new(device: &Device, bytes: usize) -> Self {
+        let arena = Arena::builder(device).capacity(Capacity::Bytes(bytes)).build();
+        Self { arena: arena.unwrap_or_else(|error| panic!("{error}")), bytes }
+    }
+}
+
+/// Runs `case` after `shift` other tensors, in a larger room where it needs one.
+fn poisoned<R>(room: &mut Room, shift: usize, case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>) -> (R, Outputs) {
     loop {
-        match attempt(device, capacity_bytes, shift, case) {
-            Err(Error::ArenaFull { .. }) if capacity_bytes < 1 << 30 => capacity_bytes *= 4,
+        match attempt(room, shift, case) {
+            Err(Error::ArenaFull { .. }) if room.bytes < 1 << 30 => {
+                *room = Room::new(&room.arena.device().clone(), 4 * room.bytes);
+            }
             outcome => return outcome.unwrap_or_else(|error| panic!("{error}")),
         }
     }
 }
 
 fn attempt<R>(
-    device: &Device,
-    capacity_bytes: usize,
+    Room { arena, bytes }: &mut Room,
     shift: usize,
     case: &impl for<'t, 's> Fn(&Trial<'t, 's>) -> Result<R>,
 ) -> Result<(R, Outputs)> {
-    let mut arena = Arena::builder(device).capacity(Capacity::Bytes(capacity_bytes)).build()?;
-    let words = capacity_bytes / size_of::<u32>();
+    let words = *bytes / size_of::<u32>();
     arena.step(|step| ops::fill(step, [words], f32::from_bits(POISON)).map(drop))?;
     let (result, ledger) = arena.step(|step| {
         let base = step.empty::<u32>([shift * ALIGN])?.slice().address();

@@ -139,7 +139,9 @@ fn all(kind: DeviceKind) {
     let known = trained(DeviceKind::Emulated).unwrap();
     let runs = std::env::var("STEPSCOPE_STUCK_RUNS").map_or(1, |runs| runs.parse().unwrap());
     let mut longest = Duration::ZERO;
-    for way in WAYS.repeat(runs) {
+    // On the emulator the launch itself tells, and no way is come to.
+    let ways = if kind == DeviceKind::Emulated { &WAYS[..1] } else { &WAYS };
+    for way in ways.repeat(runs) {
         let (Output { status, stderr, .. }, took) = process(kind, way);
         let errors = String::from_utf8_lossy(&stderr);
         println!(
@@ -148,7 +150,6 @@ fn all(kind: DeviceKind) {
         );
         let code = if way == "exit" && kind == DeviceKind::Cuda { 3 } else { 0 };
         assert_eq!(status.code(), Some(code), "{way}: {errors}");
-        // On the emulator the launch itself has told, whatever came next.
         let told = way != "end" || kind == DeviceKind::Emulated;
         assert_eq!(errors.contains("error: ") && errors.contains("had not ended"), told, "{way}: {errors}");
         assert!(took < DEADLINE + SLACK, "{way}: {took:?}");
@@ -159,8 +160,8 @@ fn all(kind: DeviceKind) {
     }
     println!(
         "{} of {} processes ended by themselves, the last after {longest:?}",
-        WAYS.len() * runs,
-        WAYS.len() * runs
+        ways.len() * runs,
+        ways.len() * runs
     );
 }
 
