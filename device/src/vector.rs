@@ -359,7 +359,14 @@ pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f3
 /// Asks the CPU to bring the cache line of `x[index]` nearer. A hint, and no access: there need be no such element.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
-pub fn prefetch<T>(x: *const T, index: usize) {
+pub fn prefetch<T>(x: &[T], index: usize) {
+    prefetch_raw(x.as_ptr(), index);
+}
+
+/// Like [`prefetch`], from a pointer.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+pub fn prefetch_raw<T>(x: *const T, index: usize) {
     let _place = x.wrapping_add(index);
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {

@@ -244,7 +244,7 @@ impl Operand<'_> {
             let from = self.index(row, k);
             for at in 0..4 {
                 for line in (0..RUN).step_by(LINE) {
-                    prefetch(self.values.as_ptr(), from + at * self.stride as usize + line);
+                    prefetch(self.values, from + at * self.stride as usize + line);
                 }
             }
         }

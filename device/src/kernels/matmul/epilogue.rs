@@ -18,7 +18,7 @@ use crate::math;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
 #[cfg(not(target_arch = "nvptx64"))]
-use crate::vector::{load_run, load_run_raw, prefetch, store_run};
+use crate::vector::{load_run, load_run_raw, prefetch_raw, store_run};
 use crate::{map4, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
@@ -175,12 +175,12 @@ impl Epilogue<'_, f32> {
     pub(super) fn fetch_run(&self, i: u32, j: u32) {
         let Self { c, out, pre, start, ldc, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
-        prefetch(out, at);
+        prefetch_raw(out, at);
         if flags & KEEP != 0 {
-            prefetch(pre, at);
+            prefetch_raw(pre, at);
         }
         if beta != 0.0 || flags & GATE != 0 {
-            prefetch(c, at);
+            prefetch_raw(c, at);
         }
     }
 
