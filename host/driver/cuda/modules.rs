@@ -93,8 +93,11 @@ impl Modules {
     }
 }
 
+/// A package, the name of a kernel, and what has it.
+type Named<'a> = (&'a str, &'a str, Arc<Compiled>);
+
 /// Compiles each package's parts, on as many threads as there are processors. The error is that of the part that failed first.
-fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<(&'a str, &'a str, Arc<Compiled>)>, String> {
+fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<Named<'a>>, String> {
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Ok(Vec::new())));
     let take = || {
         while let Some((package, Part { kernels, ptx })) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
