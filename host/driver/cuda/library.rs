@@ -67,20 +67,17 @@ impl Library {
         Err(format!("{} {}", describe(result), short(said.trim())).trim_end().to_owned())
     }
 
-    /// Its kernel of this name, for the current context.
+    /// Its kernel of this name, one that its PTX has, for the current context.
     pub(super) fn function(&self, name: &str) -> Result<CUfunction> {
-        let missing = |result| Error::Driver {
-            call: "cuLibraryGetKernel",
-            reason: format!("{}: the PTX has no kernel `{name}`; was it built from other sources?", describe(result)),
+        const CALL: &str = "cuLibraryGetKernel";
+        let words = CString::new(name).map_err(|error| Error::Driver {
+            call: CALL,
+            reason: error.to_string(),
             fatal: false,
-        };
-        let words = CString::new(name).map_err(|_| missing(CUresult::CUDA_ERROR_NOT_FOUND))?;
+        })?;
         let mut kernel = null_mut();
         // SAFETY: the library is loaded, the name terminated, and `kernel` valid for a write.
-        match unsafe { cuLibraryGetKernel(&mut kernel, self.0, words.as_ptr()) } {
-            CUresult::CUDA_SUCCESS => {}
-            result => return Err(missing(result)),
-        }
+        check(CALL, unsafe { cuLibraryGetKernel(&mut kernel, self.0, words.as_ptr()) })?;
         let mut function = null_mut();
         // SAFETY: the kernel is of a loaded library, and `function` valid for a write.
         check("cuKernelGetFunction", unsafe { cuKernelGetFunction(&mut function, kernel) })?;

@@ -31,8 +31,8 @@ pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
         rest = &rest[start + end + 1..];
     }
     common.push_str(rest);
-    let code = common.lines().filter(|line| !line.starts_with("//"));
-    if code.into_iter().any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
+    let mut code = common.lines().filter(|line| !line.starts_with("//"));
+    if code.any(|line| SHARED.iter().any(|kind| line.contains(kind))) {
         return vec![Part { kernels: names(ptx), ptx: ptx.to_owned() }];
     }
     let part = |(at, kernel): (usize, _)| Part {
@@ -46,8 +46,8 @@ pub(super) fn parts(ptx: &str) -> Vec<Part<'_>> {
 
 /// The names of the kernels in a text.
 fn names(ptx: &str) -> Vec<&str> {
-    let name = |text: &'_ str| text.find(|letter: char| letter == '(' || letter.is_whitespace()).unwrap_or(text.len());
-    ptx.split(".entry ").skip(1).map(|text| &text[..name(text)]).collect()
+    let ends = |letter: char| letter == '(' || letter.is_whitespace();
+    ptx.split(".entry ").skip(1).filter_map(|text| text.split(ends).next()).collect()
 }
 
 /// Where the first line begins that begins so.
