@@ -6,7 +6,7 @@
 //! by the pauses of the machine itself, see [`witness`]).
 //!
 //! ```text
-//! cargo test --test memory_model                                      # 4,000 programs, in about 20 s on two cores
+//! cargo test --test memory_model                                      # 2,000 programs, in about 10 s on two cores
 //! STEPSCOPE_PROGRAMS=100000 cargo test --release --test memory_model  # the nightly run
 //! STEPSCOPE_PROGRAM=4711 cargo test --test memory_model random        # one program of a run, by its number
 //! ```
@@ -50,7 +50,7 @@ const PLANTED: std::ops::Range<u64> = 1_000_000..1_000_500;
 on_each_device! {
     fn random_programs_keep_every_rule(device: &Device) {
         let device = device.description().kind;
-        let count = number_from("STEPSCOPE_PROGRAMS").unwrap_or(4_000);
+        let count = number_from("STEPSCOPE_PROGRAMS").unwrap_or(2_000);
         if let Some(number) = number_from("STEPSCOPE_PROGRAM") {
             let (kind, program) = program(device, number, count);
             println!("{program:#?}");
