@@ -57,9 +57,9 @@ pub(crate) mod ulps {
     pub(crate) const GELU: f64 = 1.833;
     pub(crate) const GELU_DERIVATIVE: f64 = 1.950;
     pub(crate) const RSQRT: f64 = 1.491;
-    pub(crate) const SIGMOID: f64 = 1.38;
-    pub(crate) const SILU: f64 = 1.42;
-    pub(crate) const GELU_EXACT: f64 = 2.23;
+    pub(crate) const SIGMOID: f64 = 1.374;
+    pub(crate) const SILU: f64 = 1.424;
+    pub(crate) const GELU_EXACT: f64 = 2.225;
 }
 
 /// 2 sqrt(2/pi) and the cubic's factor.
