@@ -109,6 +109,16 @@ impl<S: Stored> Epilogue<'_, S> {
                 }
             };
         }
+        // What C holds of a row that exists.
+        macro_rules! load_c {
+            ($values:ident, $row:ident) => {
+                unroll_on_gpu!(group < GROUPS => {
+                    let at = place($row as usize, group);
+                    let part = if whole { Part::Whole } else { part(at, inside(group)) };
+                    $values[group] = F4::load_part_raw(c, at, part, 0.0);
+                })
+            };
+        }
         // SAFETY: what lies inside the output lies in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
         // checked it.
         unsafe {
@@ -141,33 +151,30 @@ impl<S: Stored> Epilogue<'_, S> {
                     sums[row][group].store_part(pre, at, part);
                 });
             }
-            let differentiated = if differentiates::<S>() { flags & GELU_DERIVATIVE } else { 0 } != 0;
-            if flags & (ACTIVATIONS & !GELU_DERIVATIVE) != 0 || differentiated {
+            if flags & const { if differentiates::<S>() { ACTIVATIONS } else { ACTIVATIONS & !GELU_DERIVATIVE } } != 0 {
                 // One row at a time, then the others move up: an activation is long code, and so it is there once.
                 for row in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     if flags & GELU != 0 {
                         unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], S::gelu); });
+                    } else if const { differentiates::<S>() } && flags & GELU_DERIVATIVE != 0 {
+                        let mut inputs = sums[0];
+                        if exists(row as usize) {
+                            load_c!(inputs, row);
+                        }
+                        unroll_on_gpu!(group < GROUPS => {
+                            done[group] = map4!(inputs[group], S::gelu_derivative) * done[group];
+                        });
                     } else {
                         let is_gated = flags & GATE != 0;
-                        let mut inputs = sums[0];
-                        if (is_gated || differentiated) && exists(row as usize) {
-                            unroll_on_gpu!(group < GROUPS => {
-                                let at = place(row as usize, group);
-                                let part = if whole { Part::Whole } else { part(at, inside(group)) };
-                                inputs[group] = F4::load_part_raw(c, at, part, 0.0);
-                            });
+                        let mut gates = sums[0];
+                        if is_gated && exists(row as usize) {
+                            load_c!(gates, row);
                         }
-                        if differentiated {
-                            unroll_on_gpu!(group < GROUPS => {
-                                done[group] = map4!(inputs[group], S::gelu_derivative) * done[group];
-                            });
-                        } else {
-                            unroll_on_gpu!(group < GROUPS => {
-                                let silu = map4!(inputs[group], S::silu);
-                                done[group] = if is_gated { silu * done[group] } else { silu };
-                            });
-                        }
+                        unroll_on_gpu!(group < GROUPS => {
+                            let silu = map4!(gates[group], S::silu);
+                            done[group] = if is_gated { silu * done[group] } else { silu };
+                        });
                     }
                     unroll_on_gpu!(row < ROWS => {
                         sums[row] = if row + 1 < ROWS { sums[row + 1] } else { done };
