@@ -92,8 +92,8 @@ const USES: [(&str, &str, Use); 24] = [
     ("TokenLinear", "linear_per_token", |tape, x, h| h.tokens.forward(tape, x)),
     ("RmsNorm", "rms_norm", |tape, x, h| h.norm.forward(tape, x)),
     ("Attention", "norm_project", |tape, x, h| h.attention.forward(tape, x)),
-    ("Mlp", "linear_gelu", |tape, x, h| h.mlp.forward(tape, x)),
-    ("Mlp, residual", "linear_gelu", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
+    ("Mlp", "mlp_gelu", |tape, x, h| h.mlp.forward(tape, x)),
+    ("Mlp, residual", "mlp_gelu", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
     ("SwiGlu", "linear", |tape, x, h| h.swiglu.forward(tape, x)),
     ("Backward::weights", "custom", |tape, x, h| {
         let weight = h.linear.weight;
@@ -220,7 +220,7 @@ on_each_device! {
     /// Every op, in each place where it takes a variable; and the backward pass.
     fn a_foreign_variable_is_refused(device: &Device) {
         type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
-        const OPS: [(&str, Op); 26] = [
+        const OPS: [(&str, Op); 28] = [
             ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
             ("transpose", |tape, _, x, _| tape.transpose(x)),
             ("add", |tape, own, x, _| tape.add(own, x)),
@@ -234,6 +234,8 @@ on_each_device! {
             ("mean_tokens", |tape, _, x, _| tape.mean_tokens(x)),
             ("linear", |tape, _, x, h| tape.linear(x, h.linear.weight, None)),
             ("linear_gelu", |tape, _, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+            ("mlp_gelu", |tape, _, x, h| h.mlp.forward(tape, x)),
+            ("mlp_gelu", |tape, own, x, h| h.mlp.forward_residual(tape, own, x)),
             ("linear_silu", |tape, _, x, h| tape.linear_silu(x, h.linear.weight, None)),
             ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(x, h.linear.weight, None, own)),
             ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(own, h.linear.weight, None, x)),

@@ -542,7 +542,7 @@ on_each_device! {
         let mut memory = arena(device);
         let learner = Learner { model: stranger, ..Classifier::learner(device) };
         let error = Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).err().unwrap();
-        assert!(matches!(error, Error::Misuse { op: "linear_gelu", .. }), "{error}");
+        assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
         let gradients = Classifier::learner(device).gradients;
         let learner = Learner { gradients, ..Classifier::learner(device) };
         let error = Trainer::eager(&mut memory, learner).update(&batches(0, 8)[0]).unwrap_err();

@@ -1,7 +1,7 @@
 //! Matrix products.
 
 use crate::case::{Case, Run, both};
-use stepscope::{Result, ops};
+use stepscope::{Result, bf16, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("linear", <S>, |c| {
@@ -28,6 +28,13 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("dw", &dw)?;
         c.result("dbias", &dbias)
     }),
+    &[("gelu_linear_bf16", |c| {
+        let [rows, hidden, n] = c.extents([150, 140, 300]);
+        c.longest_product::<bf16>(n);
+        let (pre, w) = (c.operand::<bf16>("pre", [rows, hidden])?, c.operand::<bf16>("w", [hidden, n])?);
+        let dy = c.operand::<bf16>("dy", [rows, n])?;
+        c.result("dpre", &ops::gelu_linear_backward(c.step, &pre, &w, &dy)?)
+    })],
     &both!("gemm", <S>, |c| {
         let [batches, m, n, k] = c.extents([3, 80, 70, 200]);
         c.longest_product::<S>(k + 2);

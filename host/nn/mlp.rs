@@ -35,19 +35,19 @@ impl Mlp {
         Self { up: Linear::new(names.at("up"), inputs, hidden), down: Linear::new(names.at("down"), hidden, outputs) }
     }
 
-    /// See [`Tape::linear_gelu`] and [`Tape::linear`].
+    /// See [`Tape::mlp_gelu`].
     ///
     /// # Errors
-    /// Those of the ops.
+    /// Those of the op.
     #[track_caller]
     pub fn forward<'s, S: Factor<S> + Factor<f32>>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
-        self.down.forward(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?)
+        self.on_tape(tape, x, None)
     }
 
     /// `residual + forward(x)`, also two launches.
     ///
     /// # Errors
-    /// Those of the ops.
+    /// Those of the op.
     #[track_caller]
     pub fn forward_residual<'s, S: Factor<S> + Factor<f32>>(
         &self,
@@ -55,6 +55,17 @@ impl Mlp {
         x: &Var<'s, S>,
         residual: &Var<'s, S>,
     ) -> Result<Var<'s, S>> {
-        self.down.forward_residual(tape, &tape.linear_gelu(x, self.up.weight, self.up.bias)?, residual)
+        self.on_tape(tape, x, Some(residual))
+    }
+
+    #[track_caller]
+    fn on_tape<'s, S: Factor<S> + Factor<f32>>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        residual: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let [up, down] = [self.up, self.down].map(|layer| (layer.weight, layer.bias));
+        tape.mlp_gelu(x, up, down, residual)
     }
 }

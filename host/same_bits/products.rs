@@ -11,7 +11,7 @@ use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::format::Reduced;
-use kernels::matmul::{GATE, GELU, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
+use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
 use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
@@ -161,7 +161,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
 }
 
 /// Products of BF16 tensors with and without tails, each way to store and to end them; rows that are no multiple of 16 bytes.
-const BF16_PRODUCTS: [Product; 7] = [
+const BF16_PRODUCTS: [Product; 8] = [
     (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
     (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
     (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
@@ -169,10 +169,11 @@ const BF16_PRODUCTS: [Product; 7] = [
     (1, [150, 275, 261], ALL, GELU | KEEP, [1.0, 0.5]),
     (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
     (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
+    (2, [70, 131, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough of GELU; whole stages and cut ones, of both kinds of rows; the ring more than once; chunks.
-const SMALLEST_BF16_PRODUCTS: [Product; 7] = [
+const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
     (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
     (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),
     (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, [1.0, 0.5]),
@@ -180,11 +181,14 @@ const SMALLEST_BF16_PRODUCTS: [Product; 7] = [
     (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
     (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
     (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+    (1, [40, 132, 8], ALL, TRANSPOSE_B | GELU_DERIVATIVE, [1.0, 0.0]),
+    (1, [9, 35, 8], ALL, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
 ];
 
 /// The case of a tile for BF16 tensors: [`product`], on whole numbers so small that every sum is exact, as for [`tensor_product`].
 pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS) {
+    let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| exists::<S>(product.3)) {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
@@ -274,12 +278,22 @@ fn factors<'a>(
     }
 }
 
+/// Whether what stores S can end so.
+fn exists<S: Stored>(flags: u32) -> bool {
+    flags & GELU_DERIVATIVE == 0 || <S as Element>::NAME == <half::bf16 as Element>::NAME
+}
+
 /// The case of [`sum_splits`]: multiplies that are split; in the smallest form by itself.
 pub(super) fn splits<S: Stored>(i: &Inputs<'_, '_>) -> Result<()> {
     if i.form == Form::Smallest || <S as Element>::NAME != <f32 as Element>::NAME {
-        return [([3, 260], 9, GELU | KEEP, [1.0, 0.5]), ([2, 5], 2, GATE | KEEP, [0.3, 0.0])]
-            .into_iter()
-            .try_for_each(|(extents, splits, flags, scales)| splits_alone::<S>(i, extents, splits, flags, scales));
+        return [
+            ([3, 260], 9, GELU | KEEP, [1.0, 0.5]),
+            ([2, 5], 2, GATE | KEEP, [0.3, 0.0]),
+            ([3, 261], 2, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+        ]
+        .into_iter()
+        .filter(|(_, _, flags, _)| exists::<S>(*flags))
+        .try_for_each(|(extents, splits, flags, scales)| splits_alone::<S>(i, extents, splits, flags, scales));
     }
     for ([m, n, k], beta) in [([12, 256, 1024], 0.0), ([35, 33, 700], 0.5), ([1, 2, 65_601], 1.0)] {
         let (a, b, bias, mut out) =

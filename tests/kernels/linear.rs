@@ -1,9 +1,15 @@
 //! Linear layers on a tape: their gradients. The bits of the products are those of `matmul.rs`.
 
 use crate::elementwise::add_in_float64;
-use crate::gradients::{Case, ParameterValues, SEEDS, extents, leaf, longest, normal, stack};
+use crate::gradients::{
+    Case, Handles, ParameterValues, SEEDS, extents, leaf, leaf_as, longest, normal, parameters_of, stack,
+};
 use crate::reference::{gelu, silu};
-use crate::support::{Random, on_each_device};
+use crate::support::{Random, on_each_device, relative_l2};
+use crate::trial::assert_same;
+use kernels::stored::Stored as _;
+use stepscope::ops::{self, Factor, Gemm};
+use stepscope::{Arena, Capacity, Device, Gradients, Parameters, Saved, Source, Tape, bf16};
 
 /// Rows, inner and outer extents of a linear layer: more than a tile of rows, or a long sum.
 fn shape(random: &mut Random, seed: u64) -> [usize; 3] {
@@ -34,6 +40,51 @@ fn with_gelu(x: Vec<f64>) -> Vec<f64> {
     x.into_iter().map(gelu).collect()
 }
 
+/// x, W1, b1, W2 and b2 on a tape: their gradients in an MLP of S, beside x or not, whose output has the gradient `dy`.
+fn gradients_of_mlp<S>(device: &Device, parameters: &Parameters, p: &Handles, dy: &[f32], beside: bool) -> Vec<Vec<f32>>
+where
+    S: Factor<S> + Factor<f32>,
+{
+    let mut gradients = Gradients::zeros(parameters).unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    arena
+        .step(|step| {
+            let tape = Tape::new(step, parameters);
+            let x = leaf_as::<S>(&tape, p[0])?;
+            let y = tape.mlp_gelu(&x, (p[1], Some(p[2])), (p[3], Some(p[4])), beside.then_some(&x))?;
+            let dy = step.upload(&dy.iter().map(|&dy| S::narrow(dy)).collect::<Vec<_>>(), y.shape())?.save();
+            let loss = tape.op("weighed", [&y])?.record(ops::fill(step, [1], 0.0)?.save(), move |back, _| {
+                back.add(&y, ops::copy(back.step(), &dy)?)
+            });
+            tape.backward(&loss, &mut gradients)
+        })
+        .unwrap();
+    (0..5).map(|number| gradients.read(p[number]).unwrap()).collect()
+}
+
+/// dx, dW1 and dW2 of the same in BF16, by its ops; and what the gradients of b1 and b2 are sums of.
+fn by_hand(device: &Device, parameters: &Parameters, p: &Handles, dy: &[f32], beside: bool) -> ([Vec<f32>; 3], [Vec<f32>; 2]) {
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    let result = arena.step(|step| {
+        let (w1, w2) = (parameters.lend_as::<bf16>(step, p[1])?, parameters.lend_as::<bf16>(step, p[3])?);
+        let (x, b1) = (parameters.lend_as::<bf16>(step, p[0])?, parameters.lend(step, p[2])?);
+        let ([rows, k], hidden) = (x.shape().as_rows(), b1.shape().elements());
+        let dy = step.upload(&dy.iter().map(|&dy| bf16::narrow(dy)).collect::<Vec<_>>(), [rows, k])?;
+        let (h, pre) = ops::linear_gelu(step, &x, &w1, Some(&b1))?;
+        let dpre = ops::gelu_linear_backward(step, &pre, &w2, &dy)?;
+        let mut dw = [step.empty::<f32>([k, hidden])?, step.empty([hidden, k])?];
+        let (none, mut dx) = (None::<&Saved<'_>>, ops::copy(step, &dy)?);
+        ops::gemm_into(step, &Gemm::new(k, hidden, rows).transpose_a(), &x, &dpre, none, &mut dw[0])?;
+        ops::gemm_into(step, &Gemm::new(hidden, k, rows).transpose_a(), &h, &dy, none, &mut dw[1])?;
+        let form = Gemm { beta: f32::from(u8::from(beside)), ..Gemm::new(rows, k, hidden).transpose_b() };
+        ops::gemm_into(step, &form, &dpre, &w1, none, &mut dx)?;
+        let wide = |x: Vec<bf16>| x.into_iter().map(f32::from).collect::<Vec<_>>();
+        let [dx, dpre, dy] = [step.read(&dx)?, step.read(&dpre)?, step.read(&dy)?].map(wide);
+        Ok(([dx, step.read(&dw[0])?, step.read(&dw[1])?], [dpre, dy]))
+    });
+    result.unwrap()
+}
+
 on_each_device! {
     fn gradient(device: &Device) {
         for seed in SEEDS {
@@ -62,6 +113,70 @@ on_each_device! {
             Case::new("linear_gelu without bias", seed, length, values[..2].to_vec()).check(device, |_, tape, p| {
                 tape.linear_gelu(&leaf(tape, p[0])?, p[1], None)
             }, |p| with_gelu(in_float64(&p[0], &p[1], &[], k, n)));
+        }
+    }
+
+    /// With and without biases, and what is added: nothing, another variable, or x itself.
+    fn gradient_of_mlp_gelu(device: &Device) {
+        for seed in SEEDS {
+            let mut random = Random::new(seed);
+            let [rows, k, hidden] = extents(&mut random, seed, if seed % 2 == 1 { [35, 5, 9] } else { [7, 9, 33] });
+            let length = longest(&[rows, k, hidden]);
+            let mut values = operands(&mut random, [rows, k, hidden]);
+            values.extend(operands(&mut random, [rows, hidden, k]).into_iter().skip(1));
+            values.push(normal(&mut random, &[rows, k]));
+            let mlp = |p: &[Vec<f64>], b1: &[f64], b2: &[f64]| {
+                in_float64(&with_gelu(in_float64(&p[0], &p[1], b1, k, hidden)), &p[3], b2, hidden, k)
+            };
+            Case::new("mlp_gelu", seed, length, values[..5].to_vec()).check(device, |_, tape, p| {
+                tape.mlp_gelu(&leaf(tape, p[0])?, (p[1], Some(p[2])), (p[3], Some(p[4])), None)
+            }, |p| mlp(p, &p[2], &p[4]));
+            Case::new("mlp_gelu, residual", seed, length, values.clone()).check(device, |_, tape, p| {
+                tape.mlp_gelu(&leaf(tape, p[0])?, (p[1], Some(p[2])), (p[3], Some(p[4])), Some(&leaf(tape, p[5])?))
+            }, |p| add_in_float64(&p[5], &mlp(p, &p[2], &p[4])));
+            Case::new("mlp_gelu without biases, beside itself", seed, length, values).check(device, |_, tape, p| {
+                let x = leaf(tape, p[0])?;
+                let y = tape.mlp_gelu(&x, (p[1], None), (p[3], None), Some(&x))?;
+                // The others are used so that they have the gradients that the reference has.
+                tape.add(&y, &leaf(tape, p[5])?)
+            }, |p| add_in_float64(&p[5], &add_in_float64(&p[0], &mlp(p, &[], &[]))));
+        }
+    }
+
+    /// The gradients of an MLP of BF16 are those of its ops, bit for bit but for the biases', which are sums of what is stored. And they are
+    /// f32's, but for roundings to BF16, each off by less than 2^-9 of the norm of many: of `pre`, which bends gelu and gelu' by 1.13 of it at most,
+    /// of gelu, of the gradient of `pre`, and of x's.
+    fn an_mlp_of_bf16(device: &Device) {
+        let ([rows, k, hidden], mut random) = ([131, 24, 40], Random::new(3));
+        let mut values = operands(&mut random, [rows, k, hidden]);
+        values.extend(operands(&mut random, [rows, hidden, k]).into_iter().skip(1));
+        let round = |values: &mut Vec<f32>| values.iter_mut().for_each(|x| *x = bf16::narrow(*x).widen());
+        values.iter_mut().for_each(|operand| round(&mut operand.values));
+        let mut dy = random.normals(rows * k);
+        round(&mut dy);
+        let (parameters, p) = parameters_of(device, &values);
+        let parameters = parameters.with_bf16_copy().unwrap();
+        for beside in [false, true] {
+            let halves = gradients_of_mlp::<bf16>(device, &parameters, &p, &dy, beside);
+            let floats = gradients_of_mlp::<f32>(device, &parameters, &p, &dy, beside);
+            for (number, (got, want)) in halves.iter().zip(&floats).enumerate() {
+                let exact: Vec<f64> = want.iter().map(|&x| x.into()).collect();
+                let (error, limit) = (relative_l2(got, &exact), 4.13 * 2f64.powi(-9));
+                println!("parameter {number}: {error:.2e} of {limit:.2e}");
+                assert!(error <= limit, "parameter {number}: {error:.2e} > {limit:.2e}");
+            }
+            let (by_hand, biases) = by_hand(device, &parameters, &p, &dy, beside);
+            for ([number, name], want) in [[0, 0], [1, 1], [3, 2]].into_iter().zip(&by_hand) {
+                assert_same(["dx", "dw1", "dw2"][name], &halves[number], want);
+            }
+            for (number, terms) in [2, 4].into_iter().zip(&biases) {
+                for (column, &got) in halves[number].iter().enumerate() {
+                    let terms = terms.iter().skip(column).step_by(halves[number].len());
+                    let [sum, size] = terms.fold([0.0; 2], |[sum, size], &x| [sum + f64::from(x), size + f64::from(x).abs()]);
+                    let bound = rows as f64 * 2f64.powi(-24) * size;
+                    assert!((f64::from(got) - sum).abs() <= bound, "parameter {number}, {column}: {got} for {sum}");
+                }
+            }
         }
     }
 

@@ -462,13 +462,14 @@ on_each_device! {
         });
     }
 
-    /// At most one activation, and nothing is added where `c` is a gate; nothing follows a chunk's sum.
+    /// At most one activation, no derivative of f32, and nothing is added where `c` is a gate; nothing follows a chunk's sum.
     fn what_follows_must_agree(device: &Device) {
         trial(device, |trial| {
             let ones = trial.upload(&[1.0; 64], [64])?;
             for (chunk, flags, [alpha, beta], argument) in [
                 (8, GELU | SILU, [1.0, 0.0], "flags"),
                 (8, SILU | GATE, [1.0, 0.0], "flags"),
+                (8, GELU_DERIVATIVE, [1.0, 0.0], "flags"),
                 (8, GATE, [1.0, 1.0], "beta"),
                 (4, SILU, [1.0, 0.0], "chunk"),
                 (4, GATE, [1.0, 0.0], "chunk"),

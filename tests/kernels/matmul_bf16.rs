@@ -6,9 +6,12 @@ use crate::matmul::{Case, VARIANTS, Variant};
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::activations::Activations as _;
-use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
+use crate::reference::gelu_derivative;
+use cuda_std::launch::{PointerMut, Slice};
+use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::matmul_bf16;
 use kernels::stored::Stored as _;
-use stepscope::{Arena, Capacity, Device, Saved, Stored, bf16, ops};
+use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Stored, Target, bf16, ops};
 
 /// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
 const EXTENTS: [[usize; 3]; 8] = [
@@ -209,8 +212,177 @@ on_each_device! {
         assert_same("gated", &gated, &of(&|at| bf16::silu(residual[at].widen()) * with_bias(at)));
     }
 
+    /// Each tile multiplies its sums by gelu' of what lies where they go, here in place, in padded rows of two batches; what it keeps are the
+    /// sums. Sums are exact, and so are the bits.
+    fn gelu_derivative_ends_each_tile(device: &Device) {
+        for ([m, n, k], pad, flags) in [([5, 9, 6], 3, 0), ([70, 132, 40], 4, KEEP), ([129, 260, 33], 0, KEEP)] {
+            let (a, b) = (numbers(1, 2 * m * k, true), numbers(2, 2 * k * n, true));
+            let (stride_c, bias) = (m * (n + pad), Random::new(8).normals(n));
+            let old = numbers(3, 2 * stride_c, false);
+            let [mut want, mut sums] = [old.clone(), old.clone()].map(|values| values.into_iter().map(f32::from).collect::<Vec<_>>());
+            for z in 0..2 {
+                let exact = reference([m, n, k], [false, true], &a[z * m * k..], &b[z * k * n..]);
+                for (at, [sum, _]) in exact.into_iter().enumerate() {
+                    let place = z * stride_c + at / n * (n + pad) + at % n;
+                    let sum = sum as f32 * 0.5 + bias[at % n];
+                    want[place] = bf16::narrow(bf16::gelu_derivative(old[place].widen()) * sum).widen();
+                    sums[place] = if flags & KEEP == 0 { sums[place] } else { bf16::narrow(sum).widen() };
+                }
+            }
+            for tile in ops::BF16_TILES {
+                let [out, pre] = trial_of_one(device, |trial| {
+                    let (a, b) = (trial.upload(&a, [a.len()])?, trial.upload(&b, [b.len()])?);
+                    let (bias, mut pre) = (trial.upload(&bias, [n])?, trial.upload(&old, [old.len()])?);
+                    let mut out = trial.upload(&old, [old.len()])?;
+                    let (c, written) = out.in_place();
+                    trial.launch(matmul_bf16 {
+                        tile,
+                        a: a.slice(),
+                        b: b.slice(),
+                        bias: bias.slice(),
+                        c,
+                        out: written,
+                        pre: pre.out(),
+                        m: m as u32,
+                        n: n as u32,
+                        k: k as u32,
+                        lda: k as u32,
+                        ldb: k as u32,
+                        ldc: (n + pad) as u32,
+                        chunk: k as u32,
+                        batches: 2,
+                        stride_a: m * k,
+                        stride_b: k * n,
+                        stride_c,
+                        stride_bias: 0,
+                        alpha: 0.5,
+                        beta: 0.0,
+                        flags: flags | TRANSPOSE_B | GELU_DERIVATIVE,
+                    })?;
+                    Ok([trial.output(&out)?, trial.output(&pre)?].map(|values| values.into_iter().map(f32::from).collect::<Vec<_>>()))
+                });
+                assert_same(format!("{m} x {n}, k {k}, {tile:?}"), &out, &want);
+                assert_same(format!("{m} x {n}, k {k}, {tile:?}, kept"), &pre, &sums);
+            }
+        }
+    }
+
+    /// Each element is the exact one but for one rounding to BF16 (2^-8 of it), what its sum is off (k 2^-22 of the sizes) and what the
+    /// derivative is (2^-15 of it, and 2^-18 near its root). Product and derivative by themselves round three times; k in one chunk and in some.
+    fn gelu_linear_backward_rounds_once(device: &Device) {
+        for [rows, hidden, n] in [[1, 1, 1], [3, 8, 5], [65, 130, 40], [33, 72, 129], [40, 36, 2100]] {
+            let (dy, w) = (numbers(5, rows * n, false), numbers(6, hidden * n, false));
+            let pre = numbers(7, rows * hidden, false);
+            let chunk = kernels::matmul_bf16::chunk(rows, hidden, n);
+            assert_eq!(chunk < n, n > 1024, "{rows} x {hidden}, k {n}");
+            let [fused, apart] = trial_of_one(device, |trial| {
+                let (dy, w) = (trial.upload(&dy, [rows, n])?, trial.upload(&w, [hidden, n])?);
+                let pre = trial.upload(&pre, [rows, hidden])?;
+                let dpre = trial.with_scratch(|| {
+                    let dpre = ops::gelu_linear_backward(trial, &pre, &w, &dy)?;
+                    (chunk < n).then(|| trial.empty::<f32>([n.div_ceil(chunk), rows, hidden])).transpose()?;
+                    Ok(dpre)
+                })?;
+                let apart = trial.with_scratch(|| {
+                    let mut dh = trial.empty([rows, hidden])?;
+                    let form = ops::Gemm::new(rows, hidden, n).transpose_b();
+                    ops::gemm_into(trial, &form, &dy, &w, None::<&Saved<'_>>, &mut dh)?;
+                    (chunk < n).then(|| trial.empty::<f32>([n.div_ceil(chunk), rows, hidden])).transpose()?;
+                    ops::gelu_backward(trial, &pre, &dh)
+                })?;
+                Ok([trial.output(&dpre)?, trial.output(&apart)?].map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>()))
+            });
+            let [rounding, of_sum, of_derivative, near_root] = [8, 22, 15, 18].map(|bits| 2f64.powi(-bits));
+            for (at, [sum, size]) in reference([rows, hidden, n], [false, true], &dy, &w).into_iter().enumerate() {
+                let derivative = gelu_derivative(pre[at].into());
+                let exact = sum * derivative;
+                let off = derivative.abs() * n as f64 * of_sum * size + (of_derivative * derivative.abs() + near_root) * sum.abs();
+                let bound = 1.01 * off + rounding * exact.abs();
+                assert!((fused[at] - exact).abs() <= bound, "{at} of {rows} x {hidden}, k {n}: {} for {exact}", fused[at]);
+                let between = 3.01 * rounding * exact.abs() + 2.02 * off;
+                assert!((fused[at] - apart[at]).abs() <= between, "{at} of {rows} x {hidden}, k {n}: {} and {}", fused[at], apart[at]);
+            }
+            // What is rounded in between is another number, somewhere.
+            assert!(rows * hidden < 100 || fused != apart, "{rows} x {hidden}, k {n}");
+        }
+    }
+
+    /// Only BF16 ends so, after no other activation, and nothing is added to it; `c` is as large as the output, and nothing follows a chunk's sum.
+    fn gelu_derivative_must_be_possible(device: &Device) {
+        fn launches<S: Stored>(trial: &Trial<'_, '_>, chunk: u32, flags: u32, beta: f32, c: usize) -> Result<[Result<()>; 2]> {
+            let (halves, partials) = (trial.upload(&[bf16::ONE; 64], [64])?, trial.upload(&[1.0; 16], [16])?);
+            let (c, mut out) = (trial.upload(&vec![S::narrow(1.0); c], [c])?, trial.empty::<S>([16])?);
+            let product = trial.launch(matmul_bf16 {
+                tile: ops::BF16_TILES[0],
+                a: halves.slice(),
+                b: halves.slice(),
+                bias: Slice::empty(),
+                c: c.pointer(),
+                out: out.out(),
+                pre: PointerMut::empty(),
+                m: 2,
+                n: 4,
+                k: 8,
+                lda: 8,
+                ldb: 4,
+                ldc: 4,
+                chunk,
+                batches: 1,
+                stride_a: 16,
+                stride_b: 32,
+                stride_c: 8,
+                stride_bias: 4,
+                alpha: 1.0,
+                beta,
+                flags,
+            });
+            let sum = trial.launch(sum_splits {
+                partials: partials.slice(),
+                splits: 2,
+                bias: Slice::empty(),
+                c: c.pointer(),
+                out: out.out(),
+                pre: PointerMut::empty(),
+                m: 2,
+                n: 4,
+                ldc: 4,
+                batches: 1,
+                stride_c: 8,
+                stride_bias: 4,
+                alpha: 1.0,
+                beta,
+                flags,
+            });
+            Ok([product, sum])
+        }
+        trial(device, |trial| {
+            for (flags, beta, c, argument) in [
+                (GELU_DERIVATIVE | GELU, 0.0, 8, "flags"),
+                (GELU_DERIVATIVE | GATE, 0.0, 8, "flags"),
+                (GELU_DERIVATIVE, 1.0, 8, "beta"),
+                (GELU_DERIVATIVE, 0.0, 7, "c"),
+            ] {
+                for refused in launches::<bf16>(trial, 8, flags, beta, c)? {
+                    assert_refused(refused, &["_bf16`", &format!("`{argument}`: expected")]);
+                }
+            }
+            for refused in launches::<f32>(trial, 8, GELU_DERIVATIVE, 0.0, 8)? {
+                assert_refused(refused, &["_f32`", "`flags`: expected a derivative only where BF16 is stored"]);
+            }
+            let [refused, _] = launches::<f32>(trial, 4, GELU_DERIVATIVE, 0.0, 8)?;
+            assert_refused(refused, &["`chunk`: expected"]);
+            Ok(())
+        });
+    }
+
     fn extents_must_agree(device: &Device) {
         trial(device, |trial| {
+            let (pre, w) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 8], [4, 2])?);
+            let dy = trial.upload(&[bf16::ONE; 6], [3, 2])?;
+            const OP: &str = "gelu_linear_backward";
+            assert_refused(ops::gelu_linear_backward(trial, &dy, &w, &dy), &[OP, "[.., 4]", "[4, 2]", "[3, 2]"]);
+            assert_refused(ops::gelu_linear_backward(trial, &pre, &w, &pre), &[OP, "[3, 2]", "[3, 4]"]);
+            assert_refused(ops::gelu_linear_backward(trial, &pre, &w.reshape([2, 2, 2])?, &dy), &[OP, "[in, out]", "[2, 2, 2]"]);
             let (x, w) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 10], [5, 2])?);
             assert_refused(ops::linear(trial, &x, &w, None::<&Saved<'_>>), &["[.., 5]", "[3, 4]"]);
             Ok(())

@@ -21,9 +21,9 @@
 //! - `a`: op(A) is `[m, k]`; element (i, p) at `z stride_a + i lda + p`, or `+ p lda + i` with [`TRANSPOSE_A`].
 //! - `b`: op(B) is `[k, n]`; element (p, j) at `z stride_b + p ldb + j`, or `+ j ldb + p` with [`TRANSPOSE_B`].
 //! - `bias`: `[n]` at `z stride_bias`, added to every row; empty: none.
-//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0 or with [`GATE`], and
-//!   may be `out`. With [`GELU`] or [`SILU`] `out` is that of the sum; with [`GATE`] `out` is silu(c) times the sum, and `beta` is 0; with
-//!   [`KEEP`] the sum itself goes to `pre`.
+//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0, with [`GATE`] or with
+//!   [`GELU_DERIVATIVE`], and may be `out`. With [`GELU`] or [`SILU`] `out` is that of the sum; with [`GATE`] `out` is silu(c) times the sum,
+//!   with [`GELU_DERIVATIVE`] gelu'(c) times the sum, and `beta` is 0; with [`KEEP`] the sum itself goes to `pre`.
 //! - `chunk`: the k of one product. Where it is less than k, each `z` is `ceil(k / chunk)` products. `out` then has a matrix for
 //!   each: all chunks of one `z`, then those of the next. [`sum_splits`](struct@sum_splits) adds them up. Nothing may follow such a
 //!   partial sum: no `alpha`, bias, `beta` or flag.
@@ -60,8 +60,10 @@ pub const KEEP: u32 = 8;
 pub const SILU: u32 = 16;
 /// The output is silu(c) times the sum: SwiGLU, where `c` is the gate's product (Shazeer, 2020).
 pub const GATE: u32 = 32;
+/// The output is gelu'(c) times the sum, where `c` is what gelu was of: the end of a backward pass. Only where BF16 is stored.
+pub const GELU_DERIVATIVE: u32 = 64;
 /// What may follow the sum, at most one of them.
-pub(crate) const ACTIVATIONS: u32 = GELU | SILU | GATE;
+pub(crate) const ACTIVATIONS: u32 = GELU | SILU | GATE | GELU_DERIVATIVE;
 
 /// 16 x 16, 64 threads.
 pub const T16X16: Tile =

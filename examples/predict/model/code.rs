@@ -48,6 +48,8 @@ pub(crate) struct Code {
 pub(crate) struct Activations {
     pub(crate) gelu: f64,
     pub(crate) silu: f64,
+    /// Of BF16's, the only products that end so.
+    pub(crate) gelu_derivative: f64,
 }
 
 /// The kernels of an architecture.
@@ -66,8 +68,13 @@ impl Kernels {
 
     /// What activations cost where they follow a product: as by themselves, without reads and stores to speak of.
     pub(crate) fn activations(&self) -> Activations {
-        let of_element = |kernel| self.get(kernel).map_or(0.0, |code| code.way.all / 4.0);
-        Activations { gelu: of_element("gelu_forward_f32"), silu: of_element("swiglu_forward_f32") }
+        // A thread has 16 bytes.
+        let of_element = |kernel, elements| self.get(kernel).map_or(0.0, |code| code.way.all / elements);
+        Activations {
+            gelu: of_element("gelu_forward_f32", 4.0),
+            silu: of_element("swiglu_forward_f32", 4.0),
+            gelu_derivative: of_element("gelu_backward_bf16", 8.0),
+        }
     }
 
     /// The kernel of this name; none if it was not there when they were counted.

@@ -1,6 +1,6 @@
 //! Products: what follows from the tile, the form and the loop of a kernel.
 
-use kernels::matmul::{GATE, GELU, SILU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
+use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, SILU, TILES, TRANSPOSE_A, TRANSPOSE_B, Tile};
 use stepscope::Launch;
 
 use super::code::{Activations, Code};
@@ -141,6 +141,8 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         activations.gelu
     } else if flags & (SILU | GATE) != 0 {
         activations.silu
+    } else if flags & GELU_DERIVATIVE != 0 {
+        activations.gelu_derivative
     } else {
         0.0
     };

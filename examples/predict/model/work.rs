@@ -1,6 +1,6 @@
 //! What a launch has to do: of a block, instructions by kind and bytes, and how often it waits.
 
-use kernels::matmul::GATE;
+use kernels::matmul::{GATE, GELU_DERIVATIVE};
 use stepscope::Launch;
 
 use super::code::{Code, Count, Kernels};
@@ -124,11 +124,12 @@ impl Work {
 }
 
 /// Whether a product, or the sum of its chunks, reads `c`: it adds it where `beta`, its last parameter but one, is not 0, or its flags, the
-/// last, say that it is a gate.
+/// last, say that the sum is multiplied by it, or by a derivative of it.
 pub(crate) fn adds(launch: &Launch) -> bool {
     let words = launch.words.as_slice();
     launch.entry.pointers.contains(&"c")
-        && (f32::from_bits(words[words.len() - 2] as u32) != 0.0 || words[words.len() - 1] as u32 & GATE != 0)
+        && (f32::from_bits(words[words.len() - 2] as u32) != 0.0
+            || words[words.len() - 1] as u32 & (GATE | GELU_DERIVATIVE) != 0)
 }
 
 /// Each region once.

@@ -1,10 +1,11 @@
 //! Multiplies of BF16 tensors by matrix instructions, straight from memory.
 
+use super::super::same_shape;
 use super::form::{Epilogue, Gemm};
 use super::split::{self, GemmExtents, Outputs, in_chunks};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::step::Step;
-use crate::tensor::{Source, Stored, Target};
+use crate::tensor::{Source, Stored, Target, Tensor};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
 use kernels::matmul_bf16::{TILES, Tile, chunk, matmul_bf16};
@@ -25,6 +26,35 @@ pub(super) fn queue<'s, S: Stored>(
     let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a, b, outputs);
     let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
     in_chunks(step, form, &extents, outputs, whole, part)
+}
+
+/// `dpre = gelu'(pre) (dy w^T)`, for `y = gelu(pre) w`; `pre`, `dpre`: `[.., k]`, `w`: `[k, n]`, `dy`: `[.., n]`.
+///
+/// One launch, as [`linear`](crate::ops::linear): the product ends with GELU's derivative, and the gradient of `gelu(pre)` is never in memory.
+/// Rounded once, where the product and [`gelu_backward`](crate::ops::gelu_backward) round twice. Of BF16 alone: in f32 the derivative is
+/// [`gelu_bias_backward`](crate::ops::gelu_bias_backward)'s, which sums a bias's gradient as well.
+///
+/// # Errors
+/// [`Error::Misuse`] when extents differ; [`Error::ArenaFull`].
+#[track_caller]
+pub fn gelu_linear_backward<'s>(
+    step: &Step<'s>,
+    pre: &impl Source<'s, bf16>,
+    w: &impl Source<'s, bf16>,
+    dy: &impl Source<'s, bf16>,
+) -> Result<Tensor<'s, bf16>> {
+    const OP: &str = "gelu_linear_backward";
+    let (shape, w_shape) = (pre.shape(), w.shape());
+    let ([rows, inner], &[k, n]) = (shape.as_rows(), w_shape.extents()) else {
+        return Err(Error::misuse(OP, "weights of shape [in, out]", w_shape.to_string()));
+    };
+    if inner != k {
+        return Err(Error::misuse(OP, format!("`pre` of shape [.., {k}] for weights {w_shape}"), shape.to_string()));
+    }
+    same_shape(OP, shape.with_last(n), dy.shape())?;
+    let (form, mut dpre) = (Gemm::new(rows, k, n).transpose_b(), step.empty(shape)?);
+    queue(step, &form, dy, w, None::<&Tensor<'s>>, Some(pre), &mut dpre, Epilogue::GeluDerivative)?;
+    Ok(dpre)
 }
 
 /// Queues the products: of all of k, or of each chunk.

@@ -36,6 +36,16 @@ pub trait Factor<S: Stored>: Cast {
         dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
         dx: Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>,
     ) -> Result<()>;
+
+    /// [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type end so.
+    #[doc(hidden)]
+    #[track_caller]
+    fn through_gelu<'s>(
+        step: &Step<'s>,
+        pre: &impl Source<'s, Self>,
+        w: &impl Source<'s, Self>,
+        dy: &impl Source<'s, Self>,
+    ) -> Result<Option<Tensor<'s, Self>>>;
 }
 
 impl Factor<f32> for f32 {
@@ -69,6 +79,15 @@ impl Factor<f32> for f32 {
         ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
         ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)
     }
+
+    fn through_gelu<'s>(
+        _: &Step<'s>,
+        _: &impl Source<'s, f32>,
+        _: &impl Source<'s, f32>,
+        _: &impl Source<'s, f32>,
+    ) -> Result<Option<Tensor<'s>>> {
+        Ok(None)
+    }
 }
 
 impl<S: Stored> Factor<S> for bf16 {
@@ -94,5 +113,14 @@ impl<S: Stored> Factor<S> for bf16 {
         let bias = None::<&Tensor<'s>>;
         of_bf16::queue(step, &dw.form, dw.of, dy, bias, None::<&Tensor<'s>>, dw.into, Epilogue::Store)?;
         of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
+    }
+
+    fn through_gelu<'s>(
+        step: &Step<'s>,
+        pre: &impl Source<'s, bf16>,
+        w: &impl Source<'s, bf16>,
+        dy: &impl Source<'s, bf16>,
+    ) -> Result<Option<Tensor<'s, bf16>>> {
+        of_bf16::gelu_linear_backward(step, pre, w, dy).map(Some)
     }
 }

@@ -3,7 +3,7 @@
 use crate::precision::Precision;
 use crate::tensor::{Stored, Target, Tensor};
 use cuda_std::launch::PointerMut;
-use kernels::matmul::{KEEP, Tile};
+use kernels::matmul::{GELU_DERIVATIVE, KEEP, Tile};
 
 /// A matrix multiply by extents and strides, as BLAS names them; every matrix is row-major.
 ///
@@ -133,14 +133,17 @@ pub enum Epilogue<'e, 's, S: Stored> {
         flag: u32,
         pre: &'e mut Tensor<'s, S>,
     },
+    /// They are multiplied by gelu'(c); of BF16 alone.
+    GeluDerivative,
 }
 
 impl<'e, S: Stored> Epilogue<'e, '_, S> {
-    /// Where the sums go before they are activated or gated, and what a kernel is told of it.
+    /// Where the sums go before they are activated or gated, and what a kernel is told of what follows them.
     pub(super) fn out(self) -> (PointerMut<'e, S>, u32) {
         match self {
             Self::Store => (PointerMut::empty(), 0),
             Self::Activate { flag, pre } => (pre.out(), flag | KEEP),
+            Self::GeluDerivative => (PointerMut::empty(), GELU_DERIVATIVE),
         }
     }
 }

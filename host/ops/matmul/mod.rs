@@ -4,7 +4,7 @@
 //! form.rs    what is multiplied: Gemm, Gradient, Epilogue
 //! split.rs   what the kernels of every precision share: extents, chunks of k, the time of a tile
 //! ieee.rs    f32                               tensor.rs  by matrix instructions, TF32 and BF16
-//! bf16.rs    BF16 tensors                      factor.rs  which of them a tensor's type means
+//! bf16.rs    BF16 tensors, and GELU backward   factor.rs  which of them a tensor's type means
 //! linear.rs  the ops                           tape.rs    linear layers on a tape
 //! ```
 //! Each file uses those above it.
@@ -18,6 +18,7 @@ mod split;
 mod tape;
 mod tensor;
 
+pub use bf16::gelu_linear_backward;
 pub use factor::Factor;
 pub use form::{Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};

@@ -69,19 +69,53 @@ impl<'s> Tape<'_, 's> {
         let bias = b.map(|b| op.weights(b)).transpose()?;
         let (y, pre) = ops::linear_gelu(self.step(), x.value(), &op.weights_as(w)?, bias.as_ref())?;
         let (x, pre) = (*x, pre.save());
+        Ok(op.record(y.save(), move |back, dy| linear_gelu_backward(back, &x, &pre, w, b, dy)))
+    }
+
+    /// `y = gelu(x w1 (+ b1)) w2 (+ b2) (+ residual)` in two launches; `x`: `[.., in]`, `w1`: `[in, hidden]`, `w2`: `[hidden, out]`,
+    /// `residual`, `y`: `[.., out]`; `up` and `down` are a weight and a bias each. See [`ops::linear_gelu`] and [`ops::linear_residual`].
+    ///
+    /// The bits of [`Tape::linear_gelu`] and [`Tape::linear_residual`]; but in BF16 the gradient of what GELU is of is the product
+    /// [`ops::gelu_linear_backward`], rounded once, and `b1`'s is the sum of that.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    #[track_caller]
+    pub fn mlp_gelu<S: Factor<S> + Factor<f32>>(
+        &self,
+        x: &Var<'s, S>,
+        up: (Parameter, Option<Parameter>),
+        down: (Parameter, Option<Parameter>),
+        residual: Option<&Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("mlp_gelu", [x, residual.unwrap_or(x)])?;
+        let (step, (w1, b1), (w2, b2)) = (self.step(), up, down);
+        let [bias1, bias2] = [b1, b2].map(|b| b.map(|b| op.weights(b)).transpose());
+        let (h, pre) = ops::linear_gelu(step, x.value(), &op.weights_as(w1)?, bias1?.as_ref())?;
+        let (weights, bias) = (op.weights_as(w2)?, bias2?);
+        let y = match residual {
+            Some(residual) => ops::linear_residual(step, &h, &weights, bias.as_ref(), residual.value())?,
+            None => ops::linear(step, &h, &weights, bias.as_ref())?,
+        };
+        let (x, residual, h, pre) = (*x, residual.copied(), h.save(), pre.save());
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
-            let dpre = match b {
-                Some(b) => {
-                    let (mut db, accumulate) = back.gradient(b)?;
-                    ops::gelu_bias_backward(step, &pre, &dy, &mut db, accumulate)?
-                }
-                None => ops::gelu_backward(step, &pre, &dy)?,
+            let pass_on = |back: &mut Backward<'_, '_, 's>, dy| match residual {
+                Some(residual) => back.add(&residual, dy),
+                None => Ok(step.give_back(dy)),
             };
-            step.give_back(dy);
-            linear_backward(back, &x, w, None, &dpre)?;
-            step.give_back(dpre);
-            Ok(())
+            if let Some(dpre) = <S as Factor<S>>::through_gelu(step, &pre, &back.weights_as::<S>(w2)?, &dy)? {
+                gradients_of_linear(back, &h, w2, b2, &dy, None)?;
+                pass_on(back, dy)?;
+                linear_backward(back, &x, w1, b1, &dpre)?;
+                step.give_back(dpre);
+                return Ok(());
+            }
+            let ([rows, k], [_, n]) = (h.shape().as_rows(), dy.shape().as_rows());
+            let mut dh = step.empty(h.shape())?;
+            gradients_of_linear(back, &h, w2, b2, &dy, Some((Gemm::new(rows, k, n).transpose_b(), &mut dh)))?;
+            pass_on(back, dy)?;
+            linear_gelu_backward(back, &x, &pre, w1, b1, dh)
         }))
     }
 
@@ -209,6 +243,29 @@ impl<'s> Tape<'_, 's> {
     }
 }
 
+/// Behind GELU, from the gradient of its output: b's gradient is summed where `pre`'s is made.
+fn linear_gelu_backward<'s, S: Factor<S> + Factor<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    pre: &Saved<'s, S>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: Tensor<'s, S>,
+) -> Result<()> {
+    let step = back.step();
+    let dpre = match b {
+        Some(b) => {
+            let (mut db, accumulate) = back.gradient(b)?;
+            ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?
+        }
+        None => ops::gelu_backward(step, pre, &dy)?,
+    };
+    step.give_back(dy);
+    linear_backward(back, x, w, None, &dpre)?;
+    step.give_back(dpre);
+    Ok(())
+}
+
 fn linear_backward<'s, S: Factor<S> + Factor<f32>>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
@@ -216,7 +273,7 @@ fn linear_backward<'s, S: Factor<S> + Factor<f32>>(
     b: Option<Parameter>,
     dy: &Tensor<'s, S>,
 ) -> Result<()> {
-    let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
+    let step = back.step();
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let form = Gemm::new(rows, k, n).transpose_b();
     let mut dx = match back.take(x)? {
@@ -224,17 +281,32 @@ fn linear_backward<'s, S: Factor<S> + Factor<f32>>(
         None if x.wants_gradient() => Some((form, step.empty(x.shape())?)),
         None => None,
     };
-    let form = Gemm::new(k, n, rows).transpose_a();
-    let (mut dw, accumulate) = back.gradient(w)?;
-    let form = if accumulate { form.accumulate() } else { form };
-    let for_dx = dx.as_mut().map(|(form, dx)| Gradient { form: *form, of: &weights, into: dx });
-    ops::gradients_into(step, dy, Gradient { form, of: x.value(), into: &mut dw }, for_dx)?;
-    if let Some(b) = b {
-        let (mut db, accumulate) = back.gradient(b)?;
-        ops::sum_rows_into(step, dy, &mut db, accumulate)?;
-    }
+    gradients_of_linear(back, x.value(), w, b, dy, dx.as_mut().map(|(form, dx)| (*form, dx)))?;
     match dx {
         Some((_, dx)) => back.add(x, dx),
         None => Ok(()),
     }
+}
+
+/// Gives w and b their gradients; and x, where there is a place for its.
+fn gradients_of_linear<'s, S: Factor<S> + Factor<f32>>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Saved<'s, S>,
+    w: Parameter,
+    b: Option<Parameter>,
+    dy: &Tensor<'s, S>,
+    dx: Option<(Gemm, &mut Tensor<'s, S>)>,
+) -> Result<()> {
+    let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
+    let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
+    let form = Gemm::new(k, n, rows).transpose_a();
+    let (mut dw, accumulate) = back.gradient(w)?;
+    let form = if accumulate { form.accumulate() } else { form };
+    let for_dx = dx.map(|(form, into)| Gradient { form, of: &weights, into });
+    ops::gradients_into(step, dy, Gradient { form, of: x, into: &mut dw }, for_dx)?;
+    if let Some(b) = b {
+        let (mut db, accumulate) = back.gradient(b)?;
+        ops::sum_rows_into(step, dy, &mut db, accumulate)?;
+    }
+    Ok(())
 }

@@ -1,8 +1,9 @@
 //! What the contracts of matrix multiplies check: every element that a batch reads or writes lies inside its argument, and no two batches
 //! write the same element.
 
-use super::{ACTIVATIONS, GATE};
-use cuda_std::launch::{Size, Violation};
+use super::epilogue::differentiates;
+use super::{ACTIVATIONS, GATE, GELU_DERIVATIVE};
+use cuda_std::launch::{Pointer, Size, Violation};
 
 /// The most rows, columns or k. A kernel numbers them in 32 bits, and also those of a tile or a stage that lie beyond the end.
 const MOST: u32 = 1 << 31;
@@ -12,12 +13,14 @@ pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Viola
     Violation::unless(extent <= MOST, argument, "at most 2^31", extent)
 }
 
-/// Whether `c` is a gate; ok when at most one activation follows the sum, and a gate is not added too.
-pub(crate) fn is_gated(flags: u32, beta: f32) -> Result<bool, Violation> {
-    let gated = flags & GATE != 0;
+/// Whether `c` is read; ok when at most one activation follows the sum, the kernel has it, and what the sum is multiplied by is not added too.
+pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bool, Violation> {
+    let multiplies = flags & (GATE | GELU_DERIVATIVE) != 0;
     Violation::unless((flags & ACTIVATIONS).count_ones() <= 1, "flags", "at most one activation", flags)?;
-    Violation::unless(!gated || beta == 0.0, "beta", "0 where `c` is a gate", beta)?;
-    Ok(gated)
+    let exists = differentiates::<S>() || flags & GELU_DERIVATIVE == 0;
+    Violation::unless(exists, "flags", "a derivative only where BF16 is stored", flags)?;
+    Violation::unless(!multiplies || beta == 0.0, "beta", "0 where `c` multiplies the sum", beta)?;
+    Ok(multiplies || beta != 0.0)
 }
 
 /// Checks `a` and `b` of a multiply.
@@ -54,8 +57,7 @@ macro_rules! check_outputs {
         let [m, n, ldc] = [$p.m, $p.n, $p.ldc].map(|x| x as usize);
         let matrices = Size::of($p.batches).times($chunks);
         checks::holds("out", $p.out.len(), matrices, $p.stride_c, [m, n], ldc)?;
-        let gated = checks::is_gated($p.flags, $p.beta)?;
-        if $p.beta != 0.0 || gated {
+        if checks::reads_c(&$p.c, $p.flags, $p.beta)? {
             checks::holds("c", $p.c.len(), matrices, $p.stride_c, [m, n], ldc)?;
         }
         if $p.flags & $crate::matmul::KEEP != 0 {

@@ -4,14 +4,14 @@
 //!
 //! ```text
 //!                 columns[0] .. + 3           columns[1] .. + 3
-//! row             sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu or gate -> out
+//! row             sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
 //! row + apart     sums[1][0]                  sums[1][1]
 //! ```
 //! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::SILU;
-use super::{ACTIVATIONS, GATE, GELU, KEEP};
+use super::{ACTIVATIONS, GATE, GELU, GELU_DERIVATIVE, KEEP};
 use crate::block::opaque;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::math;
@@ -22,6 +22,12 @@ use crate::vector::{load_run, load_run_raw, prefetch_raw, store_run};
 use crate::{map4, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
+
+/// Whether what stores S may end with [`GELU_DERIVATIVE`]. Only BF16's may: f32's backward pass sums a bias's gradient where it multiplies
+/// by the derivative, and its products have no code that nobody runs.
+pub(crate) const fn differentiates<S>() -> bool {
+    size_of::<S>() < size_of::<f32>()
+}
 
 /// Where sums go, and what happens to them before; the parameters are those of the [module](super).
 #[derive(Clone, Copy)]
@@ -103,6 +109,16 @@ impl<S: Stored> Epilogue<'_, S> {
                 }
             };
         }
+        // What C holds of a row that exists.
+        macro_rules! load_c {
+            ($values:ident, $row:ident) => {
+                unroll_on_gpu!(group < GROUPS => {
+                    let at = place($row as usize, group);
+                    let part = if whole { Part::Whole } else { part(at, inside(group)) };
+                    $values[group] = F4::load_part_raw(c, at, part, 0.0);
+                })
+            };
+        }
         // SAFETY: what lies inside the output lies in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
         // checked it.
         unsafe {
@@ -135,21 +151,25 @@ impl<S: Stored> Epilogue<'_, S> {
                     sums[row][group].store_part(pre, at, part);
                 });
             }
-            if flags & ACTIVATIONS != 0 {
+            if flags & const { if differentiates::<S>() { ACTIVATIONS } else { ACTIVATIONS & !GELU_DERIVATIVE } } != 0 {
                 // One row at a time, then the others move up: an activation is long code, and so it is there once.
                 for row in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     if flags & GELU != 0 {
                         unroll_on_gpu!(group < GROUPS => { done[group] = map4!(done[group], S::gelu); });
+                    } else if const { differentiates::<S>() } && flags & GELU_DERIVATIVE != 0 {
+                        let mut inputs = sums[0];
+                        if exists(row as usize) {
+                            load_c!(inputs, row);
+                        }
+                        unroll_on_gpu!(group < GROUPS => {
+                            done[group] = map4!(inputs[group], S::gelu_derivative) * done[group];
+                        });
                     } else {
                         let is_gated = flags & GATE != 0;
                         let mut gates = sums[0];
                         if is_gated && exists(row as usize) {
-                            unroll_on_gpu!(group < GROUPS => {
-                                let at = place(row as usize, group);
-                                let part = if whole { Part::Whole } else { part(at, inside(group)) };
-                                gates[group] = F4::load_part_raw(c, at, part, 0.0);
-                            });
+                            load_c!(gates, row);
                         }
                         unroll_on_gpu!(group < GROUPS => {
                             let silu = map4!(gates[group], S::silu);
