@@ -54,6 +54,10 @@ pub const SUM_B: u32 = 1 << 30;
 /// These sums are added to what `sums` holds.
 pub const ADD_TO_SUMS: u32 = 1 << 31;
 
+/// Each of two warps sums half of B's columns that both multiply.
+const _: () =
+    assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
+
 family! {
     /// A multiply of BF16 tensors; the parameters are the module's.
     matmul_bf16<S: Stored>(tile: Tile as TILE) {

@@ -85,7 +85,9 @@ pub(super) unsafe fn compute<
     macro_rules! sums {
         ($a:literal, $b:literal, $summed:literal) => {
             // SAFETY: the contract has accepted the problem, whose operands lie so.
-            unsafe { sum::<$a, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, $summed) }
+            unsafe {
+                sum::<$a, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, $summed)
+            }
         };
     }
     #[cfg(target_arch = "nvptx64")]
@@ -169,8 +171,11 @@ unsafe fn sum<
         commit_copies();
     }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
-    // Every warp adds up its columns, so that nothing parts the loop; those of the first rows write them.
-    let mut of_columns = [0.0; TILES];
+    // The two warps of the same columns add up one half each.
+    const { assert!(COLS % 2 == 0) };
+    let half = thread::thread_idx_x() / 32 / tile.warps[1];
+    let summed_from = origin[1] + half * 8 * COLS as u32;
+    let mut of_columns = [0.0; COLS];
     wait_copies::<{ STAGES - 1 }>();
     thread::sync_threads();
     #[cfg(target_arch = "nvptx64")]
@@ -197,7 +202,7 @@ unsafe fn sum<
                     multiply::<ROWS, COLS, TILES>(&mut sums, &$fragments.0, &$fragments.1);
                 }
                 if SUMMED {
-                    add_columns::<COLS, TILES>(&mut of_columns, &$fragments.1);
+                    add_columns(&mut of_columns, &$fragments.1, half);
                 }
             };
         }
@@ -249,16 +254,16 @@ unsafe fn sum<
         for step in 0..2 {
             super::fragment::multiply_one_by_one(&mut sums, parts, along, [rows, cols], origin, step);
             if summed {
-                super::fragment::add_columns_one_by_one(&mut of_columns, parts[1], b.along_k, cols, origin[1], step);
+                super::fragment::add_columns_one_by_one(&mut of_columns, parts[1], b.along_k, cols, summed_from, step);
             }
         }
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
         fetch!(stage + STAGES);
     }
-    if summed && origin[0] == 0 {
-        // SAFETY: the warp has all of its lanes here. The contract has accepted the problem.
-        unsafe { finish_columns(problem.columns, first[1] + origin[1], problem.b.rows, of_columns) };
+    if summed {
+        // SAFETY: all lanes of the warp are here, and the contract has accepted the problem.
+        unsafe { finish_columns(problem.columns, first[1] + summed_from, problem.b.rows, of_columns) };
     }
     sums
 }

@@ -109,14 +109,18 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
     });
 }
 
-/// Adds a step's four numbers of each column to a lane's sums, k ascending: one sum for each of `TILES` tiles of 8 columns.
+/// Adds a step's four numbers of each column to a lane's sums, k ascending: those of the first or of the second half of the columns, which are
+/// as many tiles of 8 as there are squares.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
-pub(super) fn add_columns<const COLS: usize, const TILES: usize>(columns: &mut [f32; TILES], b: &[[u32; 4]; COLS]) {
+pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u32; 4]; COLS], half: u32) {
     use crate::unroll;
-    unroll!(tile < TILES => {
-        let [b0, b1, b2, b3] = b[tile / 2];
-        let [near, far] = if tile % 2 == 0 { [b0, b1] } else { [b2, b3] };
+    unroll!(tile < COLS => {
+        let second = b[tile / 2 + COLS / 2];
+        let [near, far] = [0, 1].map(|at| {
+            let at = tile % 2 * 2 + at;
+            if half == 0 { b[tile / 2][at] } else { second[at] }
+        });
         let two = |sum: f32, word: u32| sum + f32::from_bits(word << 16) + f32::from_bits(word & 0xffff_0000);
         columns[tile] = two(two(columns[tile], near), far);
     });
@@ -207,8 +211,8 @@ pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
 /// What [`add_columns`] does, on the emulator: of B's columns from `first_col` on in a stage of `cols`.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
-pub(super) fn add_columns_one_by_one<const TILES: usize>(
-    columns: &mut [f32; TILES],
+pub(super) fn add_columns_one_by_one<const COLS: usize>(
+    columns: &mut [f32; COLS],
     b: SharedTile<u32>,
     along_k: bool,
     cols: u32,
