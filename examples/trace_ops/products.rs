@@ -16,14 +16,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("gelu", &ops::linear_gelu(c.step, &x, &w, Some(&bias))?.0)?;
         c.result("silu", &ops::linear_silu(c.step, &x, &w, Some(&bias))?.0)?;
         c.result("gated", &ops::linear_swiglu(c.step, &x, &w, Some(&bias), &residual)?.0)?;
-        // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows.
+        // As the tape does: dw += x^T dy, dx = dy w^T, and the bias's gradient adds up rows of dy.
         let (mut dw, mut dbias) = (ops::fill(c.step, [k, n], 0.0)?, ops::fill(c.step, [n], 0.0)?);
         let mut dx = c.step.empty::<S>([m, k])?;
         let for_dw = ops::Gemm::new(k, n, m).transpose_a().accumulate();
         let for_dw = ops::Gradient { form: for_dw, of: &x, into: &mut dw };
         let for_dx = ops::Gradient { form: ops::Gemm::new(m, k, n).transpose_b(), of: &w, into: &mut dx };
-        ops::gradients_into(c.step, &dy, for_dw, Some(for_dx))?;
-        ops::sum_rows_into(c.step, &dy, &mut dbias, true)?;
+        let for_dbias = ops::BiasGradient { into: &mut dbias, accumulate: true };
+        ops::gradients_into(c.step, &dy, for_dw, Some(for_dbias), Some(for_dx))?;
         c.result("dx", &dx)?;
         c.result("dw", &dw)?;
         c.result("dbias", &dbias)

@@ -57,8 +57,8 @@ pub use layer_norm::{Normalized, layer_norm, layer_norm_backward, layer_norm_res
 pub use linear_cross_entropy::{HeadForm, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    Factor, Gemm, Gradient, TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear, linear_gelu,
-    linear_residual, linear_silu, linear_swiglu, matmul,
+    BiasGradient, Factor, Gemm, Gradient, TILES, Tile, gelu_linear_backward, gemm_into, gradients_into, linear,
+    linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
 pub use norm::{rms_norm, rms_norm_backward, rms_norm_residual};
 pub use qk_norm::{QkNorm, qk_norm, qk_norm_backward};

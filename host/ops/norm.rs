@@ -8,7 +8,7 @@ use super::{same_shape, sum_rows_into};
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
 use crate::ops;
-use crate::ops::{Factor, Gemm, Gradient};
+use crate::ops::{BiasGradient, Factor, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
@@ -242,7 +242,8 @@ impl<'s> Tape<'_, 's> {
                 stride_c: rows * k,
                 ..Gemm::new(rows, k, n).transpose_b()
             };
-            ops::gradients_into(step, &dy, dw, Some(Gradient { form, of: &weights, into: &mut dz }))?;
+            let none = None::<BiasGradient<'_, Tensor<'s>>>;
+            ops::gradients_into(step, &dy, dw, none, Some(Gradient { form, of: &weights, into: &mut dz }))?;
             step.give_back(dy);
             backward(back, &x, gain, &inverse_rms, dz)
         }))

@@ -10,9 +10,10 @@ use crate::error::Result;
 use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
+use half::bf16;
 use kernels::format::Reduced;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
-use kernels::matmul_bf16::{Tile as Bf16Tile, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, Tile as Bf16Tile, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
@@ -204,6 +205,7 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Res
             c,
             out: written,
             pre: pre.out(),
+            sums: PointerMut::empty(),
             m: m as u32,
             n: n as u32,
             k: k as u32,
@@ -221,6 +223,55 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Res
             flags,
         })?;
         keep_outputs(i, flags, &out, &pre)?;
+    }
+    if <S as Element>::NAME == <f32 as Element>::NAME { column_sums(i, tile) } else { Ok(()) }
+}
+
+/// The sums of B's columns: a tile's second row of blocks, which has none of them; operands that fill stages and others; batches; chunks. The
+/// products are of numbers whose sums are not exact, and each GPU adds them in its own order: they are not kept.
+fn column_sums(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
+    const WHOLE: [Product; 4] = [
+        (1, [129, 300, 101], ALL, 0, [1.0, 0.0]),
+        (2, [8, 264, 168], ALL, ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 512, 328], ALL, 0, [1.0, 0.0]),
+        (1, [128, 256, 680], 256, 0, [1.0, 0.0]),
+    ];
+    const SMALLEST: [Product; 3] = [
+        (2, [9, 20, 41], ALL, ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 256, 168], ALL, 0, [1.0, 0.0]),
+        (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+    ];
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
+        let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);
+        let chunks = batches * k.div_ceil(chunk);
+        let (mut out, mut sums) = (i.step.empty::<f32>([chunks, m, n])?, i.normals::<f32>([chunks, n])?);
+        let (c, out) = out.in_place();
+        i.step.launch(matmul_bf16 {
+            tile,
+            a: a.slice(),
+            b: b.slice(),
+            bias: Slice::empty(),
+            c,
+            out,
+            pre: PointerMut::empty(),
+            sums: sums.out(),
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            lda: m as u32,
+            ldb: n as u32,
+            ldc: n as u32,
+            chunk: chunk.min(k) as u32,
+            batches: batches as u32,
+            stride_a: m * k,
+            stride_b: k * n,
+            stride_c: m * n,
+            stride_bias: 0,
+            alpha,
+            beta,
+            flags: flags | TRANSPOSE_A | SUM_B,
+        })?;
+        i.keep(&sums)?;
     }
     Ok(())
 }

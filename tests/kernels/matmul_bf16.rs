@@ -1,17 +1,17 @@
 //! Products of BF16 tensors: every tile, each way to store the operands, batches and strides as f32 has them, against sums in float64 and bit for bit
 //! where sums are exact.
 
-use crate::hostile::attack;
+use crate::hostile::{attack, emulated, hostile_launches};
 use crate::matmul::{Case, VARIANTS, Variant};
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use kernels::activations::Activations as _;
 use crate::reference::gelu_derivative;
-use cuda_std::launch::{PointerMut, Slice};
+use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::matmul_bf16;
+use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, matmul_bf16};
 use kernels::stored::Stored as _;
-use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Stored, Target, bf16, ops};
+use stepscope::{Arena, Capacity, Device, Element, Result, Saved, Source, Stored, Target, Tensor, bf16, ops};
 
 /// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
 const EXTENTS: [[usize; 3]; 8] = [
@@ -108,7 +108,87 @@ fn assert_exact(device: &Device, case: &Case) {
     }
 }
 
+/// The sums of the columns of `b`, `[k, n]`, in the order that the kernels promise: four lanes of each chunk, their tree, the chunks.
+fn column_sums(b: &[bf16], [n, k, chunk]: [usize; 3]) -> Vec<f32> {
+    let of_chunk = |column: usize, first: usize| {
+        let mut lanes = [0.0f32; 4];
+        (first..k.min(first + chunk)).for_each(|p| lanes[(p - first) % 8 / 2] += b[p * n + column].widen());
+        (lanes[0] + lanes[1]) + (lanes[2] + lanes[3])
+    };
+    let sum = |column| (0..k.max(1)).step_by(chunk).map(|first| of_chunk(column, first)).reduce(|sum, next| sum + next);
+    (0..n).map(|column| sum(column).expect("a chunk at least")).collect()
+}
+
+/// The gradients of a weight and a bias from dy, `[k, n]`, which is `b`; `old` is what the bias's had before, if that counts.
+fn weight_gradients(device: &Device, form: &ops::Gemm, a: &[bf16], b: &[bf16], old: Option<&[f32]>) -> [Vec<f32>; 2] {
+    let ops::Gemm { m, n, k, .. } = *form;
+    trial_of_one(device, |trial| {
+        let (a, b) = (trial.upload(a, [k, m])?, trial.upload(b, [k, n])?);
+        let mut dw = trial.empty::<f32>([m, n])?;
+        let mut db = match old {
+            Some(old) => trial.upload(old, [n])?,
+            None => trial.empty([n])?,
+        };
+        let chunks = k.div_ceil(kernels::matmul_bf16::chunk(m, n, k));
+        trial.with_scratch(|| {
+            let for_dw = ops::Gradient { form: *form, of: &a, into: &mut dw };
+            let for_db = ops::BiasGradient { into: &mut db, accumulate: old.is_some() };
+            let none = None::<ops::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
+            ops::gradients_into(trial, &b, for_dw, Some(for_db), none)?;
+            // As in `gemm`.
+            let scratch = || Ok((trial.empty::<f32>([chunks, n])?, trial.empty::<f32>([chunks, m, n])?));
+            (chunks > 1).then(scratch).transpose()
+        })?;
+        Ok([trial.output(&dw)?, trial.output(&db)?])
+    })
+}
+
 on_each_device! {
+    /// The bias's gradient in the weight's product: bit for bit in its order, in every tile, which leaves the product as it is; near the sum in
+    /// float64.
+    fn columns_are_summed_in_their_order(device: &Device) {
+        // Rows of blocks that do not sum; no k; whole stages, and tails of all kinds; k in chunks.
+        for [m, n, k] in [[1, 1, 1], [3, 5, 0], [130, 260, 97], [256, 256, 160], [17, 300, 205], [48, 72, 2100]] {
+            let (a, b) = (numbers(11, m * k, false), numbers(12, k * n, false));
+            let old = Random::new(13).normals(n);
+            let chunk = kernels::matmul_bf16::chunk(m, n, k);
+            assert_eq!(chunk < k, k == 2100);
+            let want = column_sums(&b, [n, k, chunk]);
+            let added: Vec<f32> = want.iter().zip(&old).map(|(sum, old)| old + sum).collect();
+            for (column, sum) in want.iter().enumerate() {
+                let numbers = || (0..k).map(|p| f64::from(b[p * n + column]));
+                let bound = numbers().map(f64::abs).sum::<f64>() * k as f64 * f64::from(f32::EPSILON);
+                assert!((f64::from(*sum) - numbers().sum::<f64>()).abs() <= bound, "{m} {n} {k}: column {column}");
+            }
+            for tile in ops::BF16_TILES {
+                let form = form([m, n, k], [true, false], tile);
+                let [dw, db] = weight_gradients(device, &form, &a, &b, None);
+                assert_same(format!("db of {form:?}"), &db, &want);
+                assert_same(format!("added db of {form:?}"), &weight_gradients(device, &form, &a, &b, Some(&old))[1], &added);
+                if chunk >= k {
+                    assert_same(format!("dw of {form:?}"), &dw, &product::<f32>(device, &form, &a, &b));
+                }
+            }
+        }
+    }
+
+    fn a_bias_has_a_column_each(device: &Device) {
+        trial(device, |trial| {
+            let (x, dy) = (trial.upload(&[bf16::ONE; 12], [3, 4])?, trial.upload(&[bf16::ONE; 6], [3, 2])?);
+            for (form, length, words) in [
+                (ops::Gemm::new(4, 2, 3).transpose_a(), 3, ["2 elements", "[3]"]),
+                (ops::Gemm::new(4, 2, 3), 2, ["x^T dy", "transpose_a: false"]),
+            ] {
+                let (mut dw, mut db) = (trial.upload(&[0.0; 8], [4, 2])?, trial.upload(&[0.0; 3][..length], [length])?);
+                let for_dw = ops::Gradient { form, of: &x, into: &mut dw };
+                let for_db = ops::BiasGradient { into: &mut db, accumulate: false };
+                let none = None::<ops::Gradient<'_, Saved<'_, bf16>, Tensor<'_>>>;
+                assert_refused(ops::gradients_into(trial, &dy, for_dw, Some(for_db), none), &words);
+            }
+            Ok(())
+        });
+    }
+
     /// Batches, one B for all of them, padded rows, alpha, beta and bias, as f32's products have them; k in one chunk and in two.
     fn batches_strides_and_scales(device: &Device) {
         let plain = VARIANTS.into_iter().filter(|variant| variant.flags == 0);
@@ -392,8 +472,68 @@ on_each_device! {
 
 attack! {
     matmul_bf16::matmul_bf16 by tile <S> {
-        a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, m: number 5,
+        a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
         n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
         stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
+}
+
+/// As `attack!`, with sums of B's columns, which BF16 outputs do not have: two batches, two chunks.
+#[test]
+fn column_sums_stay_in_their_place() {
+    emulated(|step| {
+        let (a, b) = (step.upload(&[bf16::ONE; 700], [700])?, step.upload(&[bf16::ONE; 840], [840])?);
+        let (mut out, mut sums) = (step.upload(&[1.0; 120], [120])?, step.upload(&[1.0; 24], [24])?);
+        let of_f32 = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, _, stored)| *stored == <f32 as Element>::NAME);
+        for &(name, tile, _) in of_f32 {
+            hostile_launches(name, &[700, 840, 120, 24], |numbers, launch| {
+                let kernel = matmul_bf16::<'_, f32> {
+                    tile,
+                    a: a.slice(),
+                    b: b.slice(),
+                    bias: Slice::empty(),
+                    c: Pointer::empty(),
+                    out: out.out(),
+                    pre: PointerMut::empty(),
+                    sums: sums.out(),
+                    m: numbers.next("m", 5),
+                    n: numbers.next("n", 6),
+                    k: numbers.next("k", 70),
+                    lda: numbers.next("lda", 5),
+                    ldb: numbers.next("ldb", 6),
+                    ldc: numbers.next("ldc", 6),
+                    chunk: numbers.next("chunk", 64),
+                    batches: numbers.next("batches", 2),
+                    stride_a: numbers.next("stride_a", 350),
+                    stride_b: numbers.next("stride_b", 420),
+                    stride_c: numbers.next("stride_c", 30),
+                    stride_bias: numbers.next("stride_bias", 0),
+                    alpha: 1.0,
+                    beta: 0.0,
+                    flags: numbers.next("flags", TRANSPOSE_A | SUM_B | ADD_TO_SUMS),
+                };
+                match kernel.grid() {
+                    Ok(_) if !launch => Ok(()),
+                    _ => step.launch(kernel),
+                }
+            });
+        }
+        // Only f32's kernels sum, and only of dy as it lies.
+        let mut halves = step.upload(&[bf16::ONE; 120], [120])?;
+        for (flags, words) in [(TRANSPOSE_A | SUM_B, "f32"), (SUM_B, "[k, m]")] {
+            let (a, b, bias) = (a.slice(), b.slice(), Slice::empty());
+            let (tile, pre, sums) = (ops::BF16_TILES[0], PointerMut::empty(), sums.out());
+            let (c, out) = (Pointer::empty(), halves.out());
+            let (m, n, k, lda, ldb, ldc, chunk, batches) = (5, 6, 7, 7, 6, 6, 7, 1);
+            let (stride_a, stride_b, stride_c, stride_bias, alpha, beta) = (0, 0, 30, 0, 1.0, 0.0);
+            assert_refused(
+                step.launch(matmul_bf16 {
+                    tile, a, b, bias, c, out, pre, sums, m, n, k, lda, ldb, ldc, chunk, batches, stride_a, stride_b, stride_c,
+                    stride_bias, alpha, beta, flags,
+                }),
+                &[words],
+            );
+        }
+        Ok(())
+    });
 }

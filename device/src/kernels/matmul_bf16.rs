@@ -14,6 +14,15 @@
 //!
 //! Parameters are those of [`matmul`](super::matmul). `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
 //! stage's k and S is f32.
+//!
+//! With [`SUM_B`] the sums of op(B)'s columns over k go to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient, for
+//! which dy is not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
+//! same in every tile and on every device:
+//!
+//! ```text
+//! lane t of four adds, k ascending, what it holds of a column     k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9
+//! sums = (lane 0 + lane 1) + (lane 2 + lane 3)                    of each chunk of k
+//! ```
 
 mod block;
 mod fragment;
@@ -26,7 +35,7 @@ use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{Chunk, Splits};
 use super::matmul::{Cost, TRANSPOSE_A, TRANSPOSE_B};
 use crate::family;
-use block::{Problem, compute};
+use block::{ColumnSums, Problem, compute};
 use cuda_std::prelude::*;
 use half::bf16;
 use operand::Operand;
@@ -38,6 +47,16 @@ pub const T64X64: Tile = Tile { warps: [2, 2], each: [2, 2], cost: Cost::new(6, 
 pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(20, 15, 5000) };
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
+
+/// A flag of the kernels beside those of [`matmul`](super::matmul): `sums` gets the sums of B's columns. A is stored `[k, m]`, B `[k, n]`, with
+/// m at least 1; S is f32.
+pub const SUM_B: u32 = 1 << 30;
+/// These sums are added to what `sums` holds.
+pub const ADD_TO_SUMS: u32 = 1 << 31;
+
+/// Each of two warps sums half of B's columns that both multiply.
+const _: () =
+    assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
 
 family! {
     /// A multiply of BF16 tensors; the parameters are the module's.
@@ -56,6 +75,7 @@ family! {
         c: *const S,
         out: *mut S,
         pre: *mut S,
+        sums: *mut f32,
         m: u32,
         n: u32,
         k: u32,
@@ -84,7 +104,13 @@ family! {
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
-        let problem = Problem { a, b, epilogue, k: [first, end] };
+        let columns = ColumnSums {
+            wanted: flags & SUM_B != 0,
+            accumulate: flags & ADD_TO_SUMS,
+            sums,
+            start: (z * chunks + chunk_index as usize) * n as usize,
+        };
+        let problem = Problem { a, b, epilogue, columns, k: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
             const ROWS: usize = TILE.each[0];
@@ -93,12 +119,20 @@ family! {
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument; every matrix of a batch and chunk lies inside `out` (and `c`, `pre`,
-    // `bias` where they are used), and none overlaps another. A chunk of k begins with a stage. For what lies beyond rows, columns or k a
+    // `bias` where they are used), and none overlaps another. `sums` has a row of n for each of them, where it is used. A chunk of k begins with a stage. For what lies beyond rows, columns or k a
     // thread reads nothing and writes nothing.
     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| {
         let chunks = sum_chunks!(p);
         check_factors!(p);
         check_outputs!(p, chunks);
+        if p.flags & SUM_B != 0 {
+            let form = p.flags & (TRANSPOSE_A | TRANSPOSE_B);
+            Violation::unless(form == TRANSPOSE_A, "flags", "A as [k, m] and B as [k, n] where B is summed", p.flags)?;
+            Violation::unless(size_of::<S>() == size_of::<f32>(), "out", "f32 where B is summed", "BF16")?;
+            Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
+            let matrices = Size::of(p.batches).times(chunks);
+            checks::holds("sums", p.sums.len(), matrices, p.n as usize, [1, p.n as usize], p.n as usize)?;
+        }
         Violation::unless(chunks == 1 || p.chunk.is_multiple_of(DEPTH), "chunk", "whole stages of k", p.chunk)?;
         Grid::new(Size::of(p.m).div_ceil(TILE.rows()).times(Size::of(p.n).div_ceil(TILE.cols())), chunks, p.batches)
     }

@@ -27,9 +27,10 @@ struct Extents {
 impl Extents {
     fn of(launch: &Launch) -> Self {
         let words = launch.words.as_slice();
-        // a, b and bias have two words, c, out and pre one. Fragments have no strides of rows.
+        // a, b and bias have two words, c, out, pre and sums one. Fragments have no strides of rows.
         let fragments = launch.entry.name.starts_with("matmul_tf32") || launch.entry.name.starts_with("matmul_bf16");
-        let number = |at: usize| words[at] as f64;
+        let pointers = usize::from(launch.entry.pointers.contains(&"sums"));
+        let number = |at: usize| words[at + pointers] as f64;
         let chunk = if fragments { 13 } else { 15 };
         Self {
             m: number(9),
@@ -107,8 +108,9 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     // A block waits for its first stage before it computes.
     let stage = (rows + cols) * depth.min(chunk) * element;
     work.streamed = (rows + cols) * chunk * element - stage;
-    let out_bytes = launch.words.extents().iter().filter(|extent| extent.written && extent.length > 0);
-    let out_bytes: f64 = out_bytes.map(|extent| extent.element_bytes as f64).sum();
+    let outputs = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(name, _)| **name != "sums");
+    let out_bytes = outputs.filter(|(_, extent)| extent.written && extent.length > 0);
+    let out_bytes: f64 = out_bytes.map(|(_, extent)| extent.element_bytes as f64).sum();
     work.moved = rows.min(m) * cols.min(n) * out_bytes;
     // The first stage, and a bias or the store.
     work.waits = 2.0;

@@ -1,14 +1,15 @@
 //! Multiplies of BF16 tensors by matrix instructions, straight from memory.
 
-use super::super::same_shape;
-use super::form::{Epilogue, Gemm};
+use super::super::{same_shape, sum_rows_into};
+use super::form::{BiasGradient, Epilogue, Gemm, Gradient};
 use super::split::{self, GemmExtents, Outputs, in_chunks};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
+use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
-use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B};
-use kernels::matmul_bf16::{TILES, Tile, chunk, matmul_bf16};
+use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, TILES, Tile, chunk, matmul_bf16};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -23,8 +24,8 @@ pub(super) fn queue<'s, S: Stored>(
 ) -> Result<()> {
     let extents = GemmExtents::new(form, chunk)?;
     let outputs = Outputs::new(form, &extents, bias, c, out, epilogue);
-    let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a, b, outputs);
-    let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a, b, outputs);
+    let whole = |outputs: Outputs<'_, S>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
+    let part = |outputs: Outputs<'_, f32>| multiply(step, form, &extents, a.slice(), b.slice(), outputs, None);
     in_chunks(step, form, &extents, outputs, whole, part)
 }
 
@@ -57,15 +58,72 @@ pub fn gelu_linear_backward<'s>(
     Ok(dpre)
 }
 
-/// Queues the products: of all of k, or of each chunk.
+/// Queues `dw = x^T dy`, and the sums of dy's columns where they are wanted: the product has all of dy, so it sums them too.
 #[track_caller]
-fn multiply<'s, S: Stored>(
+pub(super) fn queue_weight_gradients<'s>(
     step: &Step<'s>,
+    dy: &impl Source<'s, bf16>,
+    Gradient { form, of: x, into: dw }: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+    db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+) -> Result<()> {
+    let none = None::<&Tensor<'s>>;
+    let Some(BiasGradient { into: db, accumulate }) = db else {
+        return queue(step, &form, x, dy, none, none, dw, Epilogue::Store);
+    };
+    let Gemm { m, n, batches, transpose_a, transpose_b, .. } = form;
+    if db.shape().elements() != batches * n || !transpose_a || transpose_b {
+        let expected = format!("a product x^T dy, and {} elements for the bias's gradient", batches * n);
+        return Err(Error::misuse("matmul", expected, format!("{form:?}, and {}", db.shape())));
+    }
+    if m == 0 {
+        // No product, which could sum.
+        return sum_rows_into(step, dy, db, accumulate);
+    }
+    let extents = GemmExtents::new(&form, chunk)?;
+    let outputs = Outputs::new(&form, &extents, none, none, dw, Epilogue::Store);
+    let (old, db) = db.in_place();
+    let splits = extents.k.div_ceil(extents.chunk);
+    if splits < 2 {
+        let add = if accumulate { ADD_TO_SUMS } else { 0 };
+        return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, add)));
+    }
+    step.workspace(|step| {
+        let mut partials = step.empty([batches * splits as usize, n])?;
+        let sums = partials.out();
+        let part = |outputs: Outputs<'_, f32>| {
+            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, 0)))
+        };
+        in_chunks(step, &form, &extents, outputs, |_| Ok(()), part)?;
+        step.launch(sum_splits {
+            partials: partials.slice(),
+            splits,
+            bias: Slice::empty(),
+            c: if accumulate { old } else { Pointer::empty() },
+            out: db,
+            pre: PointerMut::empty(),
+            m: 1,
+            n: extents.n,
+            ldc: extents.n,
+            batches: extents.batches,
+            stride_c: n,
+            stride_bias: 0,
+            alpha: 1.0,
+            beta: if accumulate { 1.0 } else { 0.0 },
+            flags: 0,
+        })
+    })
+}
+
+/// Queues the products: of all of k, or of each chunk. The sums of B's columns go to `sums`, if it is there, as its flags say.
+#[track_caller]
+fn multiply<S: Stored>(
+    step: &Step<'_>,
     form: &Gemm,
     extents: &GemmExtents,
-    a: &impl Source<'s, bf16>,
-    b: &impl Source<'s, bf16>,
+    a: Slice<'_, bf16>,
+    b: Slice<'_, bf16>,
     outputs: Outputs<'_, S>,
+    sums: Option<(PointerMut<'_, f32>, u32)>,
 ) -> Result<()> {
     let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
@@ -73,11 +131,12 @@ fn multiply<'s, S: Stored>(
     for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
         flags |= if set { flag } else { 0 };
     }
+    let (sums, of_sums) = sums.map_or_else(|| (PointerMut::empty(), 0), |(sums, add)| (sums, SUM_B | add));
+    flags |= of_sums;
     let processors = step.description().processors as usize;
     let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
         fastest(extents.of_a_chunk(), extents.matrices(), processors)
     })?;
-    let (a, b) = (a.slice(), b.slice());
     step.launch(matmul_bf16 {
         tile,
         a,
@@ -86,6 +145,7 @@ fn multiply<'s, S: Stored>(
         c,
         out,
         pre,
+        sums,
         m,
         n,
         k,

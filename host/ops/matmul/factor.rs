@@ -4,7 +4,8 @@
 //! [`tensor`](super::tensor); BF16 by [`bf16`](super::bf16).
 
 use super::super::cast::Cast;
-use super::form::{Epilogue, Gemm, Gradient};
+use super::super::sum_rows_into;
+use super::form::{BiasGradient, Epilogue, Gemm, Gradient};
 use super::{bf16 as of_bf16, ieee, tensor};
 use crate::error::Result;
 use crate::precision::Precision;
@@ -27,13 +28,24 @@ pub trait Factor<S: Stored>: Cast {
         epilogue: Epilogue<'_, 's, S>,
     ) -> Result<()>;
 
-    /// Both gradients of a product: that of its right factor in f32, that of its left as the factor.
+    /// The gradient of a product's right factor, and that of its bias where it is wanted, in f32.
+    #[doc(hidden)]
+    #[track_caller]
+    fn queue_weight_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, Self>,
+        dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+    ) -> Result<()>;
+
+    /// All gradients of a product: those of [`Self::queue_weight_gradients`], and that of its left factor as the factor.
     #[doc(hidden)]
     #[track_caller]
     fn queue_gradients<'s>(
         step: &Step<'s>,
         dy: &impl Source<'s, Self>,
         dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
         dx: Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>,
     ) -> Result<()>;
 
@@ -65,19 +77,33 @@ impl Factor<f32> for f32 {
         }
     }
 
+    fn queue_weight_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, f32>,
+        dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+    ) -> Result<()> {
+        let none = None::<&Tensor<'s>>;
+        <f32 as Factor<f32>>::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
+        db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
+    }
+
     fn queue_gradients<'s>(
         step: &Step<'s>,
         dy: &impl Source<'s, f32>,
         dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
         dx: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
     ) -> Result<()> {
         let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
-        if precision != Precision::Ieee {
+        if precision == Precision::Ieee {
+            ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
+            ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;
+        } else {
             // What both need is rounded once.
-            return tensor::queue_gradients(step, precision, dy, dw, dx);
+            tensor::queue_gradients(step, precision, dy, dw, dx)?;
         }
-        ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
-        ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)
+        db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
     }
 
     fn through_gelu<'s>(
@@ -104,14 +130,24 @@ impl<S: Stored> Factor<S> for bf16 {
         of_bf16::queue(step, form, a, b, bias, c, out, epilogue)
     }
 
+    fn queue_weight_gradients<'s>(
+        step: &Step<'s>,
+        dy: &impl Source<'s, bf16>,
+        dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
+    ) -> Result<()> {
+        of_bf16::queue_weight_gradients(step, dy, dw, db)
+    }
+
     fn queue_gradients<'s>(
         step: &Step<'s>,
         dy: &impl Source<'s, bf16>,
         dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
+        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
         dx: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, S>>,
     ) -> Result<()> {
         let bias = None::<&Tensor<'s>>;
-        of_bf16::queue(step, &dw.form, dw.of, dy, bias, None::<&Tensor<'s>>, dw.into, Epilogue::Store)?;
+        of_bf16::queue_weight_gradients(step, dy, dw, db)?;
         of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
     }
 

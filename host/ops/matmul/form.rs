@@ -158,3 +158,12 @@ pub struct Gradient<'g, S, T> {
     /// Where the gradient goes.
     pub into: &'g mut T,
 }
+
+/// Where the gradient of a product's bias goes: the sum of dy over its rows; for [`gradients_into`](crate::ops::gradients_into).
+#[derive(Debug)]
+pub struct BiasGradient<'g, T> {
+    /// Its place, of as many elements as the bias.
+    pub into: &'g mut T,
+    /// It is added to what is there.
+    pub accumulate: bool,
+}

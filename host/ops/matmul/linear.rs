@@ -2,7 +2,7 @@
 
 use super::super::same_shape;
 use super::factor::Factor;
-use super::form::{Epilogue, Gemm, Gradient};
+use super::form::{BiasGradient, Epilogue, Gemm, Gradient};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
@@ -139,21 +139,22 @@ pub fn gemm_into<'s, F: Factor<S>, S: Stored>(
     F::queue(step, form, a, b, bias, None::<&Tensor<'s, S>>, out, Epilogue::Store)
 }
 
-/// The gradients of `y = x w`, for any strides: `dw = x^T dy` and where it is wanted `dx = dy w^T`. Below f32 what both need is
-/// rounded once.
+/// The gradients of `y = x w + b`, for any strides: `dw = x^T dy`, and where they are wanted `db`, the sum of dy's rows, and `dx = dy w^T`. Below
+/// f32 what both products need is rounded once. Of BF16 the product for `dw` has `db` too, and dy is not read again for it.
 ///
 /// # Errors
-/// As for [`gemm_into`].
+/// As for [`gemm_into`]; [`Error::Misuse`] when `db` has another number of elements than a bias.
 #[track_caller]
 pub fn gradients_into<'s, F: Factor<S> + Factor<f32>, S: Stored>(
     step: &Step<'s>,
     dy: &impl Source<'s, F>,
     dw: Gradient<'_, impl Source<'s, F>, impl Target<'s, f32>>,
+    db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
     dx: Option<Gradient<'_, impl Source<'s, F>, impl Target<'s, S>>>,
 ) -> Result<()> {
     match dx {
-        Some(dx) => <F as Factor<S>>::queue_gradients(step, dy, dw, dx),
-        None => gemm_into(step, &dw.form, dw.of, dy, None::<&Tensor<'s>>, dw.into),
+        Some(dx) => <F as Factor<S>>::queue_gradients(step, dy, dw, db, dx),
+        None => <F as Factor<f32>>::queue_weight_gradients(step, dy, dw, db),
     }
 }
 

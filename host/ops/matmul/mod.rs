@@ -1,7 +1,7 @@
 //! Matrix multiply, in every precision, and what is fused behind it.
 //!
 //! ```text
-//! form.rs    what is multiplied: Gemm, Gradient, Epilogue
+//! form.rs    what is multiplied: Gemm, Gradient, BiasGradient, Epilogue
 //! split.rs   what the kernels of every precision share: extents, chunks of k, the time of a tile
 //! ieee.rs    f32                               tensor.rs  by matrix instructions, TF32 and BF16
 //! bf16.rs    BF16 tensors, and GELU backward   factor.rs  which of them a tensor's type means
@@ -20,6 +20,6 @@ mod tensor;
 
 pub use bf16::gelu_linear_backward;
 pub use factor::Factor;
-pub use form::{Gemm, Gradient};
+pub use form::{BiasGradient, Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
 pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};

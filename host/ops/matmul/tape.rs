@@ -5,7 +5,7 @@
 
 use crate::autograd::{Backward, Tape, Var};
 use crate::error::{Error, Result};
-use crate::ops::{self, Factor, Gemm, Gradient};
+use crate::ops::{self, BiasGradient, Factor, Gemm, Gradient};
 use crate::params::{Parameter, Stack};
 use crate::tensor::{Saved, Tensor};
 
@@ -300,13 +300,18 @@ fn gradients_of_linear<'s, S: Factor<S> + Factor<f32>>(
     let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let form = Gemm::new(k, n, rows).transpose_a();
-    let (mut dw, accumulate) = back.gradient(w)?;
+    let (mut dw, accumulate, mut db) = match b {
+        Some(b) => {
+            let ([dw, db], [accumulate, to_db]) = back.gradients([w, b])?;
+            (dw, accumulate, Some((db, to_db)))
+        }
+        None => {
+            let (dw, accumulate) = back.gradient(w)?;
+            (dw, accumulate, None)
+        }
+    };
     let form = if accumulate { form.accumulate() } else { form };
     let for_dx = dx.map(|(form, into)| Gradient { form, of: &weights, into });
-    ops::gradients_into(step, dy, Gradient { form, of: x, into: &mut dw }, for_dx)?;
-    if let Some(b) = b {
-        let (mut db, accumulate) = back.gradient(b)?;
-        ops::sum_rows_into(step, dy, &mut db, accumulate)?;
-    }
-    Ok(())
+    let for_db = db.as_mut().map(|(db, accumulate)| BiasGradient { into: db, accumulate: *accumulate });
+    ops::gradients_into(step, dy, Gradient { form, of: x, into: &mut dw }, for_db, for_dx)
 }

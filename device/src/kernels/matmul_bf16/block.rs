@@ -11,9 +11,9 @@
 //! ```
 //! Invariant: the products of an output are added in the same order in every tile.
 
-use super::fragment::{STEP, Sums, quads, quads_place};
+use super::fragment::{STEP, Sums, quads, quads_place, total_of_column};
 #[cfg(target_arch = "nvptx64")]
-use super::fragment::{Source, multiply};
+use super::fragment::{Source, add_columns, multiply};
 use super::operand::{Operand, Part};
 use super::tile::{DEPTH, STAGES, Tile};
 use crate::matmul::epilogue::{Epilogue, Places};
@@ -21,10 +21,10 @@ use crate::matmul::tile::place;
 use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
-use crate::vector::F4;
+use crate::vector::{F4, put};
 #[cfg(target_arch = "nvptx64")]
 use crate::warp::stay_together;
-use cuda_std::thread;
+use cuda_std::{thread, warp};
 
 /// Rows of tiles within which the blocks run down the columns.
 const GROUP: u32 = 16;
@@ -37,8 +37,20 @@ pub(super) struct Problem<'p, S> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p, S>,
+    pub(super) columns: ColumnSums,
     /// The k that this block adds: the first, and the one behind the last.
     pub(super) k: [u32; 2],
+}
+
+/// Where the sums of B's columns go, if they are wanted.
+#[derive(Clone, Copy)]
+pub(super) struct ColumnSums {
+    pub(super) wanted: bool,
+    /// Not 0: they are added to what is there.
+    pub(super) accumulate: u32,
+    pub(super) sums: *mut f32,
+    /// Where those of the block's batch and chunk begin.
+    pub(super) start: usize,
 }
 
 /// Computes the block's tile. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES` along the columns.
@@ -65,30 +77,38 @@ pub(super) unsafe fn compute<
     let warp = thread::thread_idx_x() / 32;
     let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
 
-    // On a GPU how the operands lie is a constant of the loop.
+    // The first row of tiles has all columns.
+    let summed = size_of::<S>() == size_of::<f32>() && problem.columns.wanted && row == 0;
+
+    // On a GPU how the operands lie is a constant of the loop, and whether columns are summed.
     #[cfg(target_arch = "nvptx64")]
     macro_rules! sums {
-        ($a:literal, $b:literal) => {
+        ($a:literal, $b:literal, $summed:literal) => {
             // SAFETY: the contract has accepted the problem, whose operands lie so.
-            unsafe { sum::<$a, $b, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin) }
+            unsafe {
+                sum::<$a, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, $summed)
+            }
         };
     }
     #[cfg(target_arch = "nvptx64")]
     let sums = match (problem.a.along_k, problem.b.along_k) {
-        (true, true) => sums!(true, true),
-        (true, false) => sums!(true, false),
-        (false, true) => sums!(false, true),
-        (false, false) => sums!(false, false),
+        (true, true) => sums!(true, true, false),
+        (true, false) => sums!(true, false, false),
+        (false, true) => sums!(false, true, false),
+        (false, false) if summed => sums!(false, false, true),
+        (false, false) => sums!(false, false, false),
     };
     // SAFETY: the contract has accepted the problem.
     #[cfg(not(target_arch = "nvptx64"))]
-    let sums = unsafe { sum::<true, true, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin) };
+    let sums = unsafe {
+        sum::<true, true, true, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, summed)
+    };
     // SAFETY: the contract has accepted the problem.
     unsafe { finish::<ROWS, TILES, COLS, S>(epilogue, [first[0] + origin[0], first[1] + origin[1]], sums) };
 }
 
-/// A thread's sums of the block's tile, which begins at `first`; its warp's part begins `origin` further. `A_ALONG` and `B_ALONG` say how
-/// the operands lie; the emulator asks the operands.
+/// A thread's sums of the block's tile, which begins at `first`; its warp's part begins `origin` further. Where `summed`, writes those of B's
+/// columns. `A_ALONG` and `B_ALONG` say how the operands lie, and `SUMMED` is `summed`; the emulator asks the operands and `summed`.
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.
@@ -97,6 +117,7 @@ pub(super) unsafe fn compute<
 unsafe fn sum<
     const A_ALONG: bool,
     const B_ALONG: bool,
+    const SUMMED: bool,
     const ROWS: usize,
     const COLS: usize,
     const TILES: usize,
@@ -108,8 +129,10 @@ unsafe fn sum<
     tile: Tile,
     first: [u32; 2],
     origin: [u32; 2],
+    summed: bool,
 ) -> Sums<ROWS, TILES> {
     let Problem { a, b, k: [first_k, end], .. } = problem;
+    let summed = SUMMED && summed;
     #[cfg(target_arch = "nvptx64")]
     let (a, b) = (Operand { along_k: A_ALONG, ..a }, Operand { along_k: B_ALONG, ..b });
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
@@ -148,6 +171,11 @@ unsafe fn sum<
         commit_copies();
     }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
+    // The two warps of the same columns add up one half each.
+    const { assert!(COLS % 2 == 0) };
+    let half = thread::thread_idx_x() / 32 / tile.warps[1];
+    let summed_from = origin[1] + half * 8 * COLS as u32;
+    let mut of_columns = [0.0; COLS];
     wait_copies::<{ STAGES - 1 }>();
     thread::sync_threads();
     #[cfg(target_arch = "nvptx64")]
@@ -165,28 +193,33 @@ unsafe fn sum<
             }
             fragments
         };
+        // Whether columns are summed is a constant here.
+        macro_rules! multiply {
+            ($fragments:expr) => {
+                // SAFETY: all lanes are here.
+                unsafe {
+                    stay_together();
+                    multiply::<ROWS, COLS, TILES>(&mut sums, &$fragments.0, &$fragments.1);
+                }
+                if SUMMED {
+                    add_columns(&mut of_columns, &$fragments.1, half);
+                }
+            };
+        }
         let mut now = read(0, 0);
         // The reads of the next fragments overlap the multiplies of these, also across the end of a stage. Fragments of a stage beyond the
         // last are read and not used: a condition would cost more.
         macro_rules! turn {
             ($stage:expr, $fetch:expr) => {
                 let next = read($stage, 1);
-                // SAFETY: all lanes are here.
-                unsafe {
-                    stay_together();
-                    multiply::<ROWS, COLS, TILES>(&mut sums, &now.0, &now.1);
-                }
+                multiply!(now);
                 wait_copies::<{ STAGES - 2 }>();
                 thread::sync_threads();
                 // Into the slot whose last fragments all warps read before the barrier.
                 $fetch;
                 commit_copies();
                 now = read($stage + 1, 0);
-                // SAFETY: all lanes are here.
-                unsafe {
-                    stay_together();
-                    multiply::<ROWS, COLS, TILES>(&mut sums, &next.0, &next.1);
-                }
+                multiply!(next);
             };
         }
         let mut stage = 0;
@@ -206,11 +239,7 @@ unsafe fn sum<
                 thread::sync_threads();
                 for step in 0..2 {
                     let now = read(stage, step);
-                    // SAFETY: all lanes are here.
-                    unsafe {
-                        stay_together();
-                        multiply::<ROWS, COLS, TILES>(&mut sums, &now.0, &now.1);
-                    }
+                    multiply!(now);
                 }
                 thread::sync_threads();
                 fetch!(stage + STAGES);
@@ -224,12 +253,38 @@ unsafe fn sum<
         let along = [a.along_k, b.along_k];
         for step in 0..2 {
             super::fragment::multiply_one_by_one(&mut sums, parts, along, [rows, cols], origin, step);
+            if summed {
+                super::fragment::add_columns_one_by_one(&mut of_columns, parts[1], b.along_k, cols, summed_from, step);
+            }
         }
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
         fetch!(stage + STAGES);
     }
+    if summed {
+        // SAFETY: all lanes of the warp are here, and the contract has accepted the problem.
+        unsafe { finish_columns(problem.columns, first[1] + summed_from, problem.b.rows, of_columns) };
+    }
     sums
+}
+
+/// Writes a warp's sums of B's columns from `first` on, as far as they exist.
+///
+/// # Safety
+/// All lanes of the warp make the call, and the contract has accepted the problem.
+#[inline(always)]
+unsafe fn finish_columns<const TILES: usize>(columns: ColumnSums, first: u32, count: u32, sums: [f32; TILES]) {
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    unroll_on_gpu!(tile < TILES => {
+        // SAFETY: all lanes are here, as the caller promises; the column has a place in `sums`.
+        unsafe {
+            let total = total_of_column(sums[tile]);
+            let column = first + 8 * tile as u32 + g;
+            if t == 0 && column < count {
+                put(columns.sums, columns.start + column as usize, total, columns.accumulate);
+            }
+        }
+    });
 }
 
 /// Finishes a warp's sums and writes them; its first row and column are given.

@@ -109,6 +109,36 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
     });
 }
 
+/// Adds a step's four numbers of each column to a lane's sums, k ascending: those of the first or of the second half of the columns, which are
+/// as many tiles of 8 as there are squares.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u32; 4]; COLS], half: u32) {
+    use crate::unroll;
+    unroll!(tile < COLS => {
+        let second = b[tile / 2 + COLS / 2];
+        let [near, far] = [0, 1].map(|at| {
+            let at = tile % 2 * 2 + at;
+            if half == 0 { b[tile / 2][at] } else { second[at] }
+        });
+        let two = |sum: f32, word: u32| sum + f32::from_bits(word << 16) + f32::from_bits(word & 0xffff_0000);
+        columns[tile] = two(two(columns[tile], near), far);
+    });
+}
+
+/// The sum over all k of a lane's column, whose other sums three lanes beside it have.
+///
+/// # Safety
+/// All lanes of the warp make the call, with sums of the same tile.
+#[inline(always)]
+pub(super) unsafe fn total_of_column(sum: f32) -> f32 {
+    // SAFETY: all lanes are here, as the caller promises.
+    unsafe {
+        let pair = sum + crate::warp::of_other_lane(u32::MAX, sum, 1);
+        pair + crate::warp::of_other_lane(u32::MAX, pair, 2)
+    }
+}
+
 /// The sums of two tiles side by side, as a lane has them, to four neighbours in row g and four in row g + 8 of one of them. See
 /// [`quads_place`].
 ///
@@ -156,11 +186,6 @@ pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
     step: u32,
 ) {
     use cuda_std::GpuFloat;
-    let element = |part: SharedTile<u32>, along_k, width, row: u32, k: u32| {
-        let (down, along) = if along_k { (row, k) } else { (k, row) };
-        let word = place(along_k, width, down, along / CHUNK) * CHUNK_WORDS + along % CHUNK / 2;
-        f32::from_bits(if along % 2 == 0 { part.get(word) << 16 } else { part.get(word) & 0xffff_0000 })
-    };
     let [line, column] = quads_place();
     for k in STEP * step..STEP * (step + 1) {
         let mut left = [[0.0; 2]; ROWS];
@@ -181,4 +206,32 @@ pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
             }
         }
     }
+}
+
+/// What [`add_columns`] does, on the emulator: of B's columns from `first_col` on in a stage of `cols`.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+pub(super) fn add_columns_one_by_one<const COLS: usize>(
+    columns: &mut [f32; COLS],
+    b: SharedTile<u32>,
+    along_k: bool,
+    cols: u32,
+    first_col: u32,
+    step: u32,
+) {
+    let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+    for (tile, sum) in columns.iter_mut().enumerate() {
+        for k in [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9] {
+            *sum += element(b, along_k, cols, first_col + 8 * tile as u32 + g, STEP * step + k);
+        }
+    }
+}
+
+/// An element of a stage of `width` rows.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+fn element(part: SharedTile<u32>, along_k: bool, width: u32, row: u32, k: u32) -> f32 {
+    let (down, along) = if along_k { (row, k) } else { (k, row) };
+    let word = place(along_k, width, down, along / CHUNK) * CHUNK_WORDS + along % CHUNK / 2;
+    f32::from_bits(if along % 2 == 0 { part.get(word) << 16 } else { part.get(word) & 0xffff_0000 })
 }
