@@ -102,7 +102,10 @@ impl<'s> Tape<'_, 's> {
             let step = back.step();
             let pass_on = |back: &mut Backward<'_, '_, 's>, dy| match residual {
                 Some(residual) => back.add(&residual, dy),
-                None => Ok(step.give_back(dy)),
+                None => {
+                    step.give_back(dy);
+                    Ok(())
+                }
             };
             if let Some(dpre) = <S as Factor<S>>::through_gelu(step, &pre, &back.weights_as::<S>(w2)?, &dy)? {
                 gradients_of_linear(back, &h, w2, b2, &dy, None)?;
