@@ -4,8 +4,14 @@
 #![cfg(unix)]
 #![forbid(unsafe_code)]
 
+#[path = "support/cable.rs"]
+mod cable;
+#[path = "support/moments.rs"]
+mod moments;
 mod support;
 
+use cable::free_port;
+use moments::{MARGIN, moments, tell};
 use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -39,8 +45,6 @@ const RUN: [&str; 16] = [
 const SOON: Duration = Duration::from_secs(6);
 /// The same where none does.
 const LATE: Duration = Duration::from_secs(60);
-/// How much later than the deadline a rank has ended.
-const MARGIN: Duration = Duration::from_secs(1);
 /// On a machine with other work a process may be late to be run at all.
 const BUSY: Duration = Duration::from_secs(10);
 
@@ -63,10 +67,6 @@ impl Drop for Rank {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// Starts a rank as `torchrun` would. It goes on from the checkpoint in `out`, if there is one.
@@ -128,14 +128,8 @@ fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
     report["weights_sha256"].as_str().unwrap().to_owned()
 }
 
-/// How many moments: `usual`, or as many as `STEPSCOPE_KILLS` says.
-fn moments(usual: usize) -> usize {
-    let Some(number) = std::env::var_os("STEPSCOPE_KILLS") else { return usual };
-    number.to_str().and_then(|number| number.parse().ok()).expect("STEPSCOPE_KILLS is a number")
-}
-
 /// Groups of which one gets this signal at a random moment behind the first checkpoint, by the number of ranks.
-fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
+fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
     // A connection that closes is noticed at once.
     // To start with NCCL takes longer.
     let soon = if kind == DeviceKind::Emulated { SOON } else { 3 * SOON };
@@ -144,8 +138,9 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
     let expected = digest(kind, straight.path(), of);
     let of_one = digest(DeviceKind::Emulated, tempfile::tempdir().unwrap().path(), 1);
     assert_eq!(of_one, expected, "neither the number of ranks nor the device changes anything");
-    let mut random = Random::new(of as u64);
-    for moment in 0..moments(usual) {
+    let mut all = Vec::new();
+    for moment in moments(usual) {
+        let mut random = Random::new(1000 * moment + of as u64);
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path();
         let mut ranks = started(kind, out, of, deadline);
@@ -173,7 +168,8 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
                 );
                 assert!(!said.contains("panicked"), "{said}");
             }
-            println!("{signal} of {of}: {took:?}: {}", said[0].trim());
+            println!("{signal} of {of}, seed {moment}: {took:?}: {}", said[0].trim());
+            all.push(took);
         }
         drop(struck);
         assert_eq!(
@@ -182,6 +178,7 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
             "moment {moment}: those that are left come to the same weights"
         );
     }
+    tell(if signal == "-STOP" { "SIGSTOP" } else { "kill -9" }, of, within, all);
 }
 
 #[test]

@@ -2,6 +2,8 @@
 //!
 //! Invariant: what one end says comes out at the other, unchanged, until it is cut. Then nothing more is passed on, and nobody is let in.
 
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::{Shutdown, TcpListener, TcpStream};
