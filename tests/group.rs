@@ -208,6 +208,42 @@ fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
     a_call_of_a_link_never_returns(DeviceKind::Emulated);
 }
 
+/// What a device waits for may be another rank, whatever the device's own deadline.
+#[test]
+fn a_wait_for_the_device_ends_with_the_groups_deadline() {
+    const PATIENCE: Duration = Duration::from_secs(3);
+    let batch = &batches(|_| 2)[0];
+    for captured in [false, true] {
+        let plan = FaultPlan::new();
+        let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+            let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
+            let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).faults(faults).open()?;
+            let group = Group::join(&device, &config.deadline(PATIENCE))?;
+            let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
+            let mut arena = arena(&device);
+            let mut trainer = match captured {
+                true => Trainer::captured(&mut arena, learner, &batch[0])?,
+                false => Trainer::eager(&mut arena, learner),
+            };
+            trainer.update(batch)?;
+            if rank == 0 {
+                for look in [Call::Poll, Call::PollFence] {
+                    drop(plan.clone().on(look, plan.count(look) + 1, Fault::Stalls));
+                }
+            }
+            let start = Instant::now();
+            let error = trainer.update(batch).unwrap_err();
+            assert!(start.elapsed() < PATIENCE + Duration::from_secs(1) + BUSY, "{error}");
+            Err::<(), _>(error)
+        });
+        for (rank, (said, _)) in said.into_iter().enumerate() {
+            let Err(Error::Rank(fault)) = said else { panic!("rank {rank}: {said:?}") };
+            // Who looks first cannot tell whether it is the device.
+            assert!(fault.rank == 0 && fault.location.contains("tests/group.rs:"), "rank {rank}: {fault}");
+        }
+    }
+}
+
 /// A rank that waits for its device, and not for the others, would learn of a fault at its deadline.
 #[test]
 fn the_link_ends_as_soon_as_another_rank_has_failed() {
