@@ -273,9 +273,9 @@ impl Run<'_> {
     }
 }
 
-/// Something goes wrong at a moment; how long it took until the last of the others had ended. `whole` is the digest of a run that was
-/// never disturbed.
-fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], whole: &str) -> Duration {
+/// Something goes wrong at a moment; how long it took until the last of the others had ended. Then `left` go on. `whole` is the digest of
+/// a run that was never disturbed.
+fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device], whole: &str) -> Duration {
     let Plan { ranks, .. } = moment.plan;
     let folder = tempfile::tempdir().unwrap();
     let (mut configs, mut cable) = (GroupConfig::on_this_host(ranks).unwrap(), None);
@@ -313,9 +313,17 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], whole: &str) -
     }
     assert!(took < PATIENCE + MARGIN + BUSY, "{moment:?}: {took:?}");
     let path = folder.path().join("checkpoint.safetensors");
-    let left = Plan { ranks: ranks / 2, ..moment.plan };
-    let (updates, digest, _) = said_on(kind, left, batches, Some(&path));
-    assert_eq!(digest, whole, "{moment:?}: those that are left, by {updates:?}");
+    let plan = Plan { ranks: ranks / 2, ..moment.plan };
+    let said = in_threads(GroupConfig::on_this_host(plan.ranks).unwrap(), |config| {
+        let device = &left[config.rank()];
+        train(plan, device, Some(Group::join(device, &config.deadline(DEADLINE))?), batches, Some(&path))
+    });
+    let mut updates = Vec::new();
+    for (said, _) in said {
+        let digest;
+        (updates, digest, _) = said.unwrap_or_else(|error| panic!("{moment:?}: those that are left: {error}"));
+        assert_eq!(digest, whole, "{moment:?}: those that are left, by {updates:?}");
+    }
     let said = ended[moment.others().next().expect("another rank")].0.as_ref().expect_err("looked at above");
     let Moment { seed, wrong, plan, .. } = moment;
     let how = if plan.captured { "captured" } else { "eager" };
@@ -327,7 +335,10 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], whole: &str) -
 fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), usual: u64) {
     let batches = uneven();
     let whole = said(Plan { ranks: 1, shards: SHARDS, captured: false, more: false }, &batches, None).1;
-    let moment = |seed| at(kind, &Moment::new(seed, ranks, ways), &batches, &whole);
+    // A GPU takes long to open.
+    let open = |ordinal| Device::builder(kind).ordinal(ordinal).deadline(DEADLINE).open().unwrap();
+    let left: Vec<Device> = (0..ranks / 2).map(open).collect();
+    let moment = |seed| at(kind, &Moment::new(seed, ranks, ways), &batches, &left, &whole);
     let seeds = moments(usual);
     // Some of them take as long as the deadline.
     let few = (seeds.end - seeds.start).div_ceil(4);
