@@ -3,212 +3,16 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "support/rank_threads.rs"]
+mod rank_threads;
 mod support;
 
-use std::path::Path;
+use rank_threads::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
-use stepscope::nn::{Linear, Mlp};
 use stepscope::*;
-use support::Random;
-
-const INPUTS: usize = 12;
-const CLASSES: usize = 3;
-/// The parts of each batch, some of which are a sample longer than others.
-const PARTS: usize = 16;
-const UPDATES: usize = 4;
-
-#[derive(Debug)]
-struct Classifier {
-    mlp: Mlp,
-    head: Linear,
-    drops: bool,
-}
-
-impl Model for Classifier {
-    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
-        let hidden = self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
-        let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
-        self.head.forward(tape, &hidden)
-    }
-
-    fn watched(&self) -> Option<Parameter> {
-        Some(self.head.weight)
-    }
-}
-
-/// How a group trains.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    ranks: usize,
-    shards: usize,
-    captured: bool,
-    /// With dropout and a BF16 copy of the weights.
-    more: bool,
-}
-
-impl Plan {
-    fn learner(self, device: &Device) -> Result<Learner<Classifier>> {
-        let mut layout = Layout::builder();
-        let mut names = layout.names();
-        // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
-        let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
-        let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
-        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
-        let config = AdamWConfig { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamWConfig::default() };
-        let learner = Learner::new(device, model, &layout.build()?, 7, config)?;
-        let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
-        let learner = learner.with_parameter_groups(&groups)?;
-        if self.more { learner.with_dropout(11)?.with_bf16_copy() } else { Ok(learner) }
-    }
-}
-
-#[derive(Clone, Debug, PartialEq)]
-struct Points {
-    x: Vec<f32>,
-    labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
-    }
-}
-
-impl Points {
-    fn twice(self) -> Self {
-        Self { x: [&self.x[..], &self.x].concat(), labels: [&self.labels[..], &self.labels].concat() }
-    }
-}
-
-/// The batches of a run, of parts whose lengths `lens` gives.
-fn batches(lens: impl Fn(usize) -> usize) -> Vec<Vec<Points>> {
-    let mut random = Random::new(3);
-    let mut part = |samples: usize| {
-        let labels = random.belows(samples, CLASSES as u32);
-        let near = |label: u32, random: &mut Random| random.normals(INPUTS).into_iter().map(move |x| x + label as f32);
-        Points { x: labels.iter().flat_map(|&label| near(label, &mut random)).collect(), labels }
-    };
-    (0..UPDATES).map(|_| (0..PARTS).map(|number| part(lens(number))).collect()).collect()
-}
-
-fn uneven() -> Vec<Vec<Points>> {
-    let mut batches = batches(|number| 3 + number % 2);
-    // The last batch has fewer samples than shards.
-    let short =
-        batches[0][..5].iter().map(|part| Points { x: part.x[..INPUTS].into(), labels: part.labels[..1].into() });
-    batches.push(short.collect());
-    batches
-}
-
-/// Runs a program on each rank of a group, in a thread and on a device of its own, and returns what the ranks returned.
-fn on_ranks<T: Send>(
-    (kind, ranks): (DeviceKind, usize),
-    deadline: Duration,
-    program: impl Fn(&Device, Group) -> Result<T> + Sync,
-) -> Vec<Result<T>> {
-    on_ranks_with(kind, &vec![FaultPlan::new(); ranks], deadline, program)
-}
-
-/// The same, with a plan of faults for the device of each rank.
-fn on_ranks_with<T: Send>(
-    kind: DeviceKind,
-    plans: &[FaultPlan],
-    deadline: Duration,
-    program: impl Fn(&Device, Group) -> Result<T> + Sync,
-) -> Vec<Result<T>> {
-    let configs = GroupConfig::on_this_host(plans.len()).unwrap();
-    // Short deadlines are for the waits for others.
-    let of_device = deadline.max(Duration::from_secs(20));
-    thread::scope(|scope| {
-        let start = |config: GroupConfig| {
-            let program = &program;
-            scope.spawn(move || {
-                let run = || {
-                    let plan = plans[config.rank()].clone();
-                    let device =
-                        Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()?;
-                    program(&device, Group::join(&device, &config.deadline(deadline))?)
-                };
-                let panicked = |_| Err(Error::Misuse { op: "test", expected: "no panic".into(), got: "one".into() });
-                std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).unwrap_or_else(panicked)
-            })
-        };
-        let running: Vec<_> = configs.into_iter().map(start).collect();
-        running.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
-
-const DEADLINE: Duration = Duration::from_secs(120);
-
-/// What a rank says of its run: its updates, its weights and their copy.
-type Said = (Vec<Update>, String, Option<Vec<bf16>>);
-
-#[derive(Default)]
-struct Heard(Vec<Update>);
-
-impl Observer for Heard {
-    fn updated(&mut self, update: &Update, _: &EpochProgress, _: &Arena) -> Result<()> {
-        self.0.push(*update);
-        Ok(())
-    }
-}
-
-fn arena(device: &Device) -> Arena {
-    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
-}
-
-/// Trains on these batches from where the checkpoint is, if there is one, and writes it behind each update.
-fn train(
-    plan: Plan,
-    device: &Device,
-    group: Option<Group>,
-    batches: &[Vec<Points>],
-    path: Option<&Path>,
-) -> Result<Said> {
-    let learner = plan.learner(device)?;
-    let learner = match group {
-        Some(group) => learner.in_group(&group, plan.shards)?,
-        None => learner,
-    };
-    let mut arena = arena(device);
-    let mut trainer = match plan.captured {
-        true => Trainer::captured(&mut arena, learner, &batches[0][1])?,
-        false => Trainer::eager(&mut arena, learner),
-    };
-    let mut progress = EpochProgress::default();
-    if let Some(path) = path {
-        trainer = trainer.checkpoint(path, Some(1));
-        if path.exists() {
-            progress = trainer.restore(&Checkpoint::load(path)?)?;
-        }
-    }
-    let (mut heard, left) = (Heard::default(), batches.iter().skip(progress.updates as usize));
-    trainer.epoch(left.cloned().map(Ok), &mut progress, &mut heard)?;
-    let parameters = &trainer.learner().parameters;
-    Ok((heard.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
-}
-
-/// What all ranks say, which must be the same.
-fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
-    let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
-    let mut all = all.into_iter().map(|said| said.unwrap());
-    let first = all.next().unwrap();
-    all.enumerate()
-        .for_each(|(rank, other)| assert!(other == first, "{plan:?}: rank {} says something else", rank + 1));
-    first
-}
-
-/// What all ranks say on emulators.
-fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
-    said_on(DeviceKind::Emulated, plan, batches, path)
-}
 
 #[test]
 fn any_number_of_ranks_gives_the_same_bits() {
@@ -350,105 +154,8 @@ fn shards_of_another_learner_or_of_none_are_refused() {
     said.into_iter().for_each(|said| said.unwrap());
 }
 
-/// What goes wrong on a rank at its second update.
-#[derive(Clone, Copy, Debug)]
-enum Wrong {
-    /// Its program returns an error.
-    Returns,
-    /// It panics.
-    Panics,
-    /// A label is no class.
-    Label,
-    /// Its batch has another number of samples.
-    Samples,
-    /// It writes a checkpoint where the others train.
-    LeftOut,
-    /// It does nothing more, for longer than the deadline.
-    Sleeps,
-}
-
-/// Ranks, of which one does something wrong: what each says, and which one it was.
-fn others_say((kind, ranks): (DeviceKind, usize), wrong: Wrong, captured: bool) -> (Vec<String>, usize) {
-    const DEADLINE: Duration = Duration::from_secs(5);
-    let (batches, folder) = (batches(|_| 2), tempfile::tempdir().unwrap());
-    let plan = Plan { ranks, shards: 4, captured, more: false };
-    let (culprit, done) = (ranks / 2, AtomicBool::new(false));
-    let program = |device: &Device, group: Group| {
-        let rank = group.rank();
-        let mut arena = arena(device);
-        let learner = plan.learner(device)?.in_group(&group, 4)?;
-        let trainer = match captured {
-            true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
-            false => Trainer::eager(&mut arena, learner),
-        };
-        let mut trainer = trainer.checkpoint(folder.path().join("checkpoint.safetensors"), None);
-        trainer.update(&batches[0])?;
-        let mut batch = batches[1].clone();
-        if rank == culprit {
-            match wrong {
-                Wrong::Returns => return Ok("it returned".into()),
-                Wrong::Panics => panic!("planted"),
-                Wrong::Label => batch[9].labels[1] = 77,
-                Wrong::Samples => batch[3] = batches[1][0].clone().twice(),
-                Wrong::LeftOut => trainer.save(&EpochProgress::default(), &[])?,
-                Wrong::Sleeps => {
-                    while !done.load(Ordering::Relaxed) {
-                        thread::sleep(Duration::from_millis(5));
-                    }
-                }
-            }
-        }
-        let start = Instant::now();
-        let error = trainer.update(&batch).unwrap_err();
-        assert!(
-            rank == culprit || start.elapsed() < DEADLINE + Duration::from_secs(1) + BUSY,
-            "{wrong:?}: {:?}",
-            start.elapsed()
-        );
-        // It does not go on.
-        let again = trainer.update(&batch).unwrap_err();
-        assert!(rank == culprit || again.to_string().contains(&format!("rank {culprit} of")), "{again}");
-        if rank != culprit {
-            done.store(true, Ordering::Relaxed);
-        }
-        Ok(error.to_string())
-    };
-    let said: Vec<String> = on_ranks((kind, ranks), DEADLINE, program)
-        .into_iter()
-        .map(|said| said.unwrap_or_else(|error| error.to_string()))
-        .collect();
-    println!("{wrong:?}: {said:#?}");
-    (said, culprit)
-}
-
 /// A machine with other work may be late.
 const BUSY: Duration = Duration::from_secs(20);
-
-fn what_goes_wrong_ends_all(kind: DeviceKind, ranks: usize) {
-    for (wrong, word) in [
-        (Wrong::Returns, "has left the group"),
-        (Wrong::Panics, "has "),
-        (Wrong::Label, "the label 77"),
-        (Wrong::Samples, "calls something else"),
-        (Wrong::LeftOut, "calls something else"),
-        (Wrong::Sleeps, "is late"),
-    ] {
-        for captured in [false, true] {
-            let (said, culprit) = others_say((kind, ranks), wrong, captured);
-            for (rank, said) in said.iter().enumerate().filter(|(rank, _)| *rank != culprit) {
-                let named = said.contains(&format!("rank {culprit} of {ranks}"))
-                    && said.contains(word)
-                    && said.contains("tests/group.rs:");
-                assert!(named, "{wrong:?}: rank {rank} says: {said}");
-            }
-        }
-    }
-}
-
-#[test]
-fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
-    what_goes_wrong_ends_all(DeviceKind::Emulated, 4);
-}
 
 /// One update, of a group of two whose second rank's device has this plan: what both say, and how long they took.
 fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Result<String>>, Duration) {
@@ -501,6 +208,42 @@ fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
     a_call_of_a_link_never_returns(DeviceKind::Emulated);
 }
 
+/// What a device waits for may be another rank, whatever the device's own deadline.
+#[test]
+fn a_wait_for_the_device_ends_with_the_groups_deadline() {
+    const PATIENCE: Duration = Duration::from_secs(3);
+    let batch = &batches(|_| 2)[0];
+    for captured in [false, true] {
+        let plan = FaultPlan::new();
+        let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+            let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
+            let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).faults(faults).open()?;
+            let group = Group::join(&device, &config.deadline(PATIENCE))?;
+            let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
+            let mut arena = arena(&device);
+            let mut trainer = match captured {
+                true => Trainer::captured(&mut arena, learner, &batch[0])?,
+                false => Trainer::eager(&mut arena, learner),
+            };
+            trainer.update(batch)?;
+            if rank == 0 {
+                for look in [Call::Poll, Call::PollFence] {
+                    drop(plan.clone().on(look, plan.count(look) + 1, Fault::Stalls));
+                }
+            }
+            let start = Instant::now();
+            let error = trainer.update(batch).unwrap_err();
+            assert!(start.elapsed() < PATIENCE + Duration::from_secs(1) + BUSY, "{error}");
+            Err::<(), _>(error)
+        });
+        for (rank, (said, _)) in said.into_iter().enumerate() {
+            let Err(Error::Rank(fault)) = said else { panic!("rank {rank}: {said:?}") };
+            // Who looks first cannot tell whether it is the device.
+            assert!(fault.rank == 0 && fault.location.contains("tests/group.rs:"), "rank {rank}: {fault}");
+        }
+    }
+}
+
 /// A rank that waits for its device, and not for the others, would learn of a fault at its deadline.
 #[test]
 fn the_link_ends_as_soon_as_another_rank_has_failed() {
@@ -526,18 +269,6 @@ fn the_link_ends_as_soon_as_another_rank_has_failed() {
     assert_eq!(said[0], Ok(()));
 }
 
-/// The same by NCCL, of four.
-#[cfg(feature = "cuda")]
-mod four_gpus {
-    use super::*;
-
-    #[test]
-    #[ignore = "needs four NVIDIA GPUs"]
-    fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
-        what_goes_wrong_ends_all(DeviceKind::Cuda, 4);
-    }
-}
-
 /// The same by NCCL.
 #[cfg(feature = "cuda")]
 mod two_gpus {
@@ -557,12 +288,6 @@ mod two_gpus {
                 }
             }
         }
-    }
-
-    #[test]
-    #[ignore = "needs two NVIDIA GPUs"]
-    fn what_goes_wrong_on_a_rank_ends_all_and_names_it() {
-        what_goes_wrong_ends_all(DeviceKind::Cuda, 2);
     }
 
     #[test]

@@ -4,13 +4,19 @@
 #![cfg(unix)]
 #![forbid(unsafe_code)]
 
+#[path = "support/cable.rs"]
+mod cable;
+#[path = "support/moments.rs"]
+mod moments;
 mod support;
 
+use cable::free_port;
+use moments::{MARGIN, moments, tell};
 use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::thread::sleep;
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use stepscope::DeviceKind;
 use support::Random;
@@ -37,10 +43,10 @@ const RUN: [&str; 16] = [
 ];
 /// How long a rank waits for the others, where one stands still: longer than they take to start on a machine with other work.
 const SOON: Duration = Duration::from_secs(6);
+/// The same on GPUs: to start with NCCL takes longer.
+const SOON_BY_NCCL: Duration = Duration::from_secs(9);
 /// The same where none does.
 const LATE: Duration = Duration::from_secs(60);
-/// How much later than the deadline a rank has ended.
-const MARGIN: Duration = Duration::from_secs(1);
 /// On a machine with other work a process may be late to be run at all.
 const BUSY: Duration = Duration::from_secs(10);
 
@@ -63,10 +69,6 @@ impl Drop for Rank {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// Starts a rank as `torchrun` would. It goes on from the checkpoint in `out`, if there is one.
@@ -128,26 +130,18 @@ fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
     report["weights_sha256"].as_str().unwrap().to_owned()
 }
 
-/// How many moments: `usual`, or as many as `STEPSCOPE_KILLS` says.
-fn moments(usual: usize) -> usize {
-    let Some(number) = std::env::var_os("STEPSCOPE_KILLS") else { return usual };
-    number.to_str().and_then(|number| number.parse().ok()).expect("STEPSCOPE_KILLS is a number")
-}
-
 /// Groups of which one gets this signal at a random moment behind the first checkpoint, by the number of ranks.
-fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
+fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
     // A connection that closes is noticed at once.
-    // To start with NCCL takes longer.
-    let soon = if kind == DeviceKind::Emulated { SOON } else { 3 * SOON };
+    let soon = if kind == DeviceKind::Emulated { SOON } else { SOON_BY_NCCL };
     let (deadline, within) = if signal == "-STOP" { (soon, soon) } else { (LATE, Duration::ZERO) };
     let straight = tempfile::tempdir().unwrap();
     let expected = digest(kind, straight.path(), of);
     let of_one = digest(DeviceKind::Emulated, tempfile::tempdir().unwrap().path(), 1);
     assert_eq!(of_one, expected, "neither the number of ranks nor the device changes anything");
-    let mut random = Random::new(of as u64);
-    for moment in 0..moments(usual) {
-        let folder = tempfile::tempdir().unwrap();
-        let out = folder.path();
+    let mut all = Vec::new();
+    let at = |moment: u64, out: &Path| {
+        let mut random = Random::new(1000 * moment + of as u64);
         let mut ranks = started(kind, out, of, deadline);
         let begun = Instant::now();
         while !checkpoint(out).exists() {
@@ -161,7 +155,8 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
         struck.signal(signal);
         let said = ended(ranks, within + MARGIN + BUSY);
         let took = at.elapsed();
-        if !finished && !out.join("report.json").exists() {
+        let in_time = !finished && !out.join("report.json").exists();
+        if in_time {
             let named = format!("rank {victim} of {of}");
             for said in &said {
                 // The op's name and number, and its line.
@@ -173,15 +168,24 @@ fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: usize) {
                 );
                 assert!(!said.contains("panicked"), "{said}");
             }
-            println!("{signal} of {of}: {took:?}: {}", said[0].trim());
+            println!("{signal} of {of}, seed {moment}: {took:?}: {}", said[0].trim());
         }
-        drop(struck);
-        assert_eq!(
-            digest(kind, out, of / 2),
-            expected,
-            "moment {moment}: those that are left come to the same weights"
-        );
-    }
+        in_time.then_some(took)
+    };
+    thread::scope(|scope| {
+        for moment in moments(usual) {
+            let folder = tempfile::tempdir().unwrap();
+            all.extend(at(moment, folder.path()));
+            let expected = &expected;
+            let left = move || {
+                let got = digest(kind, folder.path(), of / 2);
+                assert_eq!(got, *expected, "moment {moment}: those that are left come to the same weights");
+            };
+            // Programs on GPUs take seconds to start, in which the next group does.
+            if kind == DeviceKind::Emulated { left() } else { drop(scope.spawn(left)) }
+        }
+    });
+    tell(if signal == "-STOP" { "SIGSTOP" } else { "kill -9" }, of, within, all);
 }
 
 #[test]

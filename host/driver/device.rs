@@ -59,6 +59,8 @@ struct Shared {
     staging: Mutex<Staging>,
     checks: CheckedMode,
     rehearsing: Option<Rehearsing>,
+    /// How long its links' groups wait for other ranks. A wait for this device may be one.
+    links: Mutex<Vec<Duration>>,
 }
 
 /// What makes a device a rehearsal.
@@ -122,6 +124,7 @@ impl Device {
             staging: Mutex::new(staging),
             checks,
             rehearsing: None,
+            links: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -177,6 +180,8 @@ impl Device {
         deadline: Duration,
         mut poll: impl FnMut(Duration) -> Result<Option<R>>,
     ) -> Result<R> {
+        let of_links = self.links().iter().min().copied();
+        let deadline = of_links.map_or(deadline, |of_link| of_link.min(deadline));
         patience::of_wait(deadline, |deadline| {
             let start = Instant::now();
             loop {
@@ -194,6 +199,11 @@ impl Device {
                 }
             }
         })
+    }
+
+    /// How long the groups of the device's links wait for other ranks: no wait for the device is longer.
+    pub(super) fn links(&self) -> MutexGuard<'_, Vec<Duration>> {
+        self.shared.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `rehearse` with this device without memory or kernels: what is allocated there is counted and nothing else.
@@ -236,6 +246,7 @@ impl Device {
             // There are no bytes to verify and no guards to look at.
             checks: CheckedMode { asked: false, forced: None },
             rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
+            links: Mutex::default(),
         };
         let rehearsal = Over(Self { shared: Arc::new(shared) });
         rehearse(&rehearsal.0)

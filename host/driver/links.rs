@@ -1,7 +1,8 @@
 //! Links between the devices of a group's ranks.
 //!
 //! Invariant: an exchange has its place in the stream's order, as a launch has. A link ends when its owner lets it go, and not before
-//! the device has done what uses it; on a lost device it stays.
+//! the device has done what uses it; on a lost device it stays. While there is a link, no wait for the device is longer than its group's
+//! for another rank, as what the device waits for may be an exchange.
 
 use super::calls::{Link, Piece, Wire};
 use super::device::Device;
@@ -38,6 +39,7 @@ impl DeviceLink {
     ) -> Result<Self> {
         let join = move |driver: &dyn super::Driver| driver.join_link(&name, rank, ranks, wire, deadline);
         let link = device.call("join_link", deadline + MARGIN, join)?;
+        device.links().push(deadline);
         Ok(Self { device: device.clone(), link, deadline })
     }
 
@@ -68,6 +70,11 @@ impl DeviceLink {
 
 impl Drop for DeviceLink {
     fn drop(&mut self) {
+        let mut links = self.device.links();
+        if let Some(own) = links.iter().position(|of_link| *of_link == self.deadline) {
+            links.swap_remove(own);
+        }
+        drop(links);
         // SAFETY: the link is this device's, and its only name goes here; exchanges by it are queued at most.
         unsafe { self.device.retire(Retired::Link(self.link)) };
     }

@@ -215,9 +215,10 @@ impl Mesh {
         Ok(())
     }
 
-    /// The fault that stands, if it is another rank's.
-    pub(crate) fn fault_of_another(&self) -> Option<Error> {
-        self.shared.lock().verdict.clone().filter(|fault| fault.rank != self.rank).map(error)
+    /// The fault that stands, unless this rank has found it with itself.
+    pub(crate) fn fault_of_others(&self) -> Option<Error> {
+        let is_own = |fault: &RankFault| (fault.rank, fault.found_by) == (self.rank, self.rank);
+        self.shared.lock().verdict.clone().filter(|fault| !is_own(fault)).map(error)
     }
 
     /// That a wait outside of these connections has not ended in time, of a GPU, say: names who is behind, or says that nobody is. Tells

@@ -180,10 +180,10 @@ impl Group {
         self.exchange(&sends, &receives)
     }
 
-    /// The same result. An error is told to all ranks, which end with it; one that a device's wait ended with says who is late. Behind the
-    /// fault of another rank it is that fault: the link has ended with it, and what came of that is no reason.
+    /// The same result. An error is told to all ranks, which end with it; one that a device's wait ended with says who is late. Behind a
+    /// fault that others have, or have found with this rank, it is that fault: the link has ended with it, and what came of that is no reason.
     pub(crate) fn told<T>(&self, result: Result<T>) -> Result<T> {
-        result.map_err(|error| match (error, self.0.mesh.fault_of_another()) {
+        result.map_err(|error| match (error, self.0.mesh.fault_of_others()) {
             (_, Some(fault)) => fault,
             (Error::Timeout { waited, .. }, _) if self.ranks() > 1 => self.0.mesh.late(waited),
             (error, _) => {

@@ -96,6 +96,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             // What is queued behind it is not worth reporting.
             return ended;
         }
+        if ended.is_err() && self.has_company() {
+            // The others may be in an update that this rank does not make: they must hear of the error, and would not come to the report.
+            return ended;
+        }
         // What was queued before an error is done all the same.
         let reported = match running {
             Some(last) => self.report(last, progress, observer),
@@ -233,6 +237,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     fn is_alone(&self) -> bool {
         self.learner().shards.is_none()
+    }
+
+    fn has_company(&self) -> bool {
+        self.learner().shards.as_ref().is_some_and(|shards| shards.group().ranks() > 1)
     }
 
     /// The sum of the samples' losses, and what `read` makes of the model's output, in a step without gradients. Multiplies are those

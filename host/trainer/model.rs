@@ -14,7 +14,6 @@ use crate::params::{Gradients, Layout, LayoutEntry, Parameter, Parameters};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Tensor};
-use std::time::Duration;
 
 /// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
 ///
@@ -213,11 +212,6 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         let Some(shards) = &self.shards else { return Ok(()) };
         let watched = self.model.watched();
         shards.update(arena, (&mut self.parameters, &mut self.gradients), &mut self.optimizer, watched, metric)
-    }
-
-    /// How long an update may take that waits so long without a group.
-    pub(super) fn deadline(&self, alone: Duration) -> Duration {
-        self.shards.as_ref().map_or(alone, |shards| shards.group().deadline().min(alone))
     }
 
     /// The sum of the losses of all parts of a batch, of which these are the own ones; `norms` are what all ranks must have alike.

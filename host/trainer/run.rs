@@ -115,7 +115,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
             Results::Landing(landing) => {
-                let metrics = landing.wait(self.learner().deadline(self.arena.deadline()))?;
+                let metrics = landing.wait(self.arena.deadline())?;
                 self.landings.push(landing);
                 metrics
             }

@@ -459,6 +459,70 @@ fn a_connection_that_is_cut_is_noticed_at_once() {
 }
 
 #[test]
+fn a_connection_between_any_two_ranks_that_is_cut_is_noticed_by_all() {
+    // Several at a time, as most of it is waiting.
+    all(0..20, |seed| {
+        let mut random = SplitMix64::new(seed);
+        let near = random.next_u64() as usize % 4;
+        let far = (near + 1 + random.next_u64() as usize % 3) % 4;
+        let moment = Duration::from_micros(random.next_u64() % 20_000);
+        let meshes = met(4, PLENTY);
+        let faults = all([Some(0), Some(1), Some(2), Some(3), None], |rank: Option<usize>| {
+            let Some(rank) = rank else {
+                thread::sleep(moment);
+                meshes[near].streams[far].as_ref().expect("a connection").shutdown(Shutdown::Both).expect("it is open");
+                return None;
+            };
+            let (next, last) = ((rank + 1) % 4, (rank + 3) % 4);
+            let mut got = [0; 5_000];
+            let error = loop {
+                let round = meshes[rank]
+                    .agree(call("step", 1), &[])
+                    .and_then(|_| meshes[rank].send(next, &[rank as u8; 5_000]))
+                    .and_then(|()| meshes[rank].receive(last, &mut got));
+                if let Err(error) = round {
+                    break error;
+                }
+            };
+            Some(rank_fault(Err::<(), _>(error)))
+        });
+        for (fault, took) in faults {
+            in_time(took, moment);
+            let Some(fault) = fault else { continue };
+            // One end says the other, and both of them and the rest say what was told first.
+            let ends = [(near, far), (far, near)];
+            assert!(ends.contains(&(fault.rank, fault.found_by)), "seed {seed}, {near} and {far}: {fault}");
+            assert!(matches!(fault.kind, RankFaultKind::Gone { .. }) && fault.sequence > 0, "seed {seed}: {fault}");
+        }
+    });
+}
+
+#[test]
+fn what_others_have_found_goes_before_what_came_of_it() {
+    let waits_for_verdict = |mesh: &Mesh| {
+        let start = Instant::now();
+        while mesh.shared.lock().verdict.is_none() {
+            assert!(start.elapsed() < PLENTY, "it is not told");
+            thread::sleep(Duration::from_millis(1));
+        }
+        mesh.fault_of_others().map(|error| rank_fault(Err::<(), _>(error)))
+    };
+    // One end of a connection that was cut may hear first that it is gone.
+    let meshes = met(2, PLENTY);
+    let table = meshes[0].shared.lock();
+    let fault = table.fault(1, RankFaultKind::Gone { reason: "planted".into() }, Duration::ZERO);
+    meshes[0].conclude(table, fault.clone());
+    for mesh in &meshes {
+        assert_eq!(waits_for_verdict(mesh), Some(fault.clone()));
+    }
+    // What a rank says of itself is what it returns.
+    let meshes = met(2, PLENTY);
+    meshes[0].fail(&Error::Label { sample: 3, label: 9, classes: 5 });
+    assert_eq!(waits_for_verdict(&meshes[0]), None);
+    assert_eq!(waits_for_verdict(&meshes[1]).map(|fault| fault.rank), Some(0));
+}
+
+#[test]
 fn a_connection_that_is_cut_anywhere_ends_all_ranks_in_time() {
     // Several at a time, as most of it is waiting.
     all(0..20, |seed| {

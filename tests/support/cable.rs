@@ -1,0 +1,70 @@
+//! A connection between two ranks that a test can cut.
+//!
+//! Invariant: what one end says comes out at the other, unchanged, until it is cut. Then nothing more is passed on, and nobody is let in.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+/// A port of this host that nobody has, of those that the system does not give to who calls.
+pub(crate) fn free_port() -> u16 {
+    let ports = std::iter::repeat_with(|| 20_000 + (RandomState::new().build_hasher().finish() % 10_000) as u16);
+    ports.take(1000).find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
+}
+
+/// Both ends of all that passes, or nothing once it is cut.
+type Ends = Arc<Mutex<Option<Vec<TcpStream>>>>;
+
+/// Something to call in place of another address.
+pub(crate) struct Cable {
+    pub(crate) address: String,
+    ends: Ends,
+}
+
+impl Cable {
+    /// To what listens there, now or later.
+    pub(crate) fn to(address: String) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+        let cable = Self { address: listener.local_addr().expect("an address").to_string(), ends: Ends::default() };
+        *cable.ends.lock().unwrap() = Some(Vec::new());
+        let ends = cable.ends.clone();
+        thread::spawn(move || {
+            for near in listener.incoming().map_while(Result::ok) {
+                let mut ends = ends.lock().unwrap();
+                let Some(ends) = &mut *ends else { return };
+                // Where nobody listens yet, who called hears that it is over, and calls again.
+                let Ok(far) = TcpStream::connect(&address) else { continue };
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (mut from, mut to) = (from.try_clone().expect("a handle"), to.try_clone().expect("a handle"));
+                    thread::spawn(move || {
+                        let _ = io::copy(&mut from, &mut to);
+                        // One end says no more; the other may.
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+                ends.extend([near, far]);
+            }
+        });
+        cable
+    }
+
+    /// Cuts it.
+    pub(crate) fn cut(&self) {
+        let ends = self.ends.lock().unwrap().take();
+        for end in ends.into_iter().flatten() {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        self.cut();
+        // The one that lets callers in sees that it is over.
+        let _ = TcpStream::connect(&self.address);
+    }
+}

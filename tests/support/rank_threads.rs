@@ -1,0 +1,221 @@
+//! Groups whose ranks are threads of a test, and the model that they train.
+//!
+//! Invariant: all ranks are given the same batches, and what they say of a run must be the same.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use crate::support::Random;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+use stepscope::faults::FaultPlan;
+use stepscope::nn::{Linear, Mlp};
+use stepscope::*;
+
+pub(crate) const INPUTS: usize = 12;
+pub(crate) const CLASSES: usize = 3;
+/// The parts of each batch, some of which are a sample longer than others.
+pub(crate) const PARTS: usize = 16;
+pub(crate) const UPDATES: usize = 4;
+
+#[derive(Debug)]
+pub(crate) struct Classifier {
+    mlp: Mlp,
+    head: Linear,
+    drops: bool,
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let hidden = self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
+        let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
+        self.head.forward(tape, &hidden)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
+    }
+}
+
+/// How a group trains.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    pub(crate) ranks: usize,
+    pub(crate) shards: usize,
+    pub(crate) captured: bool,
+    /// With dropout and a BF16 copy of the weights.
+    pub(crate) more: bool,
+}
+
+impl Plan {
+    pub(crate) fn learner(self, device: &Device) -> Result<Learner<Classifier>> {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        // 18 chunks of 4096 weights: of 8 ranks, 5 have a slice.
+        let mlp = Mlp::new(names.at("mlp"), INPUTS, 256, 256);
+        let model = Classifier { mlp, head: Linear::new(names.at("head"), 256, CLASSES), drops: self.more };
+        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+        let config = AdamWConfig { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamWConfig::default() };
+        let learner = Learner::new(device, model, &layout.build()?, 7, config)?;
+        let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
+        let learner = learner.with_parameter_groups(&groups)?;
+        if self.more { learner.with_dropout(11)?.with_bf16_copy() } else { Ok(learner) }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Points {
+    pub(crate) x: Vec<f32>,
+    pub(crate) labels: Vec<u32>,
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
+    }
+}
+
+impl Points {
+    pub(crate) fn twice(self) -> Self {
+        Self { x: [&self.x[..], &self.x].concat(), labels: [&self.labels[..], &self.labels].concat() }
+    }
+}
+
+/// The batches of a run, of parts whose lengths `lens` gives.
+pub(crate) fn batches(lens: impl Fn(usize) -> usize) -> Vec<Vec<Points>> {
+    let mut random = Random::new(3);
+    let mut part = |samples: usize| {
+        let labels = random.belows(samples, CLASSES as u32);
+        let near = |label: u32, random: &mut Random| random.normals(INPUTS).into_iter().map(move |x| x + label as f32);
+        Points { x: labels.iter().flat_map(|&label| near(label, &mut random)).collect(), labels }
+    };
+    (0..UPDATES).map(|_| (0..PARTS).map(|number| part(lens(number))).collect()).collect()
+}
+
+pub(crate) fn uneven() -> Vec<Vec<Points>> {
+    let mut batches = batches(|number| 3 + number % 2);
+    // The last batch has fewer samples than shards.
+    let short =
+        batches[0][..5].iter().map(|part| Points { x: part.x[..INPUTS].into(), labels: part.labels[..1].into() });
+    batches.push(short.collect());
+    batches
+}
+
+/// Runs a program on each rank of a group, in a thread and on a device of its own, and returns what the ranks returned.
+pub(crate) fn on_ranks<T: Send>(
+    (kind, ranks): (DeviceKind, usize),
+    deadline: Duration,
+    program: impl Fn(&Device, Group) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    on_ranks_with(kind, &vec![FaultPlan::new(); ranks], deadline, program)
+}
+
+/// The same, with a plan of faults for the device of each rank.
+pub(crate) fn on_ranks_with<T: Send>(
+    kind: DeviceKind,
+    plans: &[FaultPlan],
+    deadline: Duration,
+    program: impl Fn(&Device, Group) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let configs = GroupConfig::on_this_host(plans.len()).unwrap();
+    // Short deadlines are for the waits for others.
+    let of_device = deadline.max(Duration::from_secs(20));
+    let open = |config: &GroupConfig| {
+        let plan = plans[config.rank()].clone();
+        Device::builder(kind).ordinal(config.local_rank()).deadline(of_device).faults(plan).open()
+    };
+    let run = |config: GroupConfig| {
+        let device = open(&config)?;
+        program(&device, Group::join(&device, &config.deadline(deadline))?)
+    };
+    in_threads(configs, run).into_iter().map(|(said, _)| said).collect()
+}
+
+/// Runs each rank's program in a thread of its own; what each returned, a panic as an error, and when nothing of it was left.
+pub(crate) fn in_threads<T: Send>(
+    configs: Vec<GroupConfig>,
+    program: impl Fn(GroupConfig) -> Result<T> + Sync,
+) -> Vec<(Result<T>, Instant)> {
+    thread::scope(|scope| {
+        let start = |config: GroupConfig| {
+            let program = &program;
+            scope.spawn(move || {
+                let panicked = |_| Err(Error::Misuse { op: "test", expected: "no panic".into(), got: "one".into() });
+                let said = catch_unwind(AssertUnwindSafe(|| program(config))).unwrap_or_else(panicked);
+                (said, Instant::now())
+            })
+        };
+        let running: Vec<_> = configs.into_iter().map(start).collect();
+        running.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
+
+/// What a rank says of its run: its updates, its weights and their copy.
+pub(crate) type Said = (Vec<Update>, String, Option<Vec<bf16>>);
+
+#[derive(Default)]
+pub(crate) struct Heard(pub(crate) Vec<Update>);
+
+impl Observer for Heard {
+    fn updated(&mut self, update: &Update, _: &EpochProgress, _: &Arena) -> Result<()> {
+        self.0.push(*update);
+        Ok(())
+    }
+}
+
+pub(crate) fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+/// Trains on these batches from where the checkpoint is, if there is one, and writes it behind each update.
+pub(crate) fn train(
+    plan: Plan,
+    device: &Device,
+    group: Option<Group>,
+    batches: &[Vec<Points>],
+    path: Option<&Path>,
+) -> Result<Said> {
+    let learner = plan.learner(device)?;
+    let learner = match group {
+        Some(group) => learner.in_group(&group, plan.shards)?,
+        None => learner,
+    };
+    let mut arena = arena(device);
+    let mut trainer = match plan.captured {
+        true => Trainer::captured(&mut arena, learner, &batches[0][1])?,
+        false => Trainer::eager(&mut arena, learner),
+    };
+    let mut progress = EpochProgress::default();
+    if let Some(path) = path {
+        trainer = trainer.checkpoint(path, Some(1));
+        if path.exists() {
+            progress = trainer.restore(&Checkpoint::load(path)?)?;
+        }
+    }
+    let (mut heard, left) = (Heard::default(), batches.iter().skip(progress.updates as usize));
+    trainer.epoch(left.cloned().map(Ok), &mut progress, &mut heard)?;
+    let parameters = &trainer.learner().parameters;
+    Ok((heard.0, parameters.sha256()?, parameters.bf16_copy().map(Buffer::read).transpose()?))
+}
+
+/// What all ranks say, which must be the same.
+pub(crate) fn said_on(kind: DeviceKind, plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
+    let all = on_ranks((kind, plan.ranks), DEADLINE, |device, group| train(plan, device, Some(group), batches, path));
+    let mut all = all.into_iter().map(|said| said.unwrap());
+    let first = all.next().unwrap();
+    all.enumerate()
+        .for_each(|(rank, other)| assert!(other == first, "{plan:?}: rank {} says something else", rank + 1));
+    first
+}
+
+/// What all ranks say on emulators.
+pub(crate) fn said(plan: Plan, batches: &[Vec<Points>], path: Option<&Path>) -> Said {
+    said_on(DeviceKind::Emulated, plan, batches, path)
+}
