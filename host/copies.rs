@@ -61,7 +61,8 @@ impl Memory<u8> {
 pub(crate) type OfRank = (usize, Memory<f32>);
 
 /// Queues copies between the devices of a group: each of `sends` to its rank, and over each of `receives` what its rank sends. Memory of no
-/// elements takes no part.
+/// elements takes no part. The copies run beside what is queued next, until [`DeviceLink::follow`]: before that, nothing may write this
+/// memory or read what is received.
 ///
 /// # Panics
 /// When memory is another device's, or what is received overlaps anything else.
@@ -82,7 +83,9 @@ pub(crate) fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank])
         assert!(sends.iter().chain(&receives[..at]).all(apart), "what is received lies apart from all else");
     }
     // SAFETY: the memories are valid by their type's invariant, of this device, and what is written lies apart; at the deadline the
-    // device is lost, and memory leaks rather than being freed under a copy.
+    // device is lost, and memory leaks rather than being freed under a copy. What goes on before
+    // the link is followed is an update whose gradients travel (`trainer/shards.rs`): it launches the folding of those that do not yet, and
+    // replays, which ask for the lends. What is received is read by the sum behind the link alone.
     unsafe { link.exchange(sends, receives) }
 }
 

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod buckets;
 mod config;
 mod door;
 mod environment;
@@ -21,6 +22,7 @@ mod table;
 mod testing;
 mod wire;
 
+pub(crate) use buckets::buckets;
 pub use config::GroupConfig;
 pub use fault::{LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub(crate) use slices::Slices;
@@ -165,10 +167,18 @@ impl Group {
 
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
     pub(crate) fn exchange(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
-        match &self.0.link {
-            Some(link) => copies::exchange(link, sends, receives),
-            None => Ok(()),
-        }
+        self.exchange_beside(sends, receives)?;
+        self.follow()
+    }
+
+    /// The same beside what is queued next, until [`Group::follow`]: before that, nothing writes this memory or reads what is received.
+    pub(crate) fn exchange_beside(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
+        self.0.link.as_ref().map_or(Ok(()), |link| copies::exchange(link, sends, receives))
+    }
+
+    /// What is queued next runs behind all exchanges so far.
+    pub(crate) fn follow(&self) -> Result<()> {
+        self.0.link.as_ref().map_or(Ok(()), |link| link.follow())
     }
 
     /// Queues copies of what each rank has of a region, the elements that `of` gives for it, to all others.

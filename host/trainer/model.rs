@@ -193,6 +193,11 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         self.shards.as_mut().map_or(Ok(()), |shards| shards.fold(arena, &mut self.gradients, shard))
     }
 
+    /// In a group: has the gradients of the last shard travel that are complete; see [`Shards::travel`].
+    pub(super) fn travel(&mut self, arena: &mut Arena, complete: usize) -> Result<()> {
+        self.shards.as_mut().map_or(Ok(()), |shards| shards.travel(arena, &mut self.gradients, complete))
+    }
+
     /// In a group: sums the gradients of all shards.
     pub(super) fn sum(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
         let Some(shards) = &mut self.shards else { return Ok(()) };
@@ -237,6 +242,9 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         slots: &Slots<'s>,
     ) -> Result<StepMetrics<Output, Output>> {
         let metrics = learner.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
+        for bucket in learner.shards.iter().flat_map(Shards::buckets) {
+            slots.announce(learner.gradients.flat().memory().part(bucket.start, bucket.len()));
+        }
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, watched) = (metrics.gradients.map(output), metrics.watched.map(output));
         Ok(StepMetrics { loss: slots.output(&metrics.loss), gradients, watched })

@@ -8,21 +8,24 @@
 //! slice 1            (0+1) + (2+3)                 on rank 1
 //! weights            slice 0 | slice 1             gathered by all
 //! ```
+//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the last shard's backward pass will not write it
+//! again, beside the rest of the pass; else behind it.
+//!
 //! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
 //! of a shard, a chunk of the norm or an element of the update.
 
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Slices};
+use crate::group::{Group, Slices, buckets};
 use crate::memory::{Arena, Buffer};
 use crate::ops;
 use crate::optim::{self, Optimizer, UpdateRule};
-use crate::params::{Gradients, Parameter, Parameters};
+use crate::params::{Gradients, LayoutEntry, Parameter, Parameters};
 use crate::report::Phase;
 use crate::shortage::MemoryShortage;
 use crate::step::Eager;
-use crate::tensor::{Source, Tensor};
+use crate::tensor::Tensor;
 use std::ops::Range;
 use std::panic::Location;
 
@@ -59,6 +62,10 @@ struct Among {
     parts: Buffer<f32>,
     /// The squared norm of each chunk of the gradients.
     norms: Buffer<f32>,
+    /// The gradients that travel together, in the order of their travel: from the region's end to its start.
+    buckets: Vec<Range<usize>>,
+    /// How many of them travel already in this update.
+    travelling: usize,
 }
 
 impl Shards {
@@ -89,7 +96,9 @@ impl Shards {
         } else {
             optimizer.keep(slices.of(rank))?;
             let parts = Buffer::zeros(device, ranks * slices.pitch())?;
-            Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())? })
+            let norms = Buffer::zeros(device, slices.chunks())?;
+            let starts = parameters.layout().entries().iter().map(LayoutEntry::start);
+            Some(Among { parts, norms, buckets: buckets(starts, elements), travelling: 0 })
         };
         Ok(Self { group, shards, slices, waiting, among })
     }
@@ -123,7 +132,15 @@ impl Shards {
     /// # Errors
     /// [`Error::MemoryShortage`] on all ranks when one of them says that it is short: nobody makes the update.
     #[track_caller]
-    pub(super) fn agree_on_update(&self, samples: usize, stop: bool, short: Option<MemoryShortage>) -> Result<bool> {
+    pub(super) fn agree_on_update(
+        &mut self,
+        samples: usize,
+        stop: bool,
+        short: Option<MemoryShortage>,
+    ) -> Result<bool> {
+        if let Some(among) = &mut self.among {
+            among.travelling = 0;
+        }
         let rank = Some(self.group.rank());
         let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
         let word = serde_json::to_vec(&(stop, short)).expect("plain figures");
@@ -156,37 +173,93 @@ impl Shards {
         Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 
+    /// The gradients that travel together, in the order of their travel: none where there is one rank.
+    pub(super) fn buckets(&self) -> &[Range<usize>] {
+        self.among.as_ref().map_or(&[], |among| &among.buckets)
+    }
+
     /// Adds the gradients of this rank's shard `number`, zero if it `is_empty`, to those of its neighbours before it, as far as the tree goes, and
-    /// keeps what must wait for a neighbour behind it.
+    /// keeps what must wait for a neighbour behind it. What travels already has been added.
     pub(super) fn fold(
         &mut self,
         arena: &mut Arena,
         gradients: &mut Gradients,
         (number, is_empty): (usize, bool),
     ) -> Result<()> {
+        let rest = match &self.among {
+            Some(Among { buckets, travelling: travelling @ 1.., .. }) => buckets[travelling - 1].start,
+            _ => self.slices.elements(),
+        };
+        if is_empty {
+            arena.step(|step| {
+                let _phase = step.enter(Phase::Backward);
+                gradients.zero(step)
+            })?;
+        }
+        self.fold_part(arena, gradients, number, 0..rest)
+    }
+
+    /// The same of a part of the gradients.
+    fn fold_part(
+        &mut self,
+        arena: &mut Arena,
+        gradients: &mut Gradients,
+        number: usize,
+        part: Range<usize>,
+    ) -> Result<()> {
         let own = self.shards / self.group.ranks();
-        if own == 1 && !is_empty {
+        if own == 1 || part.is_empty() {
             return Ok(());
         }
         arena.step(|step| {
             let _phase = step.enter(Phase::Backward);
-            if is_empty {
-                gradients.zero(step)?;
-            }
-            let mut gradients = gradients.lend_flat_mut(step)?;
-            let shape = gradients.shape();
+            let elements = [self.slices.elements()];
+            let mut gradients = gradients.lend_flat_mut(step)?.part(part.clone());
             let ready = number.trailing_ones() as usize;
             for waiting in &self.waiting[..ready.min(self.waiting.len())] {
-                ops::add_assign(step, &mut gradients, &step.lend(waiting, shape)?)?;
+                let waiting = step.lend(waiting, elements)?.part(part.clone());
+                ops::add_assign(step, &mut gradients, &waiting)?;
             }
             match self.waiting.get_mut(ready) {
                 Some(waiting) if number + 1 < own => {
-                    let mut waiting = step.lend_mut(waiting, shape)?;
+                    let mut waiting = step.lend_mut(waiting, elements)?.part(part.clone());
                     ops::copy_into(step, &gradients, &mut waiting)
                 }
                 _ => Ok(()),
             }
         })
+    }
+
+    /// Has the first `complete` buckets of the last shard travel, as far as they do not yet, each when its neighbours have been added. What is
+    /// queued next, up to the sum, runs beside and neither writes them nor reads `parts`.
+    pub(super) fn travel(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
+        let last = self.shards / self.group.ranks() - 1;
+        let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
+        for number in travelling..complete {
+            let bucket = self.buckets()[number].clone();
+            self.fold_part(arena, gradients, last, bucket)?;
+            self.exchange(gradients, number)?;
+        }
+        Ok(())
+    }
+
+    /// Queues the exchange of a bucket, the next one: of each rank's slice in it to that rank.
+    fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
+        let Self { group, slices, among, .. } = self;
+        let Some(Among { parts, buckets, travelling, .. }) = among else { return Ok(()) };
+        let (bucket, flat, ranks) = (&buckets[number], gradients.flat().memory(), 0..group.ranks());
+        let part = |to: usize| {
+            let within = slices.within(bucket, to);
+            (to, flat.part(within.start, within.len()))
+        };
+        let sends: Vec<_> = ranks.clone().map(part).collect();
+        let (own, within) = (slices.of(group.rank()), slices.within(bucket, group.rank()));
+        let place =
+            |from: usize| (from, parts.memory().part(from * slices.pitch() + within.start - own.start, within.len()));
+        let receives: Vec<_> = ranks.filter(|_| !within.is_empty()).map(place).collect();
+        group.exchange_beside(&sends, &receives)?;
+        *travelling = number + 1;
+        Ok(())
     }
 
     /// Sums all ranks' gradients: each gets its slice of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
@@ -197,15 +270,15 @@ impl Shards {
         gradients: &mut Gradients,
         wanted: Option<Range<usize>>,
     ) -> Result<()> {
+        // All have been added to their neighbours.
+        let travelling = self.among.as_ref().map_or(0, |among| among.travelling);
+        (travelling..self.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
         let Self { group, slices, among, .. } = self;
-        let Some(Among { parts, norms }) = among else { return Ok(()) };
+        let Some(Among { parts, norms, .. }) = among else { return Ok(()) };
+        group.follow()?;
         let (rank, ranks) = (group.rank(), group.ranks());
         let own = slices.of(rank);
         let flat = gradients.flat().memory();
-        let sends: Vec<_> = (0..ranks).map(|to| (to, flat.part(slices.of(to).start, slices.of(to).len()))).collect();
-        let place = |from: usize| parts.memory().part(from * slices.pitch(), own.len());
-        let receives: Vec<_> = (0..ranks).map(|from| (from, place(from))).collect();
-        group.exchange(&sends, &receives)?;
         if !own.is_empty() {
             arena.step(|step| {
                 let _phase = step.enter(Phase::Optimizer);
