@@ -75,12 +75,16 @@ pub(crate) fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank])
     let is_some = |(_, memory): &&OfRank| memory.len() > 0;
     let sends: Vec<Piece> = sends.iter().filter(is_some).map(piece).collect();
     let receives: Vec<Piece> = receives.iter().filter(is_some).map(piece).collect();
-    for (at, written) in receives.iter().enumerate() {
-        let apart = |other: &Piece| {
-            let end = |piece: &Piece| piece.address + piece.bytes as u64;
-            end(written) <= other.address || end(other) <= written.address
-        };
-        assert!(sends.iter().chain(&receives[..at]).all(apart), "what is received lies apart from all else");
+    let mut all: Vec<(&Piece, bool)> = sends.iter().map(|piece| (piece, false)).collect();
+    all.extend(receives.iter().map(|piece| (piece, true)));
+    all.sort_by_key(|(piece, _)| piece.address);
+    // The ends of what lies before a piece, and of what of that is received.
+    let (mut end, mut received) = (0, 0);
+    for (piece, written) in all {
+        let apart = piece.address >= if written { end } else { received };
+        assert!(apart, "what is received lies apart from all else");
+        end = end.max(piece.address + piece.bytes as u64);
+        received = if written { end } else { received };
     }
     // SAFETY: the memories are valid by their type's invariant, of this device, and what is written lies apart; at the deadline the
     // device is lost, and memory leaks rather than being freed under a copy. What goes on before

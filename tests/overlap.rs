@@ -5,6 +5,7 @@
 
 mod support;
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
@@ -13,11 +14,11 @@ use stepscope::*;
 use support::Random;
 
 const LAYERS: usize = 4;
-/// A layer's weights are 1 MiB, as much as the smallest bucket.
-const WIDTH: usize = 512;
+/// A layer's weights are 4 MiB, as much as the smallest bucket.
+const WIDTH: usize = 1024;
 const CLASSES: usize = 8;
 const PARTS: usize = 4;
-/// The last layer with the head, each other layer alone, and the first one's bias and weight: a bucket each.
+/// The last layer with the head, and each other layer alone, but for some first rows that travel with the layer before.
 const BUCKETS: u64 = LAYERS as u64;
 const DEADLINE: Duration = Duration::from_secs(120);
 
@@ -84,21 +85,38 @@ fn batches(count: usize, parts: usize) -> Vec<Vec<Points>> {
 }
 
 impl Plan {
-    /// Trains on these batches: the losses, and the weights.
-    fn train(self, device: &Device, group: &Group, batches: &[Vec<Points>]) -> Result<(Vec<f64>, String)> {
+    /// Trains on these batches, from where the checkpoint is, if there is one, which is written behind them: the losses, and the weights.
+    fn train(
+        self,
+        device: &Device,
+        group: &Group,
+        batches: &[Vec<Points>],
+        path: Option<&Path>,
+    ) -> Result<(Vec<f64>, String)> {
         let mut layout = Layout::builder();
         let mut names = layout.names();
         let layers =
             (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
         let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
-        let learner = Learner::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
-        let learner = learner.in_group(group, self.shards)?;
+        let config = AdamWConfig { clip: Some(0.05), ..AdamWConfig::default() };
+        let learner = Learner::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
+        let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
+        let learner = learner.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
         let mut trainer = match self.captured {
             true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
             false => Trainer::eager(&mut arena, learner),
         };
+        if let Some(path) = path {
+            trainer = trainer.checkpoint(path, None);
+            if path.exists() {
+                trainer.restore(&Checkpoint::load(path)?)?;
+            }
+        }
         let losses = batches.iter().map(|batch| Ok(trainer.update(batch)?.loss)).collect::<Result<_>>()?;
+        if path.is_some() {
+            trainer.save(&EpochProgress::default(), &[])?;
+        }
         Ok((losses, trainer.learner().parameters.sha256()?))
     }
 
@@ -108,7 +126,7 @@ impl Plan {
         kind: DeviceKind,
         plans: &[FaultPlan],
         deadline: Duration,
-        batches: &[Vec<Points>],
+        (batches, path): (&[Vec<Points>], Option<&Path>),
     ) -> Vec<Result<(Vec<f64>, String)>> {
         let configs = GroupConfig::on_this_host(plans.len()).unwrap();
         thread::scope(|scope| {
@@ -117,7 +135,7 @@ impl Plan {
                     let plan = plans[config.rank()].clone();
                     let device = Device::builder(kind).ordinal(config.local_rank());
                     let device = device.deadline(deadline.max(Duration::from_secs(20))).faults(plan).open()?;
-                    self.train(&device, &Group::join(&device, &config.deadline(deadline))?, batches)
+                    self.train(&device, &Group::join(&device, &config.deadline(deadline))?, batches, path)
                 })
             };
             let running: Vec<_> = configs.into_iter().map(start).collect();
@@ -126,8 +144,8 @@ impl Plan {
     }
 
     /// What all ranks say, which must be the same.
-    fn said(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>]) -> (Vec<f64>, String) {
-        let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, batches);
+    fn said(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
+        let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
         let said: Vec<_> = said.into_iter().map(|said| said.unwrap()).collect();
         assert!(said.iter().all(|other| *other == said[0]), "{self:?} by {ranks} ranks: {said:?}");
         said.into_iter().next().unwrap()
@@ -140,10 +158,15 @@ fn the_bits_are_those_of_one_rank(kind: DeviceKind, most: usize) {
     batches.push(vec![Points { x: Random::new(6).normals(WIDTH), labels: vec![3] }]);
     for adds_late in [false, true] {
         let plan = |captured| Plan { shards: 4, captured, adds_late };
-        let one = plan(false).said(DeviceKind::Emulated, 1, &batches);
+        let one = plan(false).said(DeviceKind::Emulated, 1, &batches, None);
         for ranks in [1, 2, 4].into_iter().filter(|&ranks| ranks <= most) {
             for captured in [false, true] {
-                assert_eq!(plan(captured).said(kind, ranks, &batches), one, "{:?} by {ranks} ranks", plan(captured));
+                assert_eq!(
+                    plan(captured).said(kind, ranks, &batches, None),
+                    one,
+                    "{:?} by {ranks} ranks",
+                    plan(captured)
+                );
             }
         }
     }
@@ -154,11 +177,27 @@ fn buckets_that_travel_early_give_the_bits_of_one_rank() {
     the_bits_are_those_of_one_rank(DeviceKind::Emulated, 4);
 }
 
+/// A rank keeps the optimiser's state of a slice of each bucket; the file has all of it, in the layout's order.
+#[test]
+fn a_checkpoint_does_not_know_whose_slices_there_were() {
+    let batches = batches(3, PARTS);
+    let plan = Plan { shards: 4, captured: true, adds_late: false };
+    let (_, whole) = plan.said(DeviceKind::Emulated, 1, &batches, None);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint.safetensors");
+    let mut digest = String::new();
+    for (batch, ranks) in batches.chunks(1).zip([2, 4, 1]) {
+        digest = plan.said(DeviceKind::Emulated, ranks, batch, Some(&path)).1;
+    }
+    assert_eq!(digest, whole);
+}
+
 /// How many exchanges of an update have been queued when each of its replays is, by the rank whose replay then fails.
 fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
     let (batch, counted) = (batches(1, plan.shards), FaultPlan::new());
-    let said =
-        |first: &FaultPlan| plan.on_ranks(DeviceKind::Emulated, &[first.clone(), FaultPlan::new()], DEADLINE, &batch);
+    let said = |first: &FaultPlan| {
+        plan.on_ranks(DeviceKind::Emulated, &[first.clone(), FaultPlan::new()], DEADLINE, (&batch, None))
+    };
     said(&counted).into_iter().for_each(|said| drop(said.unwrap()));
     let exchanges = counted.count(Call::Exchange);
     // Behind the buckets: the squares of the norm, the watched gradient, the weights.
@@ -193,7 +232,7 @@ fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
     const BUSY: Duration = Duration::from_secs(20);
     let (batch, plan) = (batches(1, 2), Plan { shards: 2, captured: true, adds_late: false });
     let counted = FaultPlan::new();
-    let sound = plan.on_ranks(kind, &[FaultPlan::new(), counted.clone()], self::DEADLINE, &batch);
+    let sound = plan.on_ranks(kind, &[FaultPlan::new(), counted.clone()], self::DEADLINE, (&batch, None));
     sound.into_iter().for_each(|said| drop(said.unwrap()));
     let follows = counted.count(Call::FollowExchanges);
     for (call, number) in [
@@ -205,7 +244,7 @@ fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
     ] {
         let stuck = FaultPlan::new().on(call, number, Fault::Never);
         let start = Instant::now();
-        let said = plan.on_ranks(kind, &[FaultPlan::new(), stuck.clone()], DEADLINE, &batch);
+        let said = plan.on_ranks(kind, &[FaultPlan::new(), stuck.clone()], DEADLINE, (&batch, None));
         let took = start.elapsed();
         println!("{call:?} {number}: {said:?} after {took:?}");
         assert_eq!(stuck.count(call), number, "{call:?} {number} was never made");

@@ -97,3 +97,49 @@ impl Drop for DeviceLink {
         unsafe { self.device.retire(Retired::Link(self.link)) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::description::DeviceKind;
+    use super::super::lends::Use;
+    use super::*;
+    use std::ops::Range;
+
+    /// Of one rank, which has nobody to talk to.
+    #[derive(Debug)]
+    struct Nobody;
+
+    impl Wire for Nobody {
+        fn send(&self, _: usize, _: &[u8]) -> Result<()> {
+            unreachable!("there is one rank")
+        }
+
+        fn receive(&self, _: usize, _: &mut [u8]) -> Result<()> {
+            unreachable!("there is one rank")
+        }
+    }
+
+    #[test]
+    fn no_replay_changes_what_travels() {
+        let device = Device::open(DeviceKind::Emulated).unwrap();
+        let link = DeviceLink::join(&device, Vec::new(), (0, 1), Arc::new(Nobody), device.deadline()).unwrap();
+        let memory = device.allocate(1024).unwrap();
+        let piece = |at: u64| vec![Piece { rank: 0, address: memory + at, bytes: 256 }];
+        // SAFETY: both pieces are of this memory, which stays, and apart; nothing is launched.
+        let exchange = || unsafe { link.exchange(piece(0), piece(512)) }.unwrap();
+        let replays = |bytes: Range<u64>, written| {
+            let used = Use { bytes: memory + bytes.start..memory + bytes.end, written };
+            device.replay(&[used], |_| Ok(())).is_ok()
+        };
+        exchange();
+        assert!(replays(0..512, false) && replays(256..512, true), "it reads what is sent, and writes beside it");
+        assert!(!replays(255..256, true) && !replays(767..1024, false), "it writes what is sent, or reads what comes");
+        link.follow().unwrap();
+        assert!(replays(0..1024, true), "it runs behind the exchange");
+        exchange();
+        link.give_up();
+        assert!(replays(0..1024, true), "the link has ended, and the exchange with it");
+        // SAFETY: nothing uses it any more.
+        unsafe { device.retire(Retired::Memory { address: memory, bytes: 1024 }) };
+    }
+}

@@ -22,7 +22,6 @@ mod table;
 mod testing;
 mod wire;
 
-pub(crate) use buckets::buckets;
 pub use config::GroupConfig;
 pub use fault::{LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub(crate) use slices::Slices;
@@ -182,11 +181,14 @@ impl Group {
     }
 
     /// Queues copies of what each rank has of a region, the elements that `of` gives for it, to all others.
-    pub(crate) fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Range<usize>) -> Result<()> {
-        let part = |rank: usize| region.part(of(rank).start, of(rank).len());
+    pub(crate) fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Vec<Range<usize>>) -> Result<()> {
+        let parts = |to: usize, whose: usize| {
+            let part = |range: Range<usize>| (to, region.part(range.start, range.len()));
+            of(whose).into_iter().map(part).collect::<Vec<OfRank>>()
+        };
         let others = || (0..self.ranks()).filter(|&rank| rank != self.rank());
-        let sends: Vec<OfRank> = others().map(|rank| (rank, part(self.rank()))).collect();
-        let receives: Vec<OfRank> = others().map(|rank| (rank, part(rank))).collect();
+        let sends: Vec<OfRank> = others().flat_map(|rank| parts(rank, self.rank())).collect();
+        let receives: Vec<OfRank> = others().flat_map(|rank| parts(rank, rank)).collect();
         self.exchange(&sends, &receives)
     }
 

@@ -99,13 +99,13 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     }
 
     /// The same, trained by all ranks of a group: each has the same number of `shards`, neighbours in the batch, and the optimiser's state of a
-    /// slice of the weights. Call it last. The weights after an update depend on the number of shards and not on that of ranks, and all
+    /// slice of each bucket of the weights. Call it last. The weights after an update depend on the number of shards and not on that of ranks, and all
     /// ranks have the same.
     ///
     /// Every rank is given the whole batch, in at least as many parts as there are shards, and asks its own parts alone for their values: those of [`Group::own_parts`]. Shard s
     /// has the parts from `s * parts / shards` on. The gradients of a shard are made alone, added up over its parts as without a group, and summed with the other shards' in one binary tree.
-    /// The optimiser's rule sees the flat region of this rank's slice alone, so it must be one that changes each weight by its own gradient and state. [`Learner::gradients`] are the sums
-    /// in this rank's slice, and something else beside it, unless [`Trainer::accumulate`](super::Trainer::accumulate) has made them. Behind
+    /// The optimiser's rule sees this rank's slices alone, one after the other, so it must be one that changes each weight by its own gradient and state. [`Learner::gradients`] are the sums
+    /// in this rank's slices, and something else beside them, unless [`Trainer::accumulate`](super::Trainer::accumulate) has made them. Behind
     /// an error on any rank all ranks end: go on from a checkpoint, with as many ranks as you like.
     ///
     /// Memory: a region like the gradients, and one more for each doubling of the shards of a rank.

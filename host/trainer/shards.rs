@@ -17,7 +17,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::group::{Group, Slices, buckets};
+use crate::group::{Group, Slices};
 use crate::memory::{Arena, Buffer};
 use crate::ops;
 use crate::optim::{self, Optimizer, UpdateRule};
@@ -58,13 +58,11 @@ pub struct Shards {
 /// What several ranks need.
 #[derive(Debug)]
 struct Among {
-    /// This rank's slice of each rank's sum, `[ranks, pitch]`.
-    parts: Buffer<f32>,
+    /// This rank's slice of each rank's sum, `[ranks, pitch]`, of each bucket.
+    parts: Vec<Buffer<f32>>,
     /// The squared norm of each chunk of the gradients.
     norms: Buffer<f32>,
-    /// The gradients that travel together, in the order of their travel: from the region's end to its start.
-    buckets: Vec<Range<usize>>,
-    /// How many of them travel already in this update.
+    /// How many buckets travel already in this update.
     travelling: usize,
 }
 
@@ -88,17 +86,17 @@ impl Shards {
         let same = format!("{shards} shards, weights {}, {} {settings:?}", parameters.sha256()?, optimizer.name());
         let compared = group.expect_same("shards, weights and optimiser", &same, Location::caller());
         group.told(compared)?;
-        let slices = Slices::new(elements, ranks);
+        let starts = parameters.layout().entries().iter().map(LayoutEntry::start);
+        let slices = Slices::new(starts, elements, ranks);
         let own = shards / ranks;
         let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
         let among = if ranks == 1 {
             None
         } else {
             optimizer.keep(slices.of(rank))?;
-            let parts = Buffer::zeros(device, ranks * slices.pitch())?;
-            let norms = Buffer::zeros(device, slices.chunks())?;
-            let starts = parameters.layout().entries().iter().map(LayoutEntry::start);
-            Some(Among { parts, norms, buckets: buckets(starts, elements), travelling: 0 })
+            let of_bucket = |bucket| Buffer::zeros(device, ranks * slices.pitch(bucket));
+            let parts = (0..slices.buckets().len()).map(of_bucket).collect::<Result<_>>()?;
+            Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
         Ok(Self { group, shards, slices, waiting, among })
     }
@@ -109,8 +107,12 @@ impl Shards {
 
     /// An error unless these are the shards of a learner of such parameters and such an optimiser.
     pub(super) fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
-        let slice = if self.among.is_some() { self.slices.of(self.group.rank()) } else { 0..self.slices.elements() };
-        if parameters.layout().elements() == self.slices.elements() && optimizer.slice() == slice {
+        let all = 0..self.slices.elements();
+        let fits = match &self.among {
+            Some(_) => optimizer.slices() == self.slices.of(self.group.rank()),
+            None => optimizer.slices() == std::slice::from_ref(&all),
+        };
+        if parameters.layout().elements() == all.end && fits {
             return Ok(());
         }
         let expected = "a learner with the shards and the optimiser that `in_group` has made for it";
@@ -175,7 +177,7 @@ impl Shards {
 
     /// The gradients that travel together, in the order of their travel: none where there is one rank.
     pub(super) fn buckets(&self) -> &[Range<usize>] {
-        self.among.as_ref().map_or(&[], |among| &among.buckets)
+        self.among.as_ref().map_or(&[], |_| self.slices.buckets())
     }
 
     /// Adds the gradients of this rank's shard `number`, zero if it `is_empty`, to those of its neighbours before it, as far as the tree goes, and
@@ -187,7 +189,7 @@ impl Shards {
         (number, is_empty): (usize, bool),
     ) -> Result<()> {
         let rest = match &self.among {
-            Some(Among { buckets, travelling: travelling @ 1.., .. }) => buckets[travelling - 1].start,
+            Some(Among { travelling: travelling @ 1.., .. }) => self.slices.buckets()[travelling - 1].start,
             _ => self.slices.elements(),
         };
         if is_empty {
@@ -246,17 +248,15 @@ impl Shards {
     /// Queues the exchange of a bucket, the next one: of each rank's slice in it to that rank.
     fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
         let Self { group, slices, among, .. } = self;
-        let Some(Among { parts, buckets, travelling, .. }) = among else { return Ok(()) };
-        let (bucket, flat, ranks) = (&buckets[number], gradients.flat().memory(), 0..group.ranks());
+        let Some(Among { parts, travelling, .. }) = among else { return Ok(()) };
+        let (flat, parts, ranks) = (gradients.flat().memory(), parts[number].memory(), 0..group.ranks());
         let part = |to: usize| {
-            let within = slices.within(bucket, to);
-            (to, flat.part(within.start, within.len()))
+            let slice = slices.of_bucket(number, to);
+            (to, flat.part(slice.start, slice.len()))
         };
         let sends: Vec<_> = ranks.clone().map(part).collect();
-        let (own, within) = (slices.of(group.rank()), slices.within(bucket, group.rank()));
-        let place =
-            |from: usize| (from, parts.memory().part(from * slices.pitch() + within.start - own.start, within.len()));
-        let receives: Vec<_> = ranks.filter(|_| !within.is_empty()).map(place).collect();
+        let own = slices.of_bucket(number, group.rank()).len();
+        let receives: Vec<_> = ranks.map(|from| (from, parts.part(from * slices.pitch(number), own))).collect();
         group.exchange_beside(&sends, &receives)?;
         *travelling = number + 1;
         Ok(())
@@ -276,21 +276,24 @@ impl Shards {
         let Self { group, slices, among, .. } = self;
         let Some(Among { parts, norms, .. }) = among else { return Ok(()) };
         group.follow()?;
-        let (rank, ranks) = (group.rank(), group.ranks());
-        let own = slices.of(rank);
-        let flat = gradients.flat().memory();
-        if !own.is_empty() {
-            arena.step(|step| {
-                let _phase = step.enter(Phase::Optimizer);
+        let (rank, ranks, chunks) = (group.rank(), group.ranks(), [norms.len()]);
+        arena.step(|step| {
+            let _phase = step.enter(Phase::Optimizer);
+            for (bucket, parts) in parts.iter().enumerate() {
+                let own = slices.of_bucket(bucket, rank);
+                if own.is_empty() {
+                    continue;
+                }
                 let mut sum = gradients.lend_flat_mut(step)?.part(own.clone());
-                let parts = step.lend(parts, [ranks, slices.pitch()])?;
+                let parts = step.lend(parts, [ranks, slices.pitch(bucket)])?;
                 ops::sum_parts_into(step, &parts, &mut sum)?;
-                let chunks = [norms.len()];
-                let mut norms = step.lend_mut(norms, chunks)?.part(slices.chunks_of(rank));
-                ops::squared_norms_into(step, &sum, &mut norms)
-            })?;
-        }
-        group.gather(norms.memory(), |rank| slices.chunks_of(rank))?;
+                let mut norms = step.lend_mut(norms, chunks)?.part(Slices::chunks_in(&own));
+                ops::squared_norms_into(step, &sum, &mut norms)?;
+            }
+            Ok(())
+        })?;
+        let flat = gradients.flat().memory();
+        group.gather(norms.memory(), |rank| slices.of(rank).iter().map(Slices::chunks_in).collect())?;
         wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
     }
 
@@ -315,7 +318,7 @@ impl Shards {
                 Some(Among { norms, .. }) => {
                     let _phase = step.enter(Phase::Optimizer);
                     let norm = ops::sum(step, &step.lend(norms, [norms.len()])?)?;
-                    optimizer.apply_slice(step, parameters, gradients, &norm)?;
+                    optimizer.apply_slices(step, parameters, gradients, &norm)?;
                     norm
                 }
             };
@@ -352,12 +355,17 @@ impl Shards {
     /// A part of the optimiser's state, of all slices.
     fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
         let Self { group, slices, .. } = self;
-        let ranks = 0..group.ranks();
+        let (ranks, mut start) = (0..group.ranks(), 0);
         let whole = Buffer::zeros(state.device(), slices.elements())?;
-        let place = |rank: usize| whole.memory().part(slices.of(rank).start, slices.of(rank).len());
-        let sends: Vec<_> =
-            ranks.clone().map(|to| (to, state.memory().part(0, slices.of(group.rank()).len()))).collect();
-        let receives: Vec<_> = ranks.map(|from| (from, place(from))).collect();
+        let of_slice = |slice: Range<usize>| {
+            start += slice.len();
+            state.memory().part(start - slice.len(), slice.len())
+        };
+        let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
+        let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
+        let place = |from: usize, slice: Range<usize>| (from, whole.memory().part(slice.start, slice.len()));
+        let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
+        let receives: Vec<_> = ranks.flat_map(of_rank).collect();
         group.exchange(&sends, &receives)?;
         Ok(whole)
     }
