@@ -227,7 +227,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// The state, if it is that of all weights.
     pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
-        if self.slices == [0..self.layout.elements()] {
+        if self.slices == std::slice::from_ref(&(0..self.layout.elements())) {
             return Ok(&self.state);
         }
         let expected = "the state of all weights: in a group the trainer updates, saves and restores";

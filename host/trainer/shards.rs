@@ -4,9 +4,9 @@
 //! shards             0     1     2     3          made alone, by the rank that has them
 //! rank 0 waiting     0  ->  0+1
 //! rank 1 waiting                 2  ->  2+3
-//! slice 0            (0+1) + (2+3)                 on rank 0, which updates these weights
+//! slice 0            (0+1) + (2+3)                 of each bucket: on rank 0, which updates these weights
 //! slice 1            (0+1) + (2+3)                 on rank 1
-//! weights            slice 0 | slice 1             gathered by all
+//! weights            0 | 1 | 0 | 1 | ..            gathered by all
 //! ```
 //! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the last shard's backward pass will not write it
 //! again, beside the rest of the pass; else behind it.
@@ -35,7 +35,7 @@ const MOST_RANKS: usize = 64;
 /// Ends a metric of an update: reads it, or has it copied to where it lands.
 pub(super) type Metric<'m> = dyn for<'s> FnMut(&Eager<'s>, &Tensor<'s>) -> Result<()> + 'm;
 
-/// Of which elements all ranks get the sums of the gradients, beside their own slice.
+/// Of which elements all ranks get the sums of the gradients, beside their own slices.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wanted {
     /// Those of the watched parameter.
@@ -262,7 +262,7 @@ impl Shards {
         Ok(())
     }
 
-    /// Sums all ranks' gradients: each gets its slice of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
+    /// Sums all ranks' gradients: each gets its slices of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
     /// all ranks get.
     pub(super) fn sum(
         &mut self,
@@ -297,7 +297,7 @@ impl Shards {
         wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
     }
 
-    /// Makes the update that is set up, each rank that of its slice, and gathers the weights. The squared norm of all gradients goes to
+    /// Makes the update that is set up, each rank that of its slices, and gathers the weights. The squared norm of all gradients goes to
     /// `metric`, behind it that of the watched parameter's.
     pub(super) fn update<R: UpdateRule>(
         &self,
