@@ -85,15 +85,15 @@ mod tests {
     #[test]
     fn a_step_is_cut_behind_the_last_write_of_what_was_announced() {
         // Launches that write one byte each, and one that writes nothing.
-        let byte = |at: u64| vec![at..at + 1];
-        let written = [byte(9), byte(5), byte(4), byte(5), Vec::new(), byte(0)];
+        let byte = |at: u64| std::iter::once(at..at + 1).collect();
+        let written: [Vec<Range<u64>>; 6] = [byte(9), byte(5), byte(4), byte(5), Vec::new(), byte(0)];
         let ends = |announced: &[Range<u64>]| cuts(&written, announced);
         assert_eq!(ends(&[]), [(6, 0)]);
         assert_eq!(ends(&[8..10, 4..6, 0..1]), [(1, 1), (4, 2), (6, 3)]);
         assert_eq!(ends(&[4..6, 8..10]), [(4, 2), (6, 2)], "told in the order of the announcements");
         assert_eq!(ends(&[4..5, 5..6]), [(3, 1), (4, 2), (6, 2)]);
         assert_eq!(ends(&[20..30, 9..10]), [(1, 2), (6, 2)], "what nobody writes");
-        assert_eq!(ends(&[0..10]), [(6, 1)]);
+        assert_eq!(ends(&[0..10, 9..10]), [(6, 2)]);
         assert_eq!((cuts(&[], &[]), cuts(&[], &[0..1, 1..2])), (vec![(0, 0)], vec![(0, 2)]));
     }
 }

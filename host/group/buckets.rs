@@ -9,10 +9,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::slices::TOGETHER;
 use kernels::block::CHUNK;
 use std::ops::Range;
 
+/// Slices start at multiples of so many chunks: a kernel writes the norms of a slice's chunks on a boundary of 16 bytes.
+pub(super) const TOGETHER: usize = 4;
 /// What travels together, if the region has many times as much: PyTorch's DDP has 25 MB, too.
 const MOST: usize = (25 << 20) / size_of::<f32>();
 /// Of a smaller region, so large a part of it ..

@@ -11,12 +11,9 @@
 
 #![forbid(unsafe_code)]
 
-use super::buckets::buckets;
+use super::buckets::{TOGETHER, buckets};
 use kernels::block::CHUNK;
 use std::ops::Range;
-
-/// Slices start at multiples of so many chunks: a kernel writes the norms of a slice's chunks on a boundary of 16 bytes.
-pub(super) const TOGETHER: usize = 4;
 
 /// The slices of a region, one a rank in each of its buckets.
 #[derive(Clone, Debug)]
