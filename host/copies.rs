@@ -87,9 +87,10 @@ pub(crate) fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank])
         received = if written { end } else { received };
     }
     // SAFETY: the memories are valid by their type's invariant, of this device, and what is written lies apart; at the deadline the
-    // device is lost, and memory leaks rather than being freed under a copy. What goes on before
-    // the link is followed is an update whose gradients travel (`trainer/shards.rs`): it launches the folding of those that do not yet, and
-    // replays, which ask for the lends. What is received is read by the sum behind the link alone.
+    // device is lost, and memory leaks rather than being freed under a copy. What goes on before the link
+    // is followed is an update whose gradients travel (`trainer/shards.rs`). It launches the folding of those that do not yet, and replays,
+    // which ask for the lends. What an exchange receives is read by the sum alone, which follows the link; the update before has read what it
+    // received by then, for an exchange runs behind all work queued before.
     unsafe { link.exchange(sends, receives) }
 }
 

@@ -53,6 +53,7 @@ impl DeviceLink {
     /// Ends the link whatever hangs, on a thread of its own: exchanges that wait for other ranks end with it. The link is of no use then.
     pub(crate) fn give_up(&self) {
         let link = self.link;
+        // What still travels is of no use to anybody.
         self.lent().end();
         // SAFETY: an exchange by a link that has ended is refused by the driver, and ending it twice does nothing.
         self.device.call_beside_lane(move |driver| unsafe { driver.leave_link(link) });
@@ -80,7 +81,7 @@ impl DeviceLink {
         }
         // SAFETY: what this function asks for is what the driver asks for; replays ask for the lends.
         let exchange = move |driver: &dyn super::Driver| unsafe { driver.exchange(link, &sends, &receives) };
-        self.device.call("exchange", self.deadline + MARGIN, exchange)
+        self.device.call("exchange", self.deadline + MARGIN, exchange).inspect_err(|_| self.lent().end())
     }
 
     /// What is queued next runs behind all exchanges so far.
