@@ -61,7 +61,8 @@ impl Memory<u8> {
 pub(crate) type OfRank = (usize, Memory<f32>);
 
 /// Queues copies between the devices of a group: each of `sends` to its rank, and over each of `receives` what its rank sends. Memory of no
-/// elements takes no part.
+/// elements takes no part. The copies run beside what is queued next, until [`DeviceLink::follow`]: before that, nothing may write this
+/// memory or read what is received.
 ///
 /// # Panics
 /// When memory is another device's, or what is received overlaps anything else.
@@ -74,15 +75,22 @@ pub(crate) fn exchange(link: &DeviceLink, sends: &[OfRank], receives: &[OfRank])
     let is_some = |(_, memory): &&OfRank| memory.len() > 0;
     let sends: Vec<Piece> = sends.iter().filter(is_some).map(piece).collect();
     let receives: Vec<Piece> = receives.iter().filter(is_some).map(piece).collect();
-    for (at, written) in receives.iter().enumerate() {
-        let apart = |other: &Piece| {
-            let end = |piece: &Piece| piece.address + piece.bytes as u64;
-            end(written) <= other.address || end(other) <= written.address
-        };
-        assert!(sends.iter().chain(&receives[..at]).all(apart), "what is received lies apart from all else");
+    let mut all: Vec<(&Piece, bool)> = sends.iter().map(|piece| (piece, false)).collect();
+    all.extend(receives.iter().map(|piece| (piece, true)));
+    all.sort_by_key(|(piece, _)| piece.address);
+    // The ends of what lies before a piece, and of what of that is received.
+    let (mut end, mut received) = (0, 0);
+    for (piece, written) in all {
+        let apart = piece.address >= if written { end } else { received };
+        assert!(apart, "what is received lies apart from all else");
+        end = end.max(piece.address + piece.bytes as u64);
+        received = if written { end } else { received };
     }
     // SAFETY: the memories are valid by their type's invariant, of this device, and what is written lies apart; at the deadline the
-    // device is lost, and memory leaks rather than being freed under a copy.
+    // device is lost, and memory leaks rather than being freed under a copy. What goes on before the link
+    // is followed is an update whose gradients travel (`trainer/shards.rs`). It launches the folding of those that do not yet, and replays,
+    // which ask for the lends. What an exchange receives is read by the sum alone, which follows the link; the update before has read what it
+    // received by then, for an exchange runs behind all work queued before.
     unsafe { link.exchange(sends, receives) }
 }
 

@@ -27,7 +27,7 @@ const SLOT_BYTES: usize = 4096;
 const SAMPLES: usize = 64;
 const INPUTS: usize = 8;
 /// The calls of a group, which `tests/group.rs` makes.
-const GROUP: [Call; 3] = [Call::JoinLink, Call::Exchange, Call::LeaveLink];
+const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink];
 
 struct Classifier(Linear);
 

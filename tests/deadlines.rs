@@ -48,7 +48,7 @@ const CAPTURE: [Call; 9] = [
 ];
 
 /// The calls of a group, which `tests/group.rs` makes.
-const GROUP: [Call; 3] = [Call::JoinLink, Call::Exchange, Call::LeaveLink];
+const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink];
 
 /// All others.
 fn calls() -> impl Iterator<Item = Call> {

@@ -176,7 +176,7 @@ fn a_call_of_a_link_never_returns(kind: DeviceKind) {
     let counted = FaultPlan::new();
     let sound = one_update(kind, &counted, self::DEADLINE).0;
     let digest = sound[0].clone().unwrap();
-    for call in [Call::JoinLink, Call::Exchange, Call::LeaveLink] {
+    for call in [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink] {
         let count = counted.count(call);
         assert!(count > 0, "{call:?} is not made");
         let mut numbers = vec![1, count];

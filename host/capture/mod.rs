@@ -1,4 +1,4 @@
-//! Captured steps: a step recorded once, replayed as one graph.
+//! Captured steps: a step recorded once, replayed as one graph, or as several where others must hear of its progress.
 //!
 //! The closure of [`Arena::capture`] is a plain function: it gets a bare [`Step`], which can neither upload nor read nor
 //! overflow, and a state, through which everything else that it uses must come. It is run twice and never on the device: once
@@ -9,16 +9,18 @@
 
 #![forbid(unsafe_code)]
 
+mod segments;
 mod slots;
 mod state;
 
 pub use slots::{Batch, Inputs, Output, Slots};
 
-use crate::driver::{Device, Landing, Launch, Pins, SealedGraph};
+use crate::driver::{Device, Landing, Launch, Pins};
 use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
+use segments::Segments;
 use serde::Serialize;
 use slots::{Key, Ports};
 use state::{Event, State};
@@ -67,7 +69,7 @@ struct Place {
     floor: Floor,
 }
 
-/// One graph.
+/// One recording.
 struct RecordedStep<R> {
     state: State,
     ports: Ports,
@@ -76,14 +78,14 @@ struct RecordedStep<R> {
     turns: Vec<Arc<Turns>>,
     checks: Option<Checks>,
     // Ends last: what waited for its pins is freed then.
-    graph: SealedGraph,
+    segments: Segments,
 }
 
 /// What a captured step has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CaptureReport {
-    /// Launches of the graph that was used last.
+    /// Launches of the recording that was used last.
     pub nodes: usize,
     /// Recordings made, one for each new shape of the inputs.
     pub recordings: u64,
@@ -183,7 +185,7 @@ impl<S, R> Captured<S, R> {
     /// What was captured, and how often it ran.
     pub fn report(&self) -> CaptureReport {
         CaptureReport {
-            nodes: self.recordings.last().map_or(0, |recording| recording.graph.kernels()),
+            nodes: self.recordings.last().map_or(0, |recording| recording.segments.kernels()),
             recordings: self.recorded,
             record_seconds: self.record_time.as_secs_f64(),
             replays: self.replays,
@@ -200,11 +202,19 @@ impl<S, R> Captured<S, R> {
     /// not set up, and inside a step that was lent what the graph writes; [`Error::Label`] for a label that is no class; in checked
     /// mode [`Error::Overrun`]; those of recording and of the driver.
     pub fn replay(&mut self, inputs: &Inputs<'_>) -> Result<Replay<'_, R>> {
-        match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {
-            Some(found) => self.recordings[found..].rotate_left(1),
-            None => self.add(inputs)?,
-        }
-        self.run(Some(inputs))
+        self.choose(inputs)?;
+        self.run(Some(inputs), &mut |_, _| Ok(()))
+    }
+
+    /// [`Captured::replay`], which calls `between` with the state when a segment is queued and the one behind it is not, and behind the last:
+    /// it hears how many of what [`Slots::announce`] was given no later segment writes.
+    pub(crate) fn replay_telling(
+        &mut self,
+        inputs: &Inputs<'_>,
+        between: &mut dyn FnMut(&mut S, usize) -> Result<()>,
+    ) -> Result<Replay<'_, R>> {
+        self.choose(inputs)?;
+        self.run(Some(inputs), between)
     }
 
     /// Queues the graph that was used last, on the inputs that its slots still hold.
@@ -212,17 +222,31 @@ impl<S, R> Captured<S, R> {
     /// # Errors
     /// [`Error::Misuse`] when the step makes an update that is not set up; those of the driver; in checked mode [`Error::Overrun`].
     pub fn repeat(&mut self) -> Result<Replay<'_, R>> {
-        self.run(None)
+        self.run(None, &mut |_, _| Ok(()))
+    }
+
+    /// Has the recording for these inputs stand last.
+    fn choose(&mut self, inputs: &Inputs<'_>) -> Result<()> {
+        match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {
+            Some(found) => self.recordings[found..].rotate_left(1),
+            None => self.add(inputs)?,
+        }
+        Ok(())
     }
 
     /// Replays the recording that stands last.
-    fn run(&mut self, inputs: Option<&Inputs<'_>>) -> Result<Replay<'_, R>> {
+    fn run(
+        &mut self,
+        inputs: Option<&Inputs<'_>>,
+        between: &mut dyn FnMut(&mut S, usize) -> Result<()>,
+    ) -> Result<Replay<'_, R>> {
         let device = &self.place.device;
         let recording = self.recordings.last_mut().expect("one is always kept");
-        let (key, kernels) = (recording.ports.key(), recording.graph.kernels());
+        let (key, kernels) = (recording.ports.key(), recording.segments.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
         self.place.floor.begin_step()?;
-        let outcome = recording.replay(device, inputs, self.place.deadline);
+        let state = &mut self.state;
+        let outcome = recording.replay(device, inputs, self.place.deadline, &mut |complete| between(state, complete));
         if device.lost().is_some() {
             recording.state = recording.state.after(Event::Lose)?;
         }
@@ -318,25 +342,31 @@ impl Place {
         let (place, guards, names) = ((*address, section.bytes()), (*guard_bytes, checks), (key, identity, &pins));
         let captured = rehearse(device, place, guards, names, state, record).and_then(|(mut run, launches)| {
             run.ports.add_transits(device)?;
-            Ok((run, SealedGraph::capture(device, launches, pins.clone())?))
+            Ok((Segments::capture(device, launches, &run.ports.announced(), &pins)?, run))
         });
-        let (Rehearsed { result, ports, turns, checks, .. }, graph) = captured.inspect_err(|error| {
+        let (segments, Rehearsed { result, ports, turns, checks, .. }) = captured.inspect_err(|error| {
             debug_assert_eq!(life.after(Event::Abandon), Ok(State::Warm));
             tracing::debug!(%error, "a capture was abandoned");
         })?;
-        let (bytes, kernels) = (section.bytes(), graph.kernels());
+        let (bytes, kernels) = (section.bytes(), segments.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
-        Ok(RecordedStep { state: life.after(Event::Seal)?, graph, ports, result, turns, checks })
+        Ok(RecordedStep { state: life.after(Event::Seal)?, segments, ports, result, turns, checks })
     }
 }
 
 impl<R> RecordedStep<R> {
-    fn replay(&mut self, device: &Device, inputs: Option<&Inputs<'_>>, deadline: Duration) -> Result<()> {
+    fn replay(
+        &mut self,
+        device: &Device,
+        inputs: Option<&Inputs<'_>>,
+        deadline: Duration,
+        between: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
         self.state = self.state.after(Event::Replay)?;
         inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
         Turns::take(&self.turns)?;
         let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
-        let queued = filled.and_then(|()| self.graph.replay());
+        let queued = filled.and_then(|()| self.segments.replay(between));
         Turns::end(&self.turns, queued.is_ok());
         queued?;
         self.checks.as_ref().map_or(Ok(()), Checks::replayed)

@@ -13,6 +13,7 @@ use crate::tensor::{Brand, Element, Memory, Saved, Shape, Source, Values};
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::time::Duration;
 
 /// The host values of one replay, in the order of the slots.
@@ -204,6 +205,12 @@ impl<'s> Slots<'s> {
         outputs.push(memory.bytes());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
     }
+
+    /// Each replay is to tell when no launch that is still to be queued writes this memory, nor any that was announced before it.
+    pub(crate) fn announce<T: Element>(&self, memory: Memory<T>) {
+        let start = memory.as_slice().address();
+        self.ports.announced.borrow_mut().push(start..start + memory.bytes().len() as u64);
+    }
 }
 
 /// Inputs of so many bytes come to the device while it works. A smaller one is copied before two streams have met.
@@ -225,6 +232,8 @@ pub(super) struct Ports {
     key: Key,
     inputs: Vec<Port>,
     outputs: RefCell<Vec<Memory<u8>>>,
+    /// Addresses whose last write each replay tells of.
+    announced: RefCell<Vec<Range<u64>>>,
     pins: Pins,
 }
 
@@ -237,7 +246,13 @@ impl Ports {
             Ok(Port { memory, transit: None, labels: Vec::new() })
         };
         let inputs = key.forms.iter().map(port).collect::<Result<_>>()?;
-        Ok(Self { recording, key: key.clone(), inputs, outputs: RefCell::default(), pins: pins.clone() })
+        let (outputs, announced) = (RefCell::default(), RefCell::default());
+        Ok(Self { recording, key: key.clone(), inputs, outputs, announced, pins: pins.clone() })
+    }
+
+    /// What was announced, in order.
+    pub(super) fn announced(&self) -> Vec<Range<u64>> {
+        self.announced.borrow().clone()
     }
 
     /// Marks the inputs that the recorded ops took for labels.

@@ -62,7 +62,7 @@ pub struct Nodes {
     pub other: usize,
 }
 
-/// Memory, pools, copies, launches and graphs of one device, in the order of one stream. [`Device`](super::Device) makes every call on one worker
+/// Memory, pools, copies, launches and graphs of one device, in the order of one stream but for exchanges. [`Device`](super::Device) makes every call on one worker
 /// thread, one after the other, since any of them may block.
 ///
 /// Between [`Driver::begin_capture`] and [`Driver::end_capture`] a launch of the same thread is recorded and does not run; any
@@ -70,7 +70,7 @@ pub struct Nodes {
 ///
 /// # Safety
 /// An implementation must keep memory valid from its allocation to its release, on addresses that are multiples of 256,
-/// and must run the calls' effects in the order of the calls.
+/// and must run the calls' effects in the order of the calls, but for what [`Driver::exchange`] says.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// What the device is.
     fn description(&self) -> &Description;
@@ -193,7 +193,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// The graph is not used afterwards.
     unsafe fn destroy_graph(&self, graph: Graph) -> Result<()>;
 
-    /// Whether all work queued before is done. Returns at once.
+    /// Whether all work queued before is done, exchanges too. Returns at once.
     fn poll(&self) -> Result<bool>;
 
     /// Makes the name of a new link, which one rank gives to all others: NCCL's id.
@@ -209,12 +209,16 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
         deadline: Duration,
     ) -> Result<Link>;
 
-    /// Queues copies between the ranks of a link. What one rank sends another receives, in the order of their pieces; each rank calls it,
-    /// and no rank's work queued behind it runs before its own pieces have come.
+    /// Queues copies between the ranks of a link, behind all work queued before. What one rank sends another receives, in the order of their
+    /// pieces; each rank calls it. Work queued next may run beside the copies, until [`Driver::follow_exchanges`].
     ///
     /// # Safety
-    /// The pieces are memory of this device, alive, and no received piece overlaps another piece.
+    /// The pieces are memory of this device, alive, and no received piece overlaps another piece. What is queued before the next
+    /// [`Driver::follow_exchanges`] writes no piece, and reads none that is received.
     unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()>;
+
+    /// What is queued next runs when all exchanges so far have sent and received what is this rank's.
+    fn follow_exchanges(&self) -> Result<()>;
 
     /// Ends a link, whatever has become of the other ranks; what still waits for them ends, too. Any thread may call it at any time, and again:
     /// an exchange behind it is refused.

@@ -1,4 +1,4 @@
-//! CUDA through cust: one context, one stream, and the kernels' PTX compiled by the driver for the GPU at hand.
+//! CUDA through cust: one context, one stream of work with one beside it for exchanges, and the kernels' PTX compiled by the driver for the GPU at hand.
 //!
 //! Invariant: a failure that leaves the context unusable is marked fatal; calls that can block are those that
 //! [`Driver`] names, and no others.
@@ -8,6 +8,7 @@ use super::description::{Description, DeviceKind};
 use super::kernels::{Kernels, OWN};
 use crate::error::{Error, Result, short};
 use crate::ptx::PtxBuild;
+use beside::Beside;
 use cuda_std::launch::{Entry, Grid, Words};
 use cust::CudaApiVersion;
 use cust::context::Context;
@@ -27,6 +28,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 use transit::{Transit, create_event};
 
+mod beside;
 mod launch;
 mod library;
 mod modules;
@@ -41,6 +43,8 @@ pub(super) struct Cuda {
     modules: Modules,
     stream: Stream,
     transit: Transit,
+    /// Where exchanges are queued, those of all links: what a communicator does stays on one stream.
+    exchanges: Beside,
     /// What is captured is queued here, so that other threads' work stays out of it.
     capture_stream: Stream,
     capturing: AtomicBool,
@@ -97,6 +101,9 @@ impl Cuda {
         let stream = || Stream::new(StreamFlags::NON_BLOCKING, None).map_err(failed("cuStreamCreate"));
         let (stream, capture_stream, stream_of_copies) = (stream()?, stream()?, stream()?);
         let transit = Transit::new(stream_of_copies)?;
+        // Its blocks go before those of the kernels that they run beside. CUDA takes the highest priority that there is for it.
+        let first = Stream::new(StreamFlags::NON_BLOCKING, Some(i32::MIN)).map_err(failed("cuStreamCreate"))?;
+        let exchanges = Beside::new(first)?;
         let modules = Modules::load(capability, &name, others)?;
         let description = Description {
             kind: DeviceKind::Cuda,
@@ -114,6 +121,7 @@ impl Cuda {
             modules,
             stream,
             transit,
+            exchanges,
             capture_stream,
             capturing: AtomicBool::new(false),
             capture: Mutex::default(),
@@ -162,7 +170,7 @@ fn driver_version() -> Result<String> {
 }
 
 // SAFETY: memory comes from cuMemAlloc and from pools (256-byte aligned) and lives until it is freed; all work is queued on
-// one stream.
+// one stream, but for exchanges, which wait for it and for which it waits.
 unsafe impl Driver for Cuda {
     fn description(&self) -> &Description {
         &self.description
@@ -433,7 +441,7 @@ unsafe impl Driver for Cuda {
         // SAFETY: the stream lives as long as `self`.
         match unsafe { sys::cuStreamQuery(self.stream()) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuStreamQuery", result).map(|()| true),
+            result => check("cuStreamQuery", result).and_then(|()| self.exchanges.is_idle()),
         }
     }
 
@@ -449,8 +457,15 @@ unsafe impl Driver for Cuda {
 
     unsafe fn exchange(&self, link: Link, sends: &[Piece], receives: &[Piece]) -> Result<()> {
         self.enter()?;
-        // SAFETY: the pieces are as `Driver::exchange` asks, and the stream lives as long as `self`.
-        unsafe { self.nccl.exchange(link, sends, receives, self.stream.as_inner()) }
+        let stream = self.exchanges.fork(self.stream.as_inner())?;
+        // SAFETY: the pieces are as `Driver::exchange` asks: what was queued with them before is waited for by the fork, and what is queued
+        // next leaves them alone until the join. The stream lives as long as `self`.
+        unsafe { self.nccl.exchange(link, sends, receives, stream) }
+    }
+
+    fn follow_exchanges(&self) -> Result<()> {
+        self.enter()?;
+        self.exchanges.join(self.stream.as_inner())
     }
 
     unsafe fn leave_link(&self, link: Link) -> Result<()> {

@@ -418,6 +418,10 @@ unsafe impl Driver for Emulated {
         Ok(())
     }
 
+    fn follow_exchanges(&self) -> Result<()> {
+        self.outside_capture("follow_exchanges")
+    }
+
     unsafe fn leave_link(&self, link: Link) -> Result<()> {
         self.links().remove(&link.0);
         Ok(())

@@ -85,13 +85,15 @@ pub enum Call {
     JoinLink,
     /// [`Driver::exchange`].
     Exchange,
+    /// [`Driver::follow_exchanges`].
+    FollowExchanges,
     /// [`Driver::leave_link`].
     LeaveLink,
 }
 
 impl Call {
     /// All kinds.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::FreeBytes,
         Self::Allocate,
         Self::Free,
@@ -121,6 +123,7 @@ impl Call {
         Self::Poll,
         Self::JoinLink,
         Self::Exchange,
+        Self::FollowExchanges,
         Self::LeaveLink,
     ];
 }
@@ -444,6 +447,11 @@ unsafe impl Driver for Faulty {
         self.meet(Call::Exchange)?;
         // SAFETY: the same pieces: what `Driver::exchange` asks of this call holds for that one.
         unsafe { self.driver.exchange(link, sends, receives) }
+    }
+
+    fn follow_exchanges(&self) -> Result<()> {
+        self.meet(Call::FollowExchanges)?;
+        self.driver.follow_exchanges()
     }
 
     unsafe fn leave_link(&self, link: Link) -> Result<()> {

@@ -189,6 +189,10 @@ unsafe impl Driver for Rehearsal {
         never("exchange")
     }
 
+    fn follow_exchanges(&self) -> Result<()> {
+        never("follow_exchanges")
+    }
+
     unsafe fn leave_link(&self, _: Link) -> Result<()> {
         never("leave_link")
     }

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod buckets;
 mod config;
 mod door;
 mod environment;
@@ -165,18 +166,29 @@ impl Group {
 
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
     pub(crate) fn exchange(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
-        match &self.0.link {
-            Some(link) => copies::exchange(link, sends, receives),
-            None => Ok(()),
-        }
+        self.exchange_beside(sends, receives)?;
+        self.follow()
+    }
+
+    /// The same beside what is queued next, until [`Group::follow`]: before that, nothing writes this memory or reads what is received.
+    pub(crate) fn exchange_beside(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
+        self.0.link.as_ref().map_or(Ok(()), |link| copies::exchange(link, sends, receives))
+    }
+
+    /// What is queued next runs behind all exchanges so far.
+    pub(crate) fn follow(&self) -> Result<()> {
+        self.0.link.as_ref().map_or(Ok(()), |link| link.follow())
     }
 
     /// Queues copies of what each rank has of a region, the elements that `of` gives for it, to all others.
-    pub(crate) fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Range<usize>) -> Result<()> {
-        let part = |rank: usize| region.part(of(rank).start, of(rank).len());
+    pub(crate) fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Vec<Range<usize>>) -> Result<()> {
+        let parts = |to: usize, whose: usize| {
+            let part = |range: Range<usize>| (to, region.part(range.start, range.len()));
+            of(whose).into_iter().map(part).collect::<Vec<OfRank>>()
+        };
         let others = || (0..self.ranks()).filter(|&rank| rank != self.rank());
-        let sends: Vec<OfRank> = others().map(|rank| (rank, part(self.rank()))).collect();
-        let receives: Vec<OfRank> = others().map(|rank| (rank, part(rank))).collect();
+        let sends: Vec<OfRank> = others().flat_map(|rank| parts(rank, self.rank())).collect();
+        let receives: Vec<OfRank> = others().flat_map(|rank| parts(rank, rank)).collect();
         self.exchange(&sends, &receives)
     }
 

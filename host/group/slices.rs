@@ -1,70 +1,76 @@
-//! Which elements of a flat region are whose.
+//! Which elements of a flat region are whose, and which travel together.
 //!
 //! ```text
-//! 10 chunks of 4096 elements, 4 ranks      | 0 1 2 3 | 4 5 6 7 | 8 9 |  |
-//! slice of rank                            |    0    |    1    |  2  | 3 |
+//! region              | 0 1 2 3 4 5 6 7 8 9 | 10 .. 17 |    chunks of 4096 elements, 2 ranks
+//! bucket              |          1          |     0    |    0 travels first
+//! slice of rank       |       0       |  1  |  0  |  1  |
 //! ```
-//! Invariant: the slices lie side by side and are all of the region. Each but the last is whole chunks of a squared norm, so the norm of
-//! all gradients has the same bits for any number of ranks. Pure arithmetic.
+//! Invariant: a bucket's slices, one a rank, lie side by side and are all of it, as the buckets are of the region. So all ranks have their part
+//! of each exchange, and no link waits while another works. Each slice but the region's last is whole chunks of a squared norm, so the norm of all
+//! gradients has the same bits for any number of ranks. Pure arithmetic.
 
 #![forbid(unsafe_code)]
 
+use super::buckets::{TOGETHER, buckets};
 use kernels::block::CHUNK;
 use std::ops::Range;
 
-/// Slices start at multiples of so many chunks: a kernel writes the norms of a slice's chunks on a boundary of 16 bytes.
-const TOGETHER: usize = 4;
-
-/// The slices of a region of so many elements, one a rank.
-#[derive(Clone, Copy, Debug)]
+/// The slices of a region, one a rank in each of its buckets.
+#[derive(Clone, Debug)]
 pub(crate) struct Slices {
     elements: usize,
     ranks: usize,
+    buckets: Vec<Range<usize>>,
 }
 
 impl Slices {
-    /// Those of `elements` elements, for at least one rank.
-    pub(crate) fn new(elements: usize, ranks: usize) -> Self {
-        Self { elements, ranks }
+    /// Those of `elements` elements, in which parameters start at `starts`, for at least one rank.
+    pub(crate) fn new(starts: impl DoubleEndedIterator<Item = usize>, elements: usize, ranks: usize) -> Self {
+        Self { elements, ranks, buckets: buckets(starts, elements) }
     }
 
     /// Elements of the region.
-    pub(crate) fn elements(self) -> usize {
+    pub(crate) fn elements(&self) -> usize {
         self.elements
     }
 
-    /// Chunks in a slice, but for the last ones.
-    fn chunks_each(self) -> usize {
-        self.chunks().div_ceil(self.ranks).next_multiple_of(TOGETHER)
-    }
-
     /// Chunks of the region.
-    pub(crate) fn chunks(self) -> usize {
+    pub(crate) fn chunks(&self) -> usize {
         self.elements.div_ceil(CHUNK)
     }
 
-    /// The most elements of a slice: whole chunks.
-    pub(crate) fn pitch(self) -> usize {
-        self.chunks_each() * CHUNK
+    /// What travels together, in the order of the travel: from the region's end to its start.
+    pub(crate) fn buckets(&self) -> &[Range<usize>] {
+        &self.buckets
     }
 
-    /// The chunks of a rank.
-    pub(crate) fn chunks_of(self, rank: usize) -> Range<usize> {
-        let start = |rank: usize| (rank * self.chunks_each()).min(self.chunks());
-        start(rank)..start(rank + 1)
+    /// The most elements of a slice of a bucket: whole chunks.
+    pub(crate) fn pitch(&self, bucket: usize) -> usize {
+        self.buckets[bucket].len().div_ceil(CHUNK).div_ceil(self.ranks).next_multiple_of(TOGETHER) * CHUNK
     }
 
-    /// The elements of a rank: none, where there are more ranks than chunks.
-    pub(crate) fn of(self, rank: usize) -> Range<usize> {
-        let Range { start, end } = self.chunks_of(rank);
-        (start * CHUNK).min(self.elements)..(end * CHUNK).min(self.elements)
+    /// The elements of a rank in a bucket: none, where there are more ranks than chunks.
+    pub(crate) fn of_bucket(&self, bucket: usize, rank: usize) -> Range<usize> {
+        let (Range { start, end }, pitch) = (&self.buckets[bucket], self.pitch(bucket));
+        let place = |rank: usize| (start + rank * pitch).min(*end);
+        place(rank)..place(rank + 1)
     }
 
-    /// The elements of a rank that lie in `range`.
-    pub(crate) fn within(self, range: &Range<usize>, rank: usize) -> Range<usize> {
-        let own = self.of(rank);
-        let start = own.start.max(range.start);
-        start..own.end.min(range.end).max(start)
+    /// The elements of a rank, ascending, where it has some.
+    pub(crate) fn of(&self, rank: usize) -> Vec<Range<usize>> {
+        self.within(&(0..self.elements), rank)
+    }
+
+    /// The elements of a rank that lie in `range`, ascending, where it has some.
+    pub(crate) fn within(&self, range: &Range<usize>, rank: usize) -> Vec<Range<usize>> {
+        let of_bucket = (0..self.buckets.len()).rev().map(|bucket| self.of_bucket(bucket, rank));
+        let within = of_bucket.map(|own| own.start.max(range.start)..own.end.min(range.end));
+        within.filter(|within| !within.is_empty()).collect()
+    }
+
+    /// The chunks that a slice is.
+    pub(crate) fn chunks_in(slice: &Range<usize>) -> Range<usize> {
+        slice.start / CHUNK..slice.end.div_ceil(CHUNK)
     }
 }
 
@@ -74,22 +80,26 @@ mod tests {
 
     #[test]
     fn slices_are_side_by_side_and_all() {
-        for elements in [1, 64, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 37 * CHUNK + 64, 2_170_000] {
+        let starts = |elements: usize| (0..elements).step_by(elements.div_ceil(9).next_multiple_of(64));
+        for elements in [1, 64, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 37 * CHUNK + 64, 2_170_000, 40_000_001] {
             for ranks in [1, 2, 4, 8, 64] {
-                let slices = Slices::new(elements, ranks);
-                let all: Vec<Range<usize>> = (0..ranks).map(|rank| slices.of(rank)).collect();
-                assert_eq!((all[0].start, all[ranks - 1].end), (0, elements), "{elements} by {ranks}");
+                let slices = Slices::new(starts(elements).collect::<Vec<_>>().into_iter(), elements, ranks);
+                let mut all: Vec<Range<usize>> = (0..ranks).flat_map(|rank| slices.of(rank)).collect();
+                all.sort_by_key(|slice| slice.start);
+                assert_eq!((all[0].start, all[all.len() - 1].end), (0, elements), "{elements} by {ranks}");
                 assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
-                assert!(all.iter().all(|slice| slice.len() <= slices.pitch()));
-                assert!(all.iter().all(|slice| slice.is_empty() || slice.start.is_multiple_of(CHUNK)));
-                for (rank, slice) in all.iter().enumerate() {
-                    let chunks = slices.chunks_of(rank);
-                    assert_eq!(chunks.len(), slice.len().div_ceil(CHUNK));
-                    assert!(slice.is_empty() || chunks.start * CHUNK == slice.start);
+                assert!(all.iter().all(|slice| !slice.is_empty() && slice.start.is_multiple_of(TOGETHER * CHUNK)));
+                let chunks: Vec<Range<usize>> = all.iter().map(Slices::chunks_in).collect();
+                assert_eq!((chunks[0].start, chunks[chunks.len() - 1].end), (0, slices.chunks()));
+                assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
+                for bucket in 0..slices.buckets().len() {
+                    let of_bucket = (0..ranks).map(|rank| slices.of_bucket(bucket, rank).len());
+                    assert!(of_bucket.clone().all(|len| len <= slices.pitch(bucket)));
+                    assert_eq!(of_bucket.sum::<usize>(), slices.buckets()[bucket].len());
                 }
                 let range = elements / 3..elements - elements / 5;
-                let within: usize = (0..ranks).map(|rank| slices.within(&range, rank).len()).sum();
-                assert_eq!(within, range.len());
+                let within = (0..ranks).flat_map(|rank| slices.within(&range, rank));
+                assert_eq!(within.map(|within| within.len()).sum::<usize>(), range.len());
             }
         }
     }

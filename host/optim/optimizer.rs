@@ -29,8 +29,8 @@ pub struct Optimizer<R: ?Sized> {
     /// The settings of the update that is set up, by group.
     settings: Buffer<f32>,
     state: Vec<Buffer<f32>>,
-    /// The elements that the state is of, and that an update changes: all, unless ranks of a group share them out.
-    slice: Range<usize>,
+    /// The elements that the state is of, and that an update changes, ascending: all, unless ranks of a group share them out.
+    slices: Vec<Range<usize>>,
     rule: R,
 }
 
@@ -46,8 +46,8 @@ impl<R: UpdateRule> Optimizer<R> {
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
         let state = rule.state().iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
         let turns = Arc::new(Turns::new(rule.name()));
-        let slice = 0..layout.elements();
-        Ok(Self { layout, turns, groups, runs: None, settings, state, slice, rule })
+        let slices = std::iter::once(0..layout.elements()).collect();
+        Ok(Self { layout, turns, groups, runs: None, settings, state, slices, rule })
     }
 
     /// The same with rates and weight decay by group, in place of what groups it had: its updates are as many launches as before. What
@@ -152,10 +152,10 @@ impl<R: UpdateRule> Optimizer<R> {
         queued.and(copied).map(|()| norm)
     }
 
-    /// [`Optimizer::apply`] to the slice whose state is here, with a norm that the caller knows. Whoever brings the other slices rounds all
+    /// [`Optimizer::apply`] to the slices whose state is here, with a norm that the caller knows. Whoever brings the other slices rounds all
     /// weights to their copy.
     #[track_caller]
-    pub(crate) fn apply_slice<'s>(
+    pub(crate) fn apply_slices<'s>(
         &mut self,
         step: &Step<'s>,
         parameters: &mut Parameters,
@@ -165,8 +165,7 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         let turn = self.take_turn(step)?;
-        let queued =
-            if self.slice.is_empty() { Ok(()) } else { self.queue(step, parameters, gradients, squared_norm, false) };
+        let queued = self.queue(step, parameters, gradients, squared_norm, false);
         Turns::end(&turn, queued.is_ok());
         queued
     }
@@ -187,16 +186,25 @@ impl<R: UpdateRule> Optimizer<R> {
         squared_norm: &Tensor<'s>,
         writes_copy: bool,
     ) -> Result<()> {
-        let (slice, elements) = (self.slice.clone(), [self.layout.elements()]);
-        let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
-        let (weights, copy) = parameters.lend_flat_mut(step)?;
-        let weights = weights.part(slice.clone());
-        let copy = copy.filter(|_| writes_copy).map(|copy| copy.part(slice.clone()));
-        let state = self.state.iter_mut().map(|state| step.lend_mut(state, [slice.len()])).collect::<Result<_>>()?;
-        let settings = step.lend(&self.settings, [self.settings.len()])?;
-        let runs = slice.start / RUN..slice.end.div_ceil(RUN);
-        let groups = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?.map(|all| all.part(runs));
-        self.rule.queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm })
+        let elements = [self.layout.elements()];
+        for (slice, start) in with_places(&self.slices) {
+            let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
+            let (weights, copy) = parameters.lend_flat_mut(step)?;
+            let weights = weights.part(slice.clone());
+            let copy = copy.filter(|_| writes_copy).map(|copy| copy.part(slice.clone()));
+            let kept = self.state.iter_mut().map(|state| {
+                let all = [state.len()];
+                Ok(step.lend_mut(state, all)?.part(start..start + slice.len()))
+            });
+            let state = kept.collect::<Result<_>>()?;
+            let settings = step.lend(&self.settings, [self.settings.len()])?;
+            let runs = slice.start / RUN..slice.end.div_ceil(RUN);
+            let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
+            let groups = all_runs.map(|all| all.part(runs));
+            self.rule
+                .queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm })?;
+        }
+        Ok(())
     }
 }
 
@@ -211,42 +219,47 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         self.turns.made()
     }
 
-    /// What the rule keeps for each weight, in the order of [`UpdateRule::state`]: flat, in the parameters' layout; in a group, of the slice
-    /// that this rank updates.
+    /// What the rule keeps for each weight, in the order of [`UpdateRule::state`]: flat, in the parameters' layout; in a group, of the slices
+    /// that this rank updates, one behind the other.
     pub fn state(&self) -> &[Buffer<f32>] {
         &self.state
     }
 
     /// The state, if it is that of all weights.
     pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
-        if self.slice == (0..self.layout.elements()) {
+        if self.slices == std::slice::from_ref(&(0..self.layout.elements())) {
             return Ok(&self.state);
         }
         let expected = "the state of all weights: in a group the trainer updates, saves and restores";
-        Err(Error::misuse(self.name(), expected, format!("that of elements {:?}", self.slice)))
+        Err(Error::misuse(self.name(), expected, format!("that of elements {:?}", self.slices)))
     }
 
-    /// The elements whose state is here.
-    pub(crate) fn slice(&self) -> Range<usize> {
-        self.slice.clone()
+    /// The elements whose state is here, ascending.
+    pub(crate) fn slices(&self) -> &[Range<usize>] {
+        &self.slices
     }
 
-    /// Keeps the state of these elements, whole runs of a group, and updates them alone; of what was not kept before it is zero.
-    pub(crate) fn keep(&mut self, slice: Range<usize>) -> Result<()> {
-        if slice == self.slice {
+    /// Keeps the state of these elements, ascending, whole runs of a group, and updates them alone; of what was not kept before it is zero.
+    pub(crate) fn keep(&mut self, slices: Vec<Range<usize>>) -> Result<()> {
+        if slices == self.slices {
             // Recorded steps know where the state is.
             return Ok(());
         }
-        let both = self.slice.start.max(slice.start)..self.slice.end.min(slice.end);
+        let elements = slices.iter().map(Range::len).sum::<usize>();
         for state in &mut self.state {
-            let mut kept = Buffer::zeros(state.device(), slice.len().max(1))?;
-            if !both.is_empty() {
-                let known = state.read_range(both.start - self.slice.start, both.len())?;
-                kept.write(both.start - slice.start, &known)?;
+            let mut kept = Buffer::zeros(state.device(), elements.max(1))?;
+            for (new, to) in with_places(&slices) {
+                for (old, from) in with_places(&self.slices) {
+                    let both = old.start.max(new.start)..old.end.min(new.end);
+                    if !both.is_empty() {
+                        let known = state.read_range(from + both.start - old.start, both.len())?;
+                        kept.write(to + both.start - new.start, &known)?;
+                    }
+                }
             }
             *state = kept;
         }
-        self.slice = slice;
+        self.slices = slices;
         Ok(())
     }
 
@@ -268,6 +281,11 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         self.turns.reset(updates);
         &mut self.state
     }
+}
+
+/// Slices, and where the state of each begins.
+fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, usize)> {
+    slices.iter().scan(0, |end, slice| Some((slice, std::mem::replace(end, *end + slice.len()))))
 }
 
 /// The settings of an update, by group.

@@ -86,7 +86,8 @@ pub trait UpdateRule: 'static {
     /// always as many. They are on the device when the update runs.
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
 
-    /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update.
+    /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update. In a group of
+    /// several ranks it is called for each slice of the weights that its rank updates.
     ///
     /// # Errors
     /// Those of the ops.

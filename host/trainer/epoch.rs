@@ -326,10 +326,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             shards.group().expect_same("a checkpoint", checkpoint.digest()?, Location::caller())?;
         }
         // A checkpoint does not know of slices.
-        let slice = optimizer.slice();
-        optimizer.keep(0..parameters.layout().elements())?;
+        let slices = optimizer.slices().to_vec();
+        optimizer.keep(std::iter::once(0..parameters.layout().elements()).collect())?;
         let restored = checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().numbers(self.numbers));
-        optimizer.keep(slice)?;
+        optimizer.keep(slices)?;
         restored?;
         if let (Some(generator), Some(seed)) = (generator, seed) {
             // The next update sets the step.

@@ -98,13 +98,13 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     }
 
     /// The same, trained by all ranks of a group: each has the same number of `shards`, neighbours in the batch, and the optimiser's state of a
-    /// slice of the weights. Call it last. The weights after an update depend on the number of shards and not on that of ranks, and all
+    /// slice of each bucket of the weights. Call it last. The weights after an update depend on the number of shards and not on that of ranks, and all
     /// ranks have the same.
     ///
     /// Every rank is given the whole batch, in at least as many parts as there are shards, and asks its own parts alone for their values: those of [`Group::own_parts`]. Shard s
     /// has the parts from `s * parts / shards` on. The gradients of a shard are made alone, added up over its parts as without a group, and summed with the other shards' in one binary tree.
-    /// The optimiser's rule sees the flat region of this rank's slice alone, so it must be one that changes each weight by its own gradient and state. [`Learner::gradients`] are the sums
-    /// in this rank's slice, and something else beside it, unless [`Trainer::accumulate`](super::Trainer::accumulate) has made them. Behind
+    /// The optimiser's rule sees this rank's slices alone, one after the other, so it must be one that changes each weight by its own gradient and state. [`Learner::gradients`] are the sums
+    /// in this rank's slices, and something else beside them, unless [`Trainer::accumulate`](super::Trainer::accumulate) has made them. Behind
     /// an error on any rank all ranks end: go on from a checkpoint, with as many ranks as you like.
     ///
     /// Memory: a region like the gradients, and one more for each doubling of the shards of a rank.
@@ -192,6 +192,11 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         self.shards.as_mut().map_or(Ok(()), |shards| shards.fold(arena, &mut self.gradients, shard))
     }
 
+    /// In a group: has the gradients of the last shard travel that are complete; see [`Shards::travel`].
+    pub(super) fn travel(&mut self, arena: &mut Arena, complete: usize) -> Result<()> {
+        self.shards.as_mut().map_or(Ok(()), |shards| shards.travel(arena, &mut self.gradients, complete))
+    }
+
     /// In a group: sums the gradients of all shards.
     pub(super) fn sum(&mut self, arena: &mut Arena, wanted: Wanted) -> Result<()> {
         let Some(shards) = &mut self.shards else { return Ok(()) };
@@ -231,6 +236,9 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
         slots: &Slots<'s>,
     ) -> Result<StepMetrics<Output, Output>> {
         let metrics = learner.learn(step, slots.batch(), MicroBatch::of(slots.variant()))?;
+        for bucket in learner.shards.iter().flat_map(Shards::buckets) {
+            slots.announce(learner.gradients.flat().memory().part(bucket.start, bucket.len()));
+        }
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, watched) = (metrics.gradients.map(output), metrics.watched.map(output));
         Ok(StepMetrics { loss: slots.output(&metrics.loss), gradients, watched })

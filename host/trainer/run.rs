@@ -63,7 +63,12 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
                 let inputs = batch[at].inputs()?.variant(plan.part(shard, at).variant());
-                let replay = captured.replay(&inputs).map_err(|error| behind(&batch[..at], error))?;
+                let is_last = number + 1 == plan.shards.len() && at + 1 == shard.end;
+                let replay = match is_last {
+                    true => captured.replay_telling(&inputs, &mut |learner, complete| learner.travel(arena, complete)),
+                    false => captured.replay(&inputs),
+                };
+                let replay = replay.map_err(|error| behind(&batch[..at], error))?;
                 let StepMetrics { loss, gradients, watched } = replay.outputs();
                 let mut outputs = [Some(*loss), *gradients, *watched].into_iter().flatten();
                 outputs.try_for_each(|output| replay.land(output, &mut landing))?;
@@ -180,7 +185,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let short = self.shortage()?;
         let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
         let learner = self.stage.learner_mut();
-        let shards = match &learner.shards {
+        let shards = match &mut learner.shards {
             None => match short {
                 Some(shortage) => return Err(Error::MemoryShortage(Box::new(shortage))),
                 None => std::iter::once(0..batch.len()).collect(),

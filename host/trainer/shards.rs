@@ -4,10 +4,13 @@
 //! shards             0     1     2     3          made alone, by the rank that has them
 //! rank 0 waiting     0  ->  0+1
 //! rank 1 waiting                 2  ->  2+3
-//! slice 0            (0+1) + (2+3)                 on rank 0, which updates these weights
+//! slice 0            (0+1) + (2+3)                 of each bucket: on rank 0, which updates these weights
 //! slice 1            (0+1) + (2+3)                 on rank 1
-//! weights            slice 0 | slice 1             gathered by all
+//! weights            0 | 1 | 0 | 1 | ..            gathered by all
 //! ```
+//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the last shard's backward pass will not write it
+//! again, beside the rest of the pass; else behind it.
+//!
 //! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
 //! of a shard, a chunk of the norm or an element of the update.
 
@@ -18,11 +21,11 @@ use crate::group::{Group, Slices};
 use crate::memory::{Arena, Buffer};
 use crate::ops;
 use crate::optim::{self, Optimizer, UpdateRule};
-use crate::params::{Gradients, Parameter, Parameters};
+use crate::params::{Gradients, LayoutEntry, Parameter, Parameters};
 use crate::report::Phase;
 use crate::shortage::MemoryShortage;
 use crate::step::Eager;
-use crate::tensor::{Source, Tensor};
+use crate::tensor::Tensor;
 use std::ops::Range;
 use std::panic::Location;
 
@@ -32,7 +35,7 @@ const MOST_RANKS: usize = 64;
 /// Ends a metric of an update: reads it, or has it copied to where it lands.
 pub(super) type Metric<'m> = dyn for<'s> FnMut(&Eager<'s>, &Tensor<'s>) -> Result<()> + 'm;
 
-/// Of which elements all ranks get the sums of the gradients, beside their own slice.
+/// Of which elements all ranks get the sums of the gradients, beside their own slices.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wanted {
     /// Those of the watched parameter.
@@ -55,10 +58,12 @@ pub struct Shards {
 /// What several ranks need.
 #[derive(Debug)]
 struct Among {
-    /// This rank's slice of each rank's sum, `[ranks, pitch]`.
-    parts: Buffer<f32>,
+    /// This rank's slice of each rank's sum, `[ranks, pitch]`, of each bucket.
+    parts: Vec<Buffer<f32>>,
     /// The squared norm of each chunk of the gradients.
     norms: Buffer<f32>,
+    /// How many buckets travel already in this update.
+    travelling: usize,
 }
 
 impl Shards {
@@ -81,15 +86,17 @@ impl Shards {
         let same = format!("{shards} shards, weights {}, {} {settings:?}", parameters.sha256()?, optimizer.name());
         let compared = group.expect_same("shards, weights and optimiser", &same, Location::caller());
         group.told(compared)?;
-        let slices = Slices::new(elements, ranks);
+        let starts = parameters.layout().entries().iter().map(LayoutEntry::start);
+        let slices = Slices::new(starts, elements, ranks);
         let own = shards / ranks;
         let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
         let among = if ranks == 1 {
             None
         } else {
             optimizer.keep(slices.of(rank))?;
-            let parts = Buffer::zeros(device, ranks * slices.pitch())?;
-            Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())? })
+            let of_bucket = |bucket| Buffer::zeros(device, ranks * slices.pitch(bucket));
+            let parts = (0..slices.buckets().len()).map(of_bucket).collect::<Result<_>>()?;
+            Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
         Ok(Self { group, shards, slices, waiting, among })
     }
@@ -100,8 +107,12 @@ impl Shards {
 
     /// An error unless these are the shards of a learner of such parameters and such an optimiser.
     pub(super) fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
-        let slice = if self.among.is_some() { self.slices.of(self.group.rank()) } else { 0..self.slices.elements() };
-        if parameters.layout().elements() == self.slices.elements() && optimizer.slice() == slice {
+        let all = 0..self.slices.elements();
+        let fits = match &self.among {
+            Some(_) => optimizer.slices() == self.slices.of(self.group.rank()),
+            None => optimizer.slices() == std::slice::from_ref(&all),
+        };
+        if parameters.layout().elements() == all.end && fits {
             return Ok(());
         }
         let expected = "a learner with the shards and the optimiser that `in_group` has made for it";
@@ -123,7 +134,15 @@ impl Shards {
     /// # Errors
     /// [`Error::MemoryShortage`] on all ranks when one of them says that it is short: nobody makes the update.
     #[track_caller]
-    pub(super) fn agree_on_update(&self, samples: usize, stop: bool, short: Option<MemoryShortage>) -> Result<bool> {
+    pub(super) fn agree_on_update(
+        &mut self,
+        samples: usize,
+        stop: bool,
+        short: Option<MemoryShortage>,
+    ) -> Result<bool> {
+        if let Some(among) = &mut self.among {
+            among.travelling = 0;
+        }
         let rank = Some(self.group.rank());
         let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
         let word = serde_json::to_vec(&(stop, short)).expect("plain figures");
@@ -156,32 +175,56 @@ impl Shards {
         Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 
+    /// The gradients that travel together, in the order of their travel: none where there is one rank.
+    pub(super) fn buckets(&self) -> &[Range<usize>] {
+        self.among.as_ref().map_or(&[], |_| self.slices.buckets())
+    }
+
     /// Adds the gradients of this rank's shard `number`, zero if it `is_empty`, to those of its neighbours before it, as far as the tree goes, and
-    /// keeps what must wait for a neighbour behind it.
+    /// keeps what must wait for a neighbour behind it. What travels already has been added.
     pub(super) fn fold(
         &mut self,
         arena: &mut Arena,
         gradients: &mut Gradients,
         (number, is_empty): (usize, bool),
     ) -> Result<()> {
+        let rest = match &self.among {
+            Some(Among { travelling: travelling @ 1.., .. }) => self.slices.buckets()[travelling - 1].start,
+            _ => self.slices.elements(),
+        };
+        if is_empty {
+            arena.step(|step| {
+                let _phase = step.enter(Phase::Backward);
+                gradients.zero(step)
+            })?;
+        }
+        self.fold_part(arena, gradients, number, 0..rest)
+    }
+
+    /// The same of a part of the gradients.
+    fn fold_part(
+        &mut self,
+        arena: &mut Arena,
+        gradients: &mut Gradients,
+        number: usize,
+        part: Range<usize>,
+    ) -> Result<()> {
         let own = self.shards / self.group.ranks();
-        if own == 1 && !is_empty {
+        if own == 1 || part.is_empty() {
             return Ok(());
         }
         arena.step(|step| {
             let _phase = step.enter(Phase::Backward);
-            if is_empty {
-                gradients.zero(step)?;
-            }
-            let mut gradients = gradients.lend_flat_mut(step)?;
-            let shape = gradients.shape();
+            let elements = [self.slices.elements()];
+            let mut gradients = gradients.lend_flat_mut(step)?.part(part.clone());
             let ready = number.trailing_ones() as usize;
             for waiting in &self.waiting[..ready.min(self.waiting.len())] {
-                ops::add_assign(step, &mut gradients, &step.lend(waiting, shape)?)?;
+                let waiting = step.lend(waiting, elements)?.part(part.clone());
+                ops::add_assign(step, &mut gradients, &waiting)?;
             }
             match self.waiting.get_mut(ready) {
                 Some(waiting) if number + 1 < own => {
-                    let mut waiting = step.lend_mut(waiting, shape)?;
+                    let mut waiting = step.lend_mut(waiting, elements)?.part(part.clone());
                     ops::copy_into(step, &gradients, &mut waiting)
                 }
                 _ => Ok(()),
@@ -189,7 +232,37 @@ impl Shards {
         })
     }
 
-    /// Sums all ranks' gradients: each gets its slice of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
+    /// Has the first `complete` buckets of the last shard travel, as far as they do not yet, each when its neighbours have been added. What is
+    /// queued next, up to the sum, runs beside and neither writes them nor reads `parts`.
+    pub(super) fn travel(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
+        let last = self.shards / self.group.ranks() - 1;
+        let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
+        for number in travelling..complete {
+            let bucket = self.buckets()[number].clone();
+            self.fold_part(arena, gradients, last, bucket)?;
+            self.exchange(gradients, number)?;
+        }
+        Ok(())
+    }
+
+    /// Queues the exchange of a bucket, the next one: of each rank's slice in it to that rank.
+    fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
+        let Self { group, slices, among, .. } = self;
+        let Some(Among { parts, travelling, .. }) = among else { return Ok(()) };
+        let (flat, parts, ranks) = (gradients.flat().memory(), parts[number].memory(), 0..group.ranks());
+        let part = |to: usize| {
+            let slice = slices.of_bucket(number, to);
+            (to, flat.part(slice.start, slice.len()))
+        };
+        let sends: Vec<_> = ranks.clone().map(part).collect();
+        let own = slices.of_bucket(number, group.rank()).len();
+        let receives: Vec<_> = ranks.map(|from| (from, parts.part(from * slices.pitch(number), own))).collect();
+        group.exchange_beside(&sends, &receives)?;
+        *travelling = number + 1;
+        Ok(())
+    }
+
+    /// Sums all ranks' gradients: each gets its slices of the sum, and the squared norms of all chunks. `wanted` are elements whose sums
     /// all ranks get.
     pub(super) fn sum(
         &mut self,
@@ -197,31 +270,34 @@ impl Shards {
         gradients: &mut Gradients,
         wanted: Option<Range<usize>>,
     ) -> Result<()> {
+        // All have been added to their neighbours.
+        let travelling = self.among.as_ref().map_or(0, |among| among.travelling);
+        (travelling..self.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
         let Self { group, slices, among, .. } = self;
-        let Some(Among { parts, norms }) = among else { return Ok(()) };
-        let (rank, ranks) = (group.rank(), group.ranks());
-        let own = slices.of(rank);
-        let flat = gradients.flat().memory();
-        let sends: Vec<_> = (0..ranks).map(|to| (to, flat.part(slices.of(to).start, slices.of(to).len()))).collect();
-        let place = |from: usize| parts.memory().part(from * slices.pitch(), own.len());
-        let receives: Vec<_> = (0..ranks).map(|from| (from, place(from))).collect();
-        group.exchange(&sends, &receives)?;
-        if !own.is_empty() {
-            arena.step(|step| {
-                let _phase = step.enter(Phase::Optimizer);
+        let Some(Among { parts, norms, .. }) = among else { return Ok(()) };
+        group.follow()?;
+        let (rank, ranks, chunks) = (group.rank(), group.ranks(), [norms.len()]);
+        arena.step(|step| {
+            let _phase = step.enter(Phase::Optimizer);
+            for (bucket, parts) in parts.iter().enumerate() {
+                let own = slices.of_bucket(bucket, rank);
+                if own.is_empty() {
+                    continue;
+                }
                 let mut sum = gradients.lend_flat_mut(step)?.part(own.clone());
-                let parts = step.lend(parts, [ranks, slices.pitch()])?;
+                let parts = step.lend(parts, [ranks, slices.pitch(bucket)])?;
                 ops::sum_parts_into(step, &parts, &mut sum)?;
-                let chunks = [norms.len()];
-                let mut norms = step.lend_mut(norms, chunks)?.part(slices.chunks_of(rank));
-                ops::squared_norms_into(step, &sum, &mut norms)
-            })?;
-        }
-        group.gather(norms.memory(), |rank| slices.chunks_of(rank))?;
+                let mut norms = step.lend_mut(norms, chunks)?.part(Slices::chunks_in(&own));
+                ops::squared_norms_into(step, &sum, &mut norms)?;
+            }
+            Ok(())
+        })?;
+        let flat = gradients.flat().memory();
+        group.gather(norms.memory(), |rank| slices.of(rank).iter().map(Slices::chunks_in).collect())?;
         wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
     }
 
-    /// Makes the update that is set up, each rank that of its slice, and gathers the weights. The squared norm of all gradients goes to
+    /// Makes the update that is set up, each rank that of its slices, and gathers the weights. The squared norm of all gradients goes to
     /// `metric`, behind it that of the watched parameter's.
     pub(super) fn update<R: UpdateRule>(
         &self,
@@ -242,7 +318,7 @@ impl Shards {
                 Some(Among { norms, .. }) => {
                     let _phase = step.enter(Phase::Optimizer);
                     let norm = ops::sum(step, &step.lend(norms, [norms.len()])?)?;
-                    optimizer.apply_slice(step, parameters, gradients, &norm)?;
+                    optimizer.apply_slices(step, parameters, gradients, &norm)?;
                     norm
                 }
             };
@@ -279,12 +355,17 @@ impl Shards {
     /// A part of the optimiser's state, of all slices.
     fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
         let Self { group, slices, .. } = self;
-        let ranks = 0..group.ranks();
+        let (ranks, mut start) = (0..group.ranks(), 0);
         let whole = Buffer::zeros(state.device(), slices.elements())?;
-        let place = |rank: usize| whole.memory().part(slices.of(rank).start, slices.of(rank).len());
-        let sends: Vec<_> =
-            ranks.clone().map(|to| (to, state.memory().part(0, slices.of(group.rank()).len()))).collect();
-        let receives: Vec<_> = ranks.map(|from| (from, place(from))).collect();
+        let of_slice = |slice: Range<usize>| {
+            start += slice.len();
+            state.memory().part(start - slice.len(), slice.len())
+        };
+        let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
+        let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
+        let place = |from: usize, slice: Range<usize>| (from, whole.memory().part(slice.start, slice.len()));
+        let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
+        let receives: Vec<_> = ranks.flat_map(of_rank).collect();
         group.exchange(&sends, &receives)?;
         Ok(whole)
     }

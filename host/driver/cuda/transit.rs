@@ -98,7 +98,7 @@ pub(super) fn create_event() -> Result<sys::CUevent> {
 }
 
 /// That an event may stay is the smaller evil.
-fn destroy(event: CUevent) {
+pub(super) fn destroy(event: CUevent) {
     // SAFETY: it is used no more; the driver keeps it until what waits for it is done.
     let _ = unsafe { sys::cuEventDestroy_v2(event) };
 }
