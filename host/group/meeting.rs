@@ -214,7 +214,13 @@ impl Meeting<'_> {
                 });
                 match heard {
                     Ok(None) => {}
-                    Ok(Some(Message::Refused(fault))) => return Err(Ended::There(fault)),
+                    Ok(Some(Message::Refused(mut fault))) => {
+                        // The first that lost patience has not seen what may be the reason.
+                        if let MeetingFaultKind::Missing { seen, .. } = &mut fault.kind {
+                            seen.extend([door.seen(), went].concat());
+                        }
+                        return Err(Ended::There(fault));
+                    }
                     // A rank that was ended may come again.
                     other => {
                         let reason = other.err().unwrap_or(WireError::Unexpected(0));

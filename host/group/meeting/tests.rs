@@ -257,6 +257,18 @@ fn another_secret_is_named_by_both_and_lets_the_others_in() {
 }
 
 #[test]
+fn whoever_loses_patience_first_all_hear_why_a_rank_is_missing() {
+    let patience = Duration::from_secs(2);
+    let mut configs = apart(3, PLENTY);
+    configs[1] = configs[1].clone().secret("another secret than that");
+    configs[2] = configs[2].clone().deadline(patience);
+    let faults = all_hear(configs, patience);
+    assert_eq!((faults[0].found_by, faults[2].found_by), (2, 2));
+    let MeetingFaultKind::Missing { ranks, seen } = &faults[0].kind else { panic!("{}", faults[0]) };
+    assert!(*ranks == [1] && seen.iter().any(|seen| seen.contains("rank 1 has another secret")), "{}", faults[0]);
+}
+
+#[test]
 fn who_answers_must_prove_itself_too() {
     // A server that says what a server says, and has only what the client has told it.
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
