@@ -172,7 +172,7 @@ unsafe fn sum<
     }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
     // The two warps of the same columns add up one half each.
-    const { assert!(COLS % 2 == 0) };
+    const { assert!(COLS.is_multiple_of(2), "a warp has half of the columns") };
     let half = thread::thread_idx_x() / 32 / tile.warps[1];
     let summed_from = origin[1] + half * 8 * COLS as u32;
     let mut of_columns = [0.0; COLS];
