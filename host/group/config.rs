@@ -45,7 +45,8 @@ impl GroupConfig {
         self
     }
 
-    /// How long anything may take that needs the other ranks (default [`DEFAULT_DEADLINE`]).
+    /// How long anything may take that needs the other ranks (default [`DEFAULT_DEADLINE`]). A wait for the rank's own device is no longer, as
+    /// that may wait for theirs.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
