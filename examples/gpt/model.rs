@@ -201,33 +201,54 @@ impl Gpt {
         Ok(logits)
     }
 
+    /// [`Gpt::hidden`] of a batch.
+    fn hidden_of<'s, S>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s, S>>
+    where
+        S: Attend + Factor<S> + Factor<f32>,
+    {
+        let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
+        self.hidden(tape, batch.input(0)?, documents)
+    }
+
     /// The loss of [`stepscope::Model::loss`] with activations that are stored as S.
-    fn loss_as<'s, S>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>>
+    fn loss_as<'s, S>(
+        &self,
+        tape: &Tape<'_, 's>,
+        hidden: &Var<'s, S>,
+        batch: &Batch<'s>,
+        weight: f32,
+    ) -> Result<Var<'s>>
     where
         S: Attend + Factor<S> + Factor<f32>,
     {
         let labels = batch.input::<u32>(1)?;
         let tokens = labels.shape().extents()[1] as f32;
-        let hidden = tape.stored_as::<S>(hidden)?;
-        tape.linear_cross_entropy(&hidden, self.head, labels, weight / tokens, HeadForm::default().tied())
+        tape.linear_cross_entropy(hidden, self.head, labels, weight / tokens, HeadForm::default().tied())
     }
 }
 
 /// A batch's inputs: the ids, the labels, and where wanted the documents.
 impl stepscope::Model for Gpt {
     fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
-        let documents = if self.mode.documents { Some(batch.input(2)?) } else { None };
         match self.mode.bf16 {
-            true => tape.to_f32(&self.hidden::<bf16>(tape, batch.input(0)?, documents)?),
-            false => self.hidden(tape, batch.input(0)?, documents),
+            true => tape.to_f32(&self.hidden_of::<bf16>(tape, batch)?),
+            false => self.hidden_of(tape, batch),
         }
     }
 
     /// Of each sample the mean over its tokens.
     fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
         match self.mode.bf16 {
-            true => self.loss_as::<bf16>(tape, hidden, batch, weight),
-            false => self.loss_as::<f32>(tape, hidden, batch, weight),
+            true => self.loss_as(tape, &tape.to_bf16(hidden)?, batch, weight),
+            false => self.loss_as(tape, hidden, batch, weight),
+        }
+    }
+
+    /// Of BF16 what the head is given as it is stored.
+    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+        match self.mode.bf16 {
+            true => self.loss_as(tape, &self.hidden_of::<bf16>(tape, batch)?, batch, weight),
+            false => self.loss_as(tape, &self.hidden_of::<f32>(tape, batch)?, batch, weight),
         }
     }
 }

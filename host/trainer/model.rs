@@ -17,7 +17,7 @@ use crate::tensor::{Saved, Tensor};
 
 /// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
 ///
-/// Both functions run on each step, or once for each capture: they do the same whenever they see batches of the same shapes. One model
+/// Its functions run on each step, or once for each capture: they do the same whenever they see batches of the same shapes. One model
 /// trains and evaluates: [`Tape::dropout`] drops while it trains ([`Learner::with_dropout`]), and [`Tape::is_evaluating`] tells.
 pub trait Model {
     /// What the model makes of a batch: of a classifier, logits `[samples, classes]`.
@@ -33,6 +33,15 @@ pub trait Model {
     /// Those of the ops.
     fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
         tape.cross_entropy(output, batch.input(1)?, weight)
+    }
+
+    /// What training takes the gradients of, straight from a batch: the same numbers as [`Model::loss`] of [`Model::forward`], which it is
+    /// unless it is overridden. A model overrides it that has its output in BF16: `forward` must widen that to f32, and `loss` narrow it again.
+    ///
+    /// # Errors
+    /// Those of the ops.
+    fn loss_of_batch<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+        self.loss(tape, &self.forward(tape, batch)?, batch, weight)
     }
 
     /// A parameter whose gradient's norm is reported with each update.
@@ -172,8 +181,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
             Some(generator) => tape.with_generator(generator),
             None => tape,
         };
-        let output = model.forward(&tape, batch)?;
-        let loss = model.loss(&tape, &output, batch, 1.0 / part.samples as f32)?;
+        let loss = model.loss_of_batch(&tape, batch, 1.0 / part.samples as f32)?;
         if part.first {
             tape.backward_afresh(&loss, gradients)?;
         } else {
