@@ -53,9 +53,9 @@ where
             let x = leaf_as::<S>(&tape, p[0])?;
             let y = tape.mlp_gelu(&x, (p[1], Some(p[2])), (p[3], Some(p[4])), beside.then_some(&x))?;
             let dy = step.upload(&dy.iter().map(|&dy| S::narrow(dy)).collect::<Vec<_>>(), y.shape())?.save();
-            let loss = tape.op("weighed", [&y])?.record(ops::fill(step, [1], 0.0)?.save(), move |back, _| {
-                back.add(&y, ops::copy(back.step(), &dy)?)
-            });
+            let loss = tape
+                .op("weighed", [&y])?
+                .record(ops::fill(step, [1], 0.0)?.save(), move |back, _| back.add(&y, ops::copy(back.step(), &dy)?));
             tape.backward(&loss, &mut gradients)
         })
         .unwrap();
@@ -63,7 +63,13 @@ where
 }
 
 /// dx, dW1 and dW2 of the same in BF16, by its ops; and what the gradients of b1 and b2 are sums of.
-fn by_hand(device: &Device, parameters: &Parameters, p: &Handles, dy: &[f32], beside: bool) -> ([Vec<f32>; 3], [Vec<f32>; 2]) {
+fn by_hand(
+    device: &Device,
+    parameters: &Parameters,
+    p: &Handles,
+    dy: &[f32],
+    beside: bool,
+) -> ([Vec<f32>; 3], [Vec<f32>; 2]) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let result = arena.step(|step| {
         let (w1, w2) = (parameters.lend_as::<bf16>(step, p[1])?, parameters.lend_as::<bf16>(step, p[3])?);

@@ -3,11 +3,11 @@
 
 use crate::hostile::{attack, emulated, hostile_launches};
 use crate::matmul::{Case, VARIANTS, Variant};
+use crate::reference::gelu_derivative;
 use crate::support::{Random, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
-use kernels::activations::Activations as _;
-use crate::reference::gelu_derivative;
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
+use kernels::activations::Activations as _;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
 use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, matmul_bf16};
 use kernels::stored::Stored as _;
@@ -530,8 +530,29 @@ fn column_sums_stay_in_their_place() {
             let (stride_a, stride_b, stride_c, stride_bias, alpha, beta) = (0, 0, 30, 0, 1.0, 0.0);
             assert_refused(
                 step.launch(matmul_bf16 {
-                    tile, a, b, bias, c, out, pre, sums, m, n, k, lda, ldb, ldc, chunk, batches, stride_a, stride_b, stride_c,
-                    stride_bias, alpha, beta, flags,
+                    tile,
+                    a,
+                    b,
+                    bias,
+                    c,
+                    out,
+                    pre,
+                    sums,
+                    m,
+                    n,
+                    k,
+                    lda,
+                    ldb,
+                    ldc,
+                    chunk,
+                    batches,
+                    stride_a,
+                    stride_b,
+                    stride_c,
+                    stride_bias,
+                    alpha,
+                    beta,
+                    flags,
                 }),
                 &[words],
             );
