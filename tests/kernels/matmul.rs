@@ -250,9 +250,10 @@ fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Option<Tensor<'s>
 on_each_device! {
     fn every_tile_is_the_plain_chain(device: &Device) {
         let mut closeness = Closeness::new("matmul");
-        for shape in SHAPES {
-            for transpose in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B] {
-                for variant in VARIANTS {
+        for (number, shape) in SHAPES.into_iter().enumerate() {
+            for (form, transpose) in [0, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_A | TRANSPOSE_B].into_iter().enumerate() {
+                // Each variant with each shape in two of the forms.
+                for variant in VARIANTS.into_iter().skip((number + form) % 2).step_by(2) {
                     let case = Case::new(shape, transpose, variant);
                     let name = format!("{:?}, flags {}", case.form, case.flags);
                     let want = case.chain();
