@@ -3,10 +3,12 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "support/rank_threads.rs"]
+mod rank_threads;
 mod support;
 
+use rank_threads::{DEADLINE, on_ranks_with};
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::nn::Linear;
@@ -20,7 +22,6 @@ const CLASSES: usize = 8;
 const PARTS: usize = 4;
 /// The last layer with the head, and each other layer alone, but for some first rows that travel with the layer before.
 const BUCKETS: u64 = LAYERS as u64;
-const DEADLINE: Duration = Duration::from_secs(120);
 
 #[derive(Debug)]
 struct Deep {
@@ -128,19 +129,7 @@ impl Plan {
         deadline: Duration,
         (batches, path): (&[Vec<Points>], Option<&Path>),
     ) -> Vec<Result<(Vec<f64>, String)>> {
-        let configs = GroupConfig::on_this_host(plans.len()).unwrap();
-        thread::scope(|scope| {
-            let start = |config: GroupConfig| {
-                scope.spawn(move || {
-                    let plan = plans[config.rank()].clone();
-                    let device = Device::builder(kind).ordinal(config.local_rank());
-                    let device = device.deadline(deadline.max(Duration::from_secs(20))).faults(plan).open()?;
-                    self.train(&device, &Group::join(&device, &config.deadline(deadline))?, batches, path)
-                })
-            };
-            let running: Vec<_> = configs.into_iter().map(start).collect();
-            running.into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
+        on_ranks_with(kind, plans, deadline, |device, group| self.train(device, &group, batches, path))
     }
 
     /// What all ranks say, which must be the same.

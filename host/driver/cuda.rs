@@ -18,7 +18,7 @@ use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUresult};
 use modules::Modules;
 use nccl::Nccl;
-use status::{check, describe};
+use status::{check, describe, is_idle};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -438,11 +438,8 @@ unsafe impl Driver for Cuda {
 
     fn poll(&self) -> Result<bool> {
         self.enter()?;
-        // SAFETY: the stream lives as long as `self`.
-        match unsafe { sys::cuStreamQuery(self.stream()) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuStreamQuery", result).and_then(|()| self.exchanges.is_idle()),
-        }
+        // SAFETY: the stream lives as long as `self`, and its context was entered.
+        Ok(unsafe { is_idle(self.stream()) }? && self.exchanges.is_idle()?)
     }
 
     fn name_link(&self) -> Result<Vec<u8>> {

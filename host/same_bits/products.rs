@@ -331,7 +331,7 @@ fn factors<'a>(
 
 /// Whether what stores S can end so.
 fn exists<S: Stored>(flags: u32) -> bool {
-    flags & GELU_DERIVATIVE == 0 || <S as Element>::NAME == <half::bf16 as Element>::NAME
+    flags & GELU_DERIVATIVE == 0 || <S as Element>::NAME == <bf16 as Element>::NAME
 }
 
 /// The case of [`sum_splits`]: multiplies that are split; in the smallest form by itself.

@@ -3,11 +3,11 @@
 //! Invariant: what is queued on it runs behind what the main stream had when it was asked for; what the main stream gets behind a join runs
 //! behind all that is queued on it. Both waits are the GPU's; no call here waits.
 
-use super::status::check;
+use super::status::{check, is_idle};
 use super::transit::{create_event, destroy};
 use crate::error::Result;
 use cust::stream::Stream;
-use cust::sys::{self, CUevent, CUresult, CUstream};
+use cust::sys::{self, CUevent, CUstream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The stream, and the newest events of both directions.
@@ -59,13 +59,10 @@ impl Beside {
         }
     }
 
-    /// Whether all that was queued on the stream is done.
+    /// Whether all that was queued on the stream is done. The context is current.
     pub(super) fn is_idle(&self) -> Result<bool> {
-        // SAFETY: the stream lives as long as `self`.
-        match unsafe { sys::cuStreamQuery(self.stream.as_inner()) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuStreamQuery", result).map(|()| true),
-        }
+        // SAFETY: the stream lives as long as `self`, whose driver has entered its context.
+        unsafe { is_idle(self.stream.as_inner()) }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Invariant: a failure that leaves the context unusable is marked fatal.
 
 use crate::error::{Error, Result};
-use cust::sys::{self, CUresult};
+use cust::sys::{self, CUresult, CUstream};
 use std::ffi::CStr;
 
 /// Ok on success, else the driver's code and words.
@@ -30,6 +30,18 @@ pub(super) fn check(call: &'static str, result: CUresult) -> Result<()> {
             | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
     );
     Err(Error::Driver { call, reason, fatal })
+}
+
+/// Whether all that was queued on a stream is done. Returns at once.
+///
+/// # Safety
+/// The stream is alive, and its context current.
+pub(super) unsafe fn is_idle(stream: CUstream) -> Result<bool> {
+    // SAFETY: as this function asks.
+    match unsafe { sys::cuStreamQuery(stream) } {
+        CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => check("cuStreamQuery", result).map(|()| true),
+    }
 }
 
 /// A code, its name and its words.

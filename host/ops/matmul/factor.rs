@@ -28,17 +28,8 @@ pub trait Factor<S: Stored>: Cast {
         epilogue: Epilogue<'_, 's, S>,
     ) -> Result<()>;
 
-    /// The gradient of a product's right factor, and that of its bias where it is wanted, in f32.
-    #[doc(hidden)]
-    #[track_caller]
-    fn queue_weight_gradients<'s>(
-        step: &Step<'s>,
-        dy: &impl Source<'s, Self>,
-        dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
-        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-    ) -> Result<()>;
-
-    /// All gradients of a product: those of [`Self::queue_weight_gradients`], and that of its left factor as the factor.
+    /// The gradients of a product: that of its right factor and, where they are wanted, that of its bias, both in f32, and that of its left
+    /// factor as the factor.
     #[doc(hidden)]
     #[track_caller]
     fn queue_gradients<'s>(
@@ -46,7 +37,7 @@ pub trait Factor<S: Stored>: Cast {
         dy: &impl Source<'s, Self>,
         dw: Gradient<'_, impl Source<'s, Self>, impl Target<'s, f32>>,
         db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-        dx: Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>,
+        dx: Option<Gradient<'_, impl Source<'s, Self>, impl Target<'s, S>>>,
     ) -> Result<()>;
 
     /// [`gelu_linear_backward`](crate::ops::gelu_linear_backward), if products of this type end so.
@@ -77,31 +68,22 @@ impl Factor<f32> for f32 {
         }
     }
 
-    fn queue_weight_gradients<'s>(
-        step: &Step<'s>,
-        dy: &impl Source<'s, f32>,
-        dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
-        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-    ) -> Result<()> {
-        let none = None::<&Tensor<'s>>;
-        <f32 as Factor<f32>>::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
-        db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
-    }
-
     fn queue_gradients<'s>(
         step: &Step<'s>,
         dy: &impl Source<'s, f32>,
         dw: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
         db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-        dx: Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>,
+        dx: Option<Gradient<'_, impl Source<'s, f32>, impl Target<'s, f32>>>,
     ) -> Result<()> {
         let (none, precision) = (None::<&Tensor<'s>>, dw.form.precision_in(step));
-        if precision == Precision::Ieee {
-            ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
-            ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;
-        } else {
+        match dx {
             // What both need is rounded once.
-            tensor::queue_gradients(step, precision, dy, dw, dx)?;
+            Some(dx) if precision != Precision::Ieee => tensor::queue_gradients(step, precision, dy, dw, dx)?,
+            Some(dx) => {
+                ieee::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?;
+                ieee::queue(step, &dx.form, dy, dx.of, none, none, dx.into, Epilogue::Store)?;
+            }
+            None => Self::queue(step, &dw.form, dw.of, dy, none, none, dw.into, Epilogue::Store)?,
         }
         db.map_or(Ok(()), |db| sum_rows_into(step, dy, db.into, db.accumulate))
     }
@@ -130,24 +112,16 @@ impl<S: Stored> Factor<S> for bf16 {
         of_bf16::queue(step, form, a, b, bias, c, out, epilogue)
     }
 
-    fn queue_weight_gradients<'s>(
-        step: &Step<'s>,
-        dy: &impl Source<'s, bf16>,
-        dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
-        db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-    ) -> Result<()> {
-        of_bf16::queue_weight_gradients(step, dy, dw, db)
-    }
-
     fn queue_gradients<'s>(
         step: &Step<'s>,
         dy: &impl Source<'s, bf16>,
         dw: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, f32>>,
         db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
-        dx: Gradient<'_, impl Source<'s, bf16>, impl Target<'s, S>>,
+        dx: Option<Gradient<'_, impl Source<'s, bf16>, impl Target<'s, S>>>,
     ) -> Result<()> {
-        let bias = None::<&Tensor<'s>>;
         of_bf16::queue_weight_gradients(step, dy, dw, db)?;
+        let Some(dx) = dx else { return Ok(()) };
+        let bias = None::<&Tensor<'s>>;
         of_bf16::queue(step, &dx.form, dy, dx.of, bias, None::<&Tensor<'s, S>>, dx.into, Epilogue::Store)
     }
 

@@ -145,17 +145,14 @@ pub fn gemm_into<'s, F: Factor<S>, S: Stored>(
 /// # Errors
 /// As for [`gemm_into`]; [`Error::Misuse`] when `db` has another number of elements than a bias.
 #[track_caller]
-pub fn gradients_into<'s, F: Factor<S> + Factor<f32>, S: Stored>(
+pub fn gradients_into<'s, F: Factor<S>, S: Stored>(
     step: &Step<'s>,
     dy: &impl Source<'s, F>,
     dw: Gradient<'_, impl Source<'s, F>, impl Target<'s, f32>>,
     db: Option<BiasGradient<'_, impl Target<'s, f32>>>,
     dx: Option<Gradient<'_, impl Source<'s, F>, impl Target<'s, S>>>,
 ) -> Result<()> {
-    match dx {
-        Some(dx) => <F as Factor<S>>::queue_gradients(step, dy, dw, db, dx),
-        None => <F as Factor<f32>>::queue_weight_gradients(step, dy, dw, db),
-    }
+    <F as Factor<S>>::queue_gradients(step, dy, dw, db, dx)
 }
 
 /// The shape of `x w` and its form.

@@ -114,9 +114,8 @@ impl<'s> Tape<'_, 's> {
                 step.give_back(dpre);
                 return Ok(());
             }
-            let ([rows, k], [_, n]) = (h.shape().as_rows(), dy.shape().as_rows());
             let mut dh = step.empty(h.shape())?;
-            gradients_of_linear(back, &h, w2, b2, &dy, Some((Gemm::new(rows, k, n).transpose_b(), &mut dh)))?;
+            gradients_of_linear(back, &h, w2, b2, &dy, Some((&mut dh, false)))?;
             pass_on(back, dy)?;
             linear_gelu_backward(back, &x, &pre, w1, b1, dh)
         }))
@@ -276,33 +275,29 @@ fn linear_backward<'s, S: Factor<S> + Factor<f32>>(
     b: Option<Parameter>,
     dy: &Tensor<'s, S>,
 ) -> Result<()> {
-    let step = back.step();
-    let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
-    let form = Gemm::new(rows, k, n).transpose_b();
     let mut dx = match back.take(x)? {
-        Some(sum) => Some((form.accumulate(), sum)),
-        None if x.wants_gradient() => Some((form, step.empty(x.shape())?)),
+        Some(sum) => Some((sum, true)),
+        None if x.wants_gradient() => Some((back.step().empty(x.shape())?, false)),
         None => None,
     };
-    gradients_of_linear(back, x.value(), w, b, dy, dx.as_mut().map(|(form, dx)| (*form, dx)))?;
+    gradients_of_linear(back, x.value(), w, b, dy, dx.as_mut().map(|(dx, accumulate)| (dx, *accumulate)))?;
     match dx {
-        Some((_, dx)) => back.add(x, dx),
+        Some((dx, _)) => back.add(x, dx),
         None => Ok(()),
     }
 }
 
-/// Gives w and b their gradients; and x, where there is a place for its.
+/// Gives w and b their gradients; and x, where there is a place for its, to which it is added or not.
 fn gradients_of_linear<'s, S: Factor<S> + Factor<f32>>(
     back: &mut Backward<'_, '_, 's>,
     x: &Saved<'s, S>,
     w: Parameter,
     b: Option<Parameter>,
     dy: &Tensor<'s, S>,
-    dx: Option<(Gemm, &mut Tensor<'s, S>)>,
+    dx: Option<(&mut Tensor<'s, S>, bool)>,
 ) -> Result<()> {
     let (step, weights) = (back.step(), back.weights_as::<S>(w)?);
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
-    let form = Gemm::new(k, n, rows).transpose_a();
     let (mut dw, accumulate, mut db) = match b {
         Some(b) => {
             let ([dw, db], [accumulate, to_db]) = back.gradients([w, b])?;
@@ -313,8 +308,10 @@ fn gradients_of_linear<'s, S: Factor<S> + Factor<f32>>(
             (dw, accumulate, None)
         }
     };
-    let form = if accumulate { form.accumulate() } else { form };
-    let for_dx = dx.map(|(form, into)| Gradient { form, of: &weights, into });
+    let adding = |form: Gemm, adds| if adds { form.accumulate() } else { form };
+    let for_dw = Gradient { form: adding(Gemm::new(k, n, rows).transpose_a(), accumulate), of: x, into: &mut dw };
     let for_db = db.as_mut().map(|(db, accumulate)| BiasGradient { into: db, accumulate: *accumulate });
-    ops::gradients_into(step, dy, Gradient { form, of: x, into: &mut dw }, for_db, for_dx)
+    let to_x = Gemm::new(rows, k, n).transpose_b();
+    let for_dx = dx.map(|(into, adds)| Gradient { form: adding(to_x, adds), of: &weights, into });
+    ops::gradients_into(step, dy, for_dw, for_db, for_dx)
 }
