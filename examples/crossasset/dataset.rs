@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use sha2::{Digest, Sha256};
 
 use crate::bars::{Bar, BarsError};
@@ -111,6 +112,8 @@ impl Fold {
 
 /// All samples, their folds, and the features of each on demand.
 pub(crate) struct Dataset {
+    /// Who makes features: half of the processors, for the others copy to GPUs what was made before. None where the system gives no threads.
+    makers: Option<ThreadPool>,
     bars: usize,
     sha256: String,
     features: Vec<Features>,
@@ -140,7 +143,9 @@ impl Dataset {
         }
         check_samples(samples.len(), assets.len(), plan)?;
         let folds = (0..plan.folds).map(|index| fold(&samples, index, plan.folds)).collect();
+        let processors = std::thread::available_parallelism().map_or(1, |number| number.get());
         Ok(Self {
+            makers: ThreadPoolBuilder::new().num_threads(processors.div_ceil(2)).build().ok(),
             bars: assets.iter().map(|asset| asset.bars.len()).sum(),
             sha256: sha256(assets),
             features: assets.iter().map(|asset| Features::new(&asset.bars)).collect(),
@@ -176,10 +181,17 @@ impl Dataset {
     /// When `out` has another length or a sample is unknown.
     pub(crate) fn batch_features(&self, samples: &[usize], out: &mut [f32]) {
         assert_eq!(out.len(), samples.len() * SAMPLE_LEN, "features of {} samples", samples.len());
-        samples.par_iter().zip(out.par_chunks_exact_mut(SAMPLE_LEN)).for_each(|(&index, row)| {
+        let write = |(&index, row): (&usize, &mut [f32])| {
             let sample = &self.samples[index];
             self.features[sample.asset].write(sample.bar, row);
-        });
+        };
+        match &self.makers {
+            Some(makers) => {
+                let rows = || samples.par_iter().zip(out.par_chunks_exact_mut(SAMPLE_LEN)).for_each(write);
+                makers.install(rows);
+            }
+            None => samples.iter().zip(out.chunks_exact_mut(SAMPLE_LEN)).for_each(write),
+        }
     }
 
     /// Writes the labels that `samples` have in `fold`: `out: [samples.len()]`.

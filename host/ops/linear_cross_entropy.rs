@@ -31,9 +31,9 @@ pub struct HeadForm {
 }
 
 impl HeadForm {
-    /// Bytes of a chunk's logits. A quarter of them, and a GB10 would take as long to add to the weights' gradient, once for each chunk, as for
+    /// Bytes of a chunk's logits. A sixth of them, and a GB10 would take as long to add to the weights' gradient, once for each chunk, as for
     /// the products.
-    pub const BYTES: usize = 1 << 28;
+    pub const BYTES: usize = 5 << 26;
     /// Rows of a chunk are a multiple of these, the rows of a large tile.
     pub const UNIT: usize = 128;
 

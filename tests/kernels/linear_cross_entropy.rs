@@ -316,7 +316,7 @@ on_each_device! {
     }
 }
 
-/// What is kept, that of the matrix in f32 and of hidden, and of logits and their gradients one chunk: 1,280 rows of 50,304 in f32, 2,560 in BF16,
+/// What is kept, that of the matrix in f32 and of hidden, and of logits and their gradients one chunk: 1,664 rows of 50,304 in f32, 3,328 in BF16,
 /// however many rows there are. Of 16,384 rows' logits alone there would be 3.3 GB, and as much of their gradients.
 #[test]
 fn logits_never_exist_whole() {
