@@ -313,7 +313,9 @@ def ranks(case, _, runs):
     if found := re.fullmatch(r"CrossAsset, (\w+), (\d+) ranks?, samples/s", case):
         content = first((run.content for run in runs if any("epochs" in one for one in run.content.get("runs", {}).values())), case)
         of = {name.split(", ")[1]: one for name, one in content["runs"].items() if PRECISIONS[name.split(", ")[0]] == found[1]}
-        return scaled({number: one["epochs"][-1]["samples_per_second"] for number, one in of.items()}, found[2], case), ""
+        # The first epoch has what happens once.
+        rates = {number: median([epoch["samples_per_second"] for epoch in one["epochs"][1:]]) for number, one in of.items()}
+        return scaled(rates, found[2], case), ""
     if found := re.fullmatch(r"(\d+) million weights, (an update of 1|an update of 2|the exchange), us", case):
         lines = [line for run in runs if run.group == "group" for line, _ in run.measured() if line["elements"] == int(found[1]) * 10**6]
         times = {line["work"]: median(line["samples"]) / 1e3 for line in lines}
