@@ -3,6 +3,8 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "attention/cached.rs"]
+mod cached;
 mod support;
 
 use std::num::NonZeroU32;

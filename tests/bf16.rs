@@ -1,13 +1,17 @@
 //! BF16, two to a word, in everything that holds or moves elements: any number of them, from any place on.
 //!
-//! `tests/dlpack.rs`, `tests/arrays.rs` and `tests/state_dict.rs` have it in other libraries' arrays and files, `tests/bf16_copy.rs` as the copy
+//! `tests/dlpack.rs`, `tests/arrays.rs` and `tests/state_dict.rs` have it in other libraries' arrays and files, `tests/bf16/copy.rs` as the copy
 //! of weights.
 
 #![allow(dead_code, reason = "not every part of the shared support is used here")]
 
+#[path = "bf16/copy.rs"]
+mod copy;
 #[path = "support/overrun.rs"]
 mod overrun;
 mod support;
+#[path = "bf16/training.rs"]
+mod training;
 
 use kernels::fill::fill;
 use overrun::one_too_long;

@@ -14,13 +14,20 @@ mod cli;
 mod dataset;
 #[path = "../examples/crossasset/features.rs"]
 mod features;
+#[path = "../examples/crossasset/model.rs"]
+mod model;
 #[path = "../examples/crossasset/random.rs"]
 mod random;
 #[path = "../examples/crossasset/report.rs"]
 mod report;
+#[path = "../examples/crossasset/samples.rs"]
+mod samples;
 #[path = "../examples/shared/mod.rs"]
 mod shared;
 #[path = "../examples/crossasset/sizes.rs"]
 mod sizes;
+#[path = "crossasset/stored.rs"]
+mod stored;
+mod support;
 #[path = "../examples/crossasset/synthetic.rs"]
 mod synthetic;

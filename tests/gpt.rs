@@ -1,10 +1,12 @@
 //! The language models of `examples/gpt`: the same bits whatever runs them, and what is refused of files.
 //!
-//! The program's modules are compiled a second time here. `tests/gpt_program.rs` runs the program.
+//! The program's modules are compiled a second time here. `tests/gpt/program.rs` runs the program.
 
 #![forbid(unsafe_code)]
 #![allow(dead_code, reason = "the program's main, which calls all of this, is not here")]
 
+#[path = "gpt/program.rs"]
+mod program;
 mod support;
 
 #[path = "../examples/gpt/bad_input.rs"]

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "nn/gradcheck.rs"]
+mod gradcheck;
 mod support;
 
 use stepscope::nn::{Attention, Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};

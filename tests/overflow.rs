@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "overflow/pool.rs"]
+mod pool;
 mod support;
 
 use support::example::{SMALL, run, text, train};

@@ -2,6 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "params/optim.rs"]
+mod optim;
+#[path = "params/parameter_groups.rs"]
+mod parameter_groups;
 mod support;
 
 use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};

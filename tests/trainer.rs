@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "trainer/dropout.rs"]
+mod dropout;
 mod support;
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,17 +3,13 @@
 //! Every call of the driver is counted, so "it does not reach the system" and "everything went back" are numbers here, not
 //! impressions.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::on_each_device;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{
     Arena, ArenaBuilder, Capacity, Cause, Device, Eager, Error, Growth, Overflow, Result, Scratch, Step, ops,
 };
-use support::on_each_device;
 
 const MIB: usize = 1 << 20;
 /// The arena of most tests, and tensors of so many elements: one that it holds, one that it does not, and a large one.

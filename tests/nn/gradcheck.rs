@@ -1,11 +1,7 @@
 //! `GradCheck`: right backward passes pass, and wrong ones are named by input and element.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, on_each_device};
 use stepscope::*;
-use support::{Random, on_each_device};
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()

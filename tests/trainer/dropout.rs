@@ -1,13 +1,9 @@
 //! Dropout under a trainer: the same weights however it runs or is interrupted, and none in an evaluation.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, on_each_device};
 use std::path::Path;
 use stepscope::nn::{Dropout, Linear, Mlp};
 use stepscope::*;
-use support::{Random, on_each_device};
 
 const INPUTS: usize = 12;
 const CLASSES: usize = 3;

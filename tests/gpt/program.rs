@@ -1,18 +1,14 @@
 //! Runs the built `gpt` example: what it leaves behind, and what it refuses, with exit code 2 and nothing written.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::example::{run, text};
+use crate::support::tokenizer_json::byte_level;
+use crate::support::{self, on_each_device};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use stepscope::Device;
-use support::example::{run, text};
-use support::on_each_device;
-use support::tokenizer_json::byte_level;
 use tempfile::TempDir;
 
 const SMALL: &str = "--context 16 --batch 2 --updates 4 --sample-tokens 5";

@@ -1,11 +1,7 @@
 //! The optimiser's protocol: each update is set up once and made once, eagerly or by a replay.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{self, on_each_device};
 use stepscope::*;
-use support::on_each_device;
 
 const LEN: usize = 8;
 

@@ -1,13 +1,9 @@
 //! A network whose activations, gradients and products are BF16 trains as its f32 twin does, captured as eagerly.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Mlp, RmsNorm};
 use stepscope::ops::Factor;
 use stepscope::*;
-use support::{Random, bits, on_each_device};
 
 const ROWS: usize = 48;
 const WIDTH: usize = 40;

@@ -3,34 +3,13 @@
 //! On a GPU the model is CrossAsset, and the test makes 2,000 updates. On the emulator it has CrossAsset's layers with a head of 64 columns, and a few, unless
 //! `STEPSCOPE_UPDATES` says how many: `docs/numbers.md`.
 
-#![forbid(unsafe_code)]
-#![allow(dead_code, reason = "the program has more use for its modules")]
-
-mod support;
-
-#[path = "../examples/crossasset/bars.rs"]
-mod bars;
-#[path = "../examples/crossasset/dataset.rs"]
-mod dataset;
-#[path = "../examples/crossasset/features.rs"]
-mod features;
-#[path = "../examples/crossasset/model.rs"]
-mod model;
-#[path = "../examples/crossasset/random.rs"]
-mod random;
-#[path = "../examples/crossasset/samples.rs"]
-mod samples;
-#[path = "../examples/crossasset/sizes.rs"]
-mod sizes;
-#[path = "../examples/crossasset/synthetic.rs"]
-mod synthetic;
-
-use dataset::{Asset, Dataset, Plan};
-use model::{Model, Sizes};
-use samples::MicroBatch;
+use crate::dataset::{Asset, Dataset, Plan};
+use crate::model::{Model, Sizes};
+use crate::samples::MicroBatch;
+use crate::support::on_each_device;
+use crate::synthetic;
 use stepscope::ops::Factor;
 use stepscope::{AdamWConfig, Arena, Capacity, Device, DeviceKind, Element, Learner, Schedule, Trainer, bf16};
-use support::on_each_device;
 
 const SEED: u64 = 7;
 const BATCH: usize = 16;

@@ -1,14 +1,10 @@
 //! Attention of one token over kept keys and values gives what attention over all tokens gives it, whatever its form.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, on_each_device, relative_l2, tolerance};
 use std::num::NonZeroU32;
 use stepscope::nn::{KeyValueCache, MultiHeadAttention};
 use stepscope::ops::{Rotary, Sees};
 use stepscope::{Arena, Capacity, Layout, Parameters, Result, Tape, ops};
-use support::{Random, on_each_device, relative_l2, tolerance};
 
 const TOKENS: usize = 21;
 const WIDTH: usize = 64;

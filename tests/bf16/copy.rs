@@ -1,12 +1,8 @@
 //! The BF16 copy beside f32 weights: whatever writes these, it is these, each rounded once.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, bits, on_each_device};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::*;
-use support::{Random, bits, on_each_device};
 
 const ROWS: usize = 6;
 const COLS: usize = 7;

@@ -1,12 +1,8 @@
 //! Rules and groups over several updates: as float64 has them, and to the same bits however they run.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
 use stepscope::nn::{Linear, Mlp};
 use stepscope::*;
-use support::{Random, bits, on_each_device, relative_l2, tolerance};
 
 const UPDATES: u64 = 6;
 const CLIP: f32 = 8.0;
