@@ -10,7 +10,7 @@ use cust::sys;
 use libloading::Library;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 /// Where NCCL is, if the loader does not find it.
@@ -21,6 +21,9 @@ const OLDEST: c_int = 21_800;
 const NAME: usize = 128;
 /// How long a communicator may take to end before its thread is given up.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long the end of the process waits for communicators that are being freed.
+const AT_EXIT: Duration = Duration::from_secs(5);
 
 /// `ncclResult_t`.
 type Status = c_int;
@@ -263,7 +266,9 @@ impl Functions {
     /// Frees a communicator.
     fn abort(self, joined: Arc<Joined>) {
         let (done, ended) = mpsc::channel();
+        let ending = Ending::begin();
         let abort = move || {
+            let _ending = ending;
             let handle = joined.lock().take();
             // SAFETY: it was taken, under the lock that every call holds, so no other is made with it and nobody else frees it.
             let _ = done.send(handle.map(|Handle(communicator)| unsafe { (self.abort)(communicator) }));
@@ -273,6 +278,47 @@ impl Functions {
             tracing::warn!("a communicator of NCCL did not end; it stays until the process does");
         }
     }
+}
+
+/// A communicator that is being freed, by a thread that its owner may have given up. The process does not end before it, within [`AT_EXIT`]: CUDA
+/// and NCCL would be torn down under the thread's feet, and the process crash.
+struct Ending;
+
+static ENDINGS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+impl Ending {
+    fn begin() -> Self {
+        static REGISTERED: Once = Once::new();
+        // Handlers run in the reverse of the order in which they came: this one has to come behind those of CUDA and NCCL, which came when a
+        // communicator was made.
+        REGISTERED.call_once(|| {
+            // SAFETY: the function takes nothing and does not unwind: a poisoned lock is taken too.
+            let _ = unsafe { atexit(wait_for_endings) };
+        });
+        *lock_endings() += 1;
+        Self
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        *lock_endings() -= 1;
+        ENDINGS.1.notify_all();
+    }
+}
+
+fn lock_endings() -> MutexGuard<'static, usize> {
+    ENDINGS.0.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+unsafe extern "C" {
+    /// C's: has a function called when the process ends in good order.
+    fn atexit(function: extern "C" fn()) -> c_int;
+}
+
+extern "C" fn wait_for_endings() {
+    let waited = ENDINGS.1.wait_timeout_while(lock_endings(), AT_EXIT, |number| *number > 0);
+    drop(waited.unwrap_or_else(PoisonError::into_inner));
 }
 
 /// # Safety
