@@ -3,10 +3,9 @@
 //! `tests/dlpack.rs`, `tests/arrays.rs` and `tests/state_dict.rs` have it in other libraries' arrays and files, `tests/bf16/copy.rs` as the copy
 //! of weights.
 
-#![allow(dead_code, reason = "not every part of the shared support is used here")]
-
 #[path = "bf16/copy.rs"]
 mod copy;
+#[allow(dead_code, reason = "not every part of the shared support is used here")]
 #[path = "support/overrun.rs"]
 mod overrun;
 mod support;

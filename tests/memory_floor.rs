@@ -23,21 +23,7 @@ impl Model for Classifier {
     }
 }
 
-#[derive(Clone)]
-struct Points {
-    x: Vec<f32>,
-    labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.len(), INPUTS])?.with(&self.labels, [self.len()])
-    }
-}
+type Points = support::points::Points<INPUTS>;
 
 /// Six batches of four parts.
 fn batches() -> Vec<Vec<Points>> {

@@ -63,20 +63,7 @@ struct Plan {
     adds_late: bool,
 }
 
-struct Points {
-    x: Vec<f32>,
-    labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), WIDTH])?.with(&self.labels, [self.labels.len()])
-    }
-}
+type Points = support::points::Points<WIDTH>;
 
 /// Batches of so many parts of two samples.
 fn batches(count: usize, parts: usize) -> Vec<Vec<Points>> {

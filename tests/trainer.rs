@@ -45,22 +45,8 @@ impl Model for Classifier {
     }
 }
 
-/// Points in three clouds.
-#[derive(Clone, Debug, PartialEq)]
-struct Points {
-    x: Vec<f32>,
-    labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
-    }
-}
+/// In three clouds.
+type Points = support::points::Points<INPUTS>;
 
 /// An epoch's batches in parts of at most so many samples.
 fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
@@ -69,8 +55,7 @@ fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
         let labels = random.belows(samples, CLASSES as u32);
         let near = |label: u32, random: &mut Random| random.normals(INPUTS).into_iter().map(move |x| x + label as f32);
         let x: Vec<f32> = labels.iter().flat_map(|&label| near(label, &mut random)).collect();
-        let parts = labels.chunks(part).zip(x.chunks(part * INPUTS));
-        parts.map(|(labels, x)| Points { x: x.to_vec(), labels: labels.to_vec() }).collect()
+        Points { x, labels }.in_parts(part)
     };
     BATCHES.map(&mut batch).into()
 }

@@ -1,5 +1,7 @@
 //! The BF16 copy beside f32 weights: whatever writes these, it is these, each rounded once.
 
+#![forbid(unsafe_code)]
+
 use crate::support::{Random, bits, on_each_device};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::*;

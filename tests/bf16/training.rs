@@ -1,5 +1,7 @@
 //! A network whose activations, gradients and products are BF16 trains as its f32 twin does, captured as eagerly.
 
+#![forbid(unsafe_code)]
+
 use crate::support::{Random, bits, on_each_device};
 use stepscope::nn::{Mlp, RmsNorm};
 use stepscope::ops::Factor;

@@ -1,5 +1,7 @@
 //! Runs the built `gpt` example: what it leaves behind, and what it refuses, with exit code 2 and nothing written.
 
+#![warn(dead_code)]
+
 use crate::support::example::{run, text};
 use crate::support::tokenizer_json::byte_level;
 use crate::support::{self, on_each_device};

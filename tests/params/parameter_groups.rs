@@ -216,22 +216,13 @@ fn learner<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGrou
     }
 }
 
-struct Points(Vec<f32>, Vec<u32>);
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.1.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.0, [self.1.len(), INPUTS])?.with(&self.1, [self.1.len()])
-    }
-}
+type Points = crate::support::points::Points<INPUTS>;
 
 /// Four batches of eight points, in parts of at most so many.
 fn batches(part: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(3);
-    let mut points = |count: usize| Points(random.normals(count * INPUTS), random.belows(count, CLASSES as u32));
+    let mut points =
+        |count: usize| Points { x: random.normals(count * INPUTS), labels: random.belows(count, CLASSES as u32) };
     (0..4).map(|_| [part, 8 - part].into_iter().filter(|&count| count > 0).map(&mut points).collect()).collect()
 }
 

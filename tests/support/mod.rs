@@ -6,6 +6,7 @@
 
 pub(crate) mod example;
 pub(crate) mod forged;
+pub(crate) mod points;
 pub(crate) mod tokenizer_json;
 
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.

@@ -64,21 +64,7 @@ impl Plan {
     }
 }
 
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Points {
-    pub(crate) x: Vec<f32>,
-    pub(crate) labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
-    }
-}
+pub(crate) type Points = crate::support::points::Points<INPUTS>;
 
 impl Points {
     pub(crate) fn twice(self) -> Self {

@@ -1,15 +1,12 @@
 //! Dropout under a trainer: the same weights however it runs or is interrupted, and none in an evaluation.
 
 use crate::support::{Random, on_each_device};
+use crate::{BATCHES, CLASSES, INPUTS, Points, arena};
 use std::path::Path;
 use stepscope::nn::{Dropout, Linear, Mlp};
 use stepscope::*;
 
-const INPUTS: usize = 12;
-const CLASSES: usize = 3;
 const SEED: u64 = 0x5eed_0000_0001;
-/// Batches of an epoch, the last of which is short.
-const BATCHES: [usize; 5] = [8, 8, 8, 8, 3];
 
 /// A block with dropout, which is a checkpoint or not, and a head behind a dropout of its own.
 #[derive(Clone, Copy)]
@@ -60,36 +57,15 @@ fn learner(device: &Device, recompute: bool) -> Learner<Net> {
     bare(device, 0.3, recompute).with_dropout(SEED).unwrap()
 }
 
-#[derive(Clone)]
-struct Points {
-    x: Vec<f32>,
-    labels: Vec<u32>,
-}
-
-impl Samples for Points {
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, [self.labels.len(), INPUTS])?.with(&self.labels, [self.labels.len()])
-    }
-}
-
 /// An epoch's batches in parts of at most so many samples.
 fn batches(part: usize) -> Vec<Vec<Points>> {
     let mut random = Random::new(1);
     let mut batch = |samples: usize| {
         let labels = random.belows(samples, CLASSES as u32);
         let x = random.normals(samples * INPUTS);
-        let parts = labels.chunks(part).zip(x.chunks(part * INPUTS));
-        parts.map(|(labels, x)| Points { x: x.to_vec(), labels: labels.to_vec() }).collect()
+        Points { x, labels }.in_parts(part)
     };
     BATCHES.map(&mut batch).into()
-}
-
-fn arena(device: &Device) -> Arena {
-    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
 }
 
 fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize, recompute: bool) -> Trainer<'a, Net> {
