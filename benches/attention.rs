@@ -1,9 +1,9 @@
 //! Attention over many tokens: ours beside PyTorch's `scaled_dot_product_attention`, in the same run.
 //!
-//! `cargo bench --bench attention` (the emulator), `cargo bench --features cuda --bench attention -- --device cuda`; `--stored bf16` on both
-//! sides. Forward, and forward with backward, stand in a row in one graph each; a sample is the time of a replay divided by their number,
+//! `cargo bench --bench attention` (the emulator), `cargo bench --features cuda --bench attention -- --device cuda`; `--stored bf16` or
+//! `--precision tf32` on both sides. Forward, and forward with backward, stand in a row in one graph each; a sample is the time of a replay divided by their number,
 //! and backward is the difference of the medians. Rates count `4 width` operations for each pair of a query and a key that it sees, 2.5 times as
-//! many in backward, whatever a kernel does. Prints a table and writes every sample to `benches/runs/DATE-GPU-attention[-stored-bf16].json`.
+//! many in backward, whatever a kernel does. Prints a table and writes every sample to `benches/runs/DATE-GPU-attention[-stored-bf16|-tf32].json`.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use stepscope::ops::{self, Attend, AttentionForm, QkNorm};
+use stepscope::ops::{self, Attend, AttentionForm, Precision, QkNorm};
 use stepscope::{Arena, Buffer, Capacity, Device, DeviceKind, Inputs, Result, Slots, Step, Tensor, bf16};
 
 const SAMPLES: usize = 15;
@@ -80,6 +80,9 @@ struct Args {
     /// What q, k, v and the output are in memory, on both sides
     #[arg(long, value_name = "f32|bf16", default_value = "f32")]
     stored: String,
+    /// How f32 is multiplied, on both sides
+    #[arg(long, value_name = "ieee|tf32", default_value = "ieee")]
+    precision: Precision,
     /// Only cases whose name contains this, such as `of 128`
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
@@ -104,18 +107,20 @@ enum Line {
 /// What the graphs work on.
 struct State<S: Attend> {
     case: Case,
+    precision: Precision,
     row: usize,
     qkv: Buffer<S>,
     dout: Buffer<S>,
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, stored, only } = Args::parse();
+    let Args { common, stored, precision, only } = Args::parse();
     let device = Device::open(common.device)?;
     let emulated = device.description().kind == DeviceKind::Emulated;
     let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
     let mut arguments = vec!["--device".to_owned(), if emulated { "cpu" } else { "cuda" }.into()];
     arguments.extend(["--samples".into(), SAMPLES.to_string(), "--stored".into(), stored.clone()]);
+    arguments.extend(["--precision".into(), precision.to_string()]);
     arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
     let peer = Peer::<Line>::run("attention.py", &arguments);
     if let Some(reason) = &peer.failed {
@@ -135,26 +140,35 @@ fn main() -> harness::Result<()> {
     for case in cases {
         let theirs =
             lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
-        let ours = if stored == "bf16" { measure::<bf16>(&device, case)? } else { measure::<f32>(&device, case)? };
+        let ours = if stored == "bf16" {
+            measure::<bf16>(&device, case, precision)?
+        } else {
+            measure::<f32>(&device, case, precision)?
+        };
         let unit = theirs.as_ref().map(medians);
         for line in theirs.iter().chain([&ours]) {
             print(line, unit);
         }
         lines.push(ours);
     }
-    let group = if stored == "bf16" { "attention-stored-bf16" } else { "attention" };
-    println!("samples in {}", record(group, &device, &lines)?);
+    let group = match precision {
+        _ if stored == "bf16" => "attention-stored-bf16".to_owned(),
+        Precision::Ieee => "attention".to_owned(),
+        _ => format!("attention-{precision}"),
+    };
+    println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
 }
 
 /// Samples of forward, and of forward with backward.
-fn measure<S: Attend>(device: &Device, case: Case) -> Result<Line> {
+fn measure<S: Attend>(device: &Device, case: Case, precision: Precision) -> Result<Line> {
     let Case { batch, tokens, heads, kv_heads, width, .. } = case;
     let narrow = |length, seed| spread(length, seed).into_iter().map(S::narrow).collect::<Vec<_>>();
     let tokens = batch * tokens;
     let row = if device.description().kind == DeviceKind::Emulated { 1 } else { 5 };
     let mut state = State {
         case,
+        precision,
         row,
         qkv: Buffer::from_slice(device, &narrow(tokens * (heads + 2 * kv_heads) * width, 1))?,
         dout: Buffer::from_slice(device, &narrow(tokens * heads * width, 2))?,
@@ -174,7 +188,9 @@ fn measure<S: Attend>(device: &Device, case: Case) -> Result<Line> {
 
 /// The graph: attention in a row.
 fn attend<S: Attend, const BACK: bool>(step: &mut Step<'_>, state: &mut &mut State<S>, _: &Slots<'_>) -> Result<()> {
-    let State { case: Case { batch, tokens, heads, kv_heads, width, causal }, row, qkv, dout } = &mut **state;
+    let State { case: Case { batch, tokens, heads, kv_heads, width, causal }, precision, row, qkv, dout } =
+        &mut **state;
+    step.set_precision(*precision);
     let form = AttentionForm::new(*heads).kv_heads(*kv_heads);
     let form = if *causal { form.causal() } else { form };
     let qkv = step.lend(qkv, [*batch, *tokens, (*heads + 2 * *kv_heads) * *width])?;

@@ -31,7 +31,7 @@ EXCEPTIONS = {
         ("kernels/attention/head.rs", "kernels/attention.rs"): "the sizes of a head stand beside the kernels",
         ("kernels/matmul/*.rs", "kernels/matmul.rs"): "what all products share stands beside the kernels",
         ("kernels/matmul_*", "kernels/matmul*"): "products by matrix instructions share epilogue, checks and split",
-        ("kernels/flash_attention_bf16*", "kernels/flash_attention/place.rs"): "heads of either type lie alike, and see alike",
+        ("kernels/flash_attention_tensor*", "kernels/flash_attention/place.rs"): "heads of either type lie alike, and see alike",
         ("kernels/precision.rs", "kernels/matmul/checks.rs"): "what is rounded is checked as the product's operand",
     },
 }

@@ -14,6 +14,8 @@ use std::str::FromStr;
 /// or is subnormal. Operands are rounded by a launch of their own, into memory that ends with the multiply, or with both
 /// multiplies of a backward pass.
 ///
+/// [`attention`](crate::ops::attention) of f32 multiplies as TF32 in either precision below [`Precision::Ieee`].
+///
 /// Multiplies of fewer than [`Precision::LEAST`] rows, columns or k are done in [`Precision::Ieee`] whatever is asked for,
 /// unless they name a [`tensor_tile`](crate::ops::Gemm::tensor_tile): a matrix instruction would work on padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

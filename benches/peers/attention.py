@@ -1,7 +1,7 @@
 """Attention by PyTorch's scaled_dot_product_attention: nanoseconds, a JSON value a line; benches/attention.rs runs it.
 
 A case is a JSON object, as benches/attention.rs defines it. On a GPU passes in a row are one CUDA graph; a sample is the time of its replay,
-divided by their number, by the host's clock. `--stored` f32: without TF32; bf16: q, k, v and all else are BF16.
+divided by their number, by the host's clock. `--stored` f32: without TF32, or with it by `--precision tf32`; bf16: q, k, v and all else are BF16.
 """
 
 import argparse
@@ -48,12 +48,13 @@ def main():
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--stored", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--precision", choices=("ieee", "tf32"), default="ieee")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise SystemExit("PyTorch sees no GPU")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
     dtype = torch.bfloat16 if args.stored == "bf16" else torch.float32
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     print(json.dumps({"peer": f"PyTorch {torch.__version__}", "device": name}), flush=True)

@@ -57,7 +57,7 @@ mod entries {
     pub mod embedding;
     pub mod fill;
     pub mod flash_attention;
-    pub mod flash_attention_bf16;
+    pub mod flash_attention_tensor;
     pub mod gate;
     pub mod guard;
     pub mod layer_norm;

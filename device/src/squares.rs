@@ -1,10 +1,12 @@
-//! Products of BF16 by matrix instructions: squares of 16 x 16, read from shared memory, that a warp multiplies.
+//! Products by matrix instructions: squares of rows, read from shared memory, that a warp multiplies. Memory holds BF16, or f32 that is rounded
+//! to TF32 in shared memory ([`Multiplied`]).
 //!
-//! A warp reads a square of a factor by one `ldmatrix.x4`: four matrices of 8 x 8, of which lane `8 q + r` names row r of matrix q. Lane
-//! `4 g + t` gets elements 2 t and 2 t + 1 of row g of each.
+//! A chunk is 16 bytes of a row: eight BF16, or four f32. An instruction takes two chunks of each side, sixteen k of BF16 or eight of TF32. A
+//! warp reads a square of a factor, 16 rows of two chunks, by one `ldmatrix.x4`: four matrices of eight rows and one chunk, of which lane
+//! `8 q + r` names row r of matrix q. Lane `4 g + t` gets word t of row g of each: elements 2 t and 2 t + 1 of BF16, element t of f32.
 //!
 //! ```text
-//!            A: k 0..7   8..15        B: k 0..7   8..15         sums of 16 x 16:   columns 0..7    8..15
+//!            A: chunk 0   1           B: chunk 0    1           sums of 16 x 16:   columns 0..7    8..15
 //! rows 0..7     q 0      q 2     columns 0..7   q 0    q 1          rows 0..7          tile 0    tile 1
 //! rows 8..15    q 1      q 3     columns 8..15  q 2    q 3          rows 8..15         tile 0    tile 1
 //!
@@ -12,18 +14,25 @@
 //!   lane 4 g + t: row g     columns 2 t, 2 t + 1          even t: row g,      columns 2 t .. 2 t + 3
 //!                 row g + 8 columns 2 t, 2 t + 1          odd t:  row g + 8,  columns 2 t - 2 .. 2 t + 1
 //! ```
-//! Two tiles of sums side by side, rounded, lie as a square of A does: see [`left_of_sums`].
+//! Sums become the left factor of a second product, whose k are the rows of a tile ([`Multiplied::mix`]). No lane moves any:
 //!
-//! Invariant: a sum's products are added by ascending k, sixteen at a time by a GPU, one by one by the emulator; see [`mma`](crate::mma).
+//! ```text
+//! BF16   two tiles of sums side by side, rounded, lie as a square of A does      `ldmatrix.trans` reads squares of B whose k are rows
+//! f32    the instruction's k t is column 2 t of a tile of sums, k t + 4 is       a lane reads the chunks of rows 2 t and 2 t + 1 that begin
+//!        column 2 t + 1, so a lane's sums are its words of A                     with column 4 g: of B's columns g in four tiles of sums
+//! ```
+//! Invariant: a sum's products are added by ascending k of the instructions, those of one at once by a GPU, one by one by the emulator; see
+//! [`mma`](crate::mma).
 
 use crate::block::opaque;
-use crate::format::round_bf16;
+use crate::format::{Bf16, Format, Tf32, round_bf16, round_tf32};
+use crate::stored::Stored;
 use crate::tile::SharedTile;
+use crate::unroll_on_gpu;
 use crate::vector::F4;
+use crate::warp::stay_together;
 use cuda_std::warp;
-
-/// The k of one instruction, and the extent of a square.
-pub const STEP: u32 = 16;
+use half::bf16;
 
 /// A lane's sums: of `ROWS` x `TILES` tiles of 16 x 8 outputs.
 pub type Sums<const ROWS: usize, const TILES: usize> = [[[f32; 4]; TILES]; ROWS];
@@ -34,48 +43,54 @@ pub type Sums<const ROWS: usize, const TILES: usize> = [[[f32; 4]; TILES]; ROWS]
 /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
 #[inline(always)]
 #[track_caller]
-pub unsafe fn multiply<const ROWS: usize, const TILES: usize>(
+pub unsafe fn multiply<F: Format, const ROWS: usize, const TILES: usize>(
     sums: &mut Sums<ROWS, TILES>,
     square: usize,
     a: &[[u32; 4]; ROWS],
     b: [u32; 4],
 ) {
-    use crate::format::{Bf16, Format};
     #[cfg(target_arch = "nvptx64")]
     {
         let [b0, b1, b2, b3] = b;
         crate::unroll!(row < ROWS => {
             // SAFETY: all lanes are here, together, as the caller promises.
             unsafe {
-                sums[row][2 * square] = Bf16::mma(a[row], [b0, b1], sums[row][2 * square]);
-                sums[row][2 * square + 1] = Bf16::mma(a[row], [b2, b3], sums[row][2 * square + 1]);
+                sums[row][2 * square] = F::mma(a[row], [b0, b1], sums[row][2 * square]);
+                sums[row][2 * square + 1] = F::mma(a[row], [b2, b3], sums[row][2 * square + 1]);
             }
         });
     }
     #[cfg(not(target_arch = "nvptx64"))]
     {
+        /// The most k of one instruction: those of BF16.
+        const MOST: usize = Bf16::PER_STEP as usize;
         let own = (*a, b);
         let factors = cuda_std::emulator::lanes(&own);
         let (g, t) = (warp::lane_id() as usize / 4, warp::lane_id() as usize % 4);
-        // Element k of words `word` (k below 8) and `word + later` of the four lanes from `first` on.
-        let chain = |first: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; STEP as usize] {
-            core::array::from_fn(|k| Bf16::value(word(first + k % 8 / 2, k / 8), k as u32 % 2))
+        // The k of the first chunk, then of the second, of four lanes from `first` on.
+        let chain = |first: usize, word: &dyn Fn(usize, usize) -> u32| -> [f32; MOST] {
+            let (per_word, per_chunk) = (F::PER_WORD as usize, F::PER_STEP as usize / 2);
+            let mut chain = [0.0; MOST];
+            for (k, value) in chain[..F::PER_STEP as usize].iter_mut().enumerate() {
+                *value = F::value(word(first + k % per_chunk / per_word, k / per_chunk), (k % per_word) as u32);
+            }
+            chain
         };
         // SAFETY: each lane's factors live until the `sync_warp` below, where all lanes come, as they came here.
         let right = unsafe {
             let of = |tile: usize, column: usize| {
-                chain(4 * (2 * t + column), &|lane, later| (*factors[lane]).1[2 * tile + later])
+                chain(4 * (2 * t + column), &|lane, chunk| (*factors[lane]).1[2 * tile + chunk])
             };
             [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
         };
         for (row, sums) in sums.iter_mut().enumerate() {
             // SAFETY: as above.
             let left =
-                unsafe { [0, 1].map(|half| chain(4 * g, &|lane, later| (*factors[lane]).0[row][half + 2 * later])) };
+                unsafe { [0, 1].map(|half| chain(4 * g, &|lane, chunk| (*factors[lane]).0[row][half + 2 * chunk])) };
             let mut chains = [[0.0; 4]; 2];
             chains.copy_from_slice(&sums[2 * square..2 * square + 2]);
             // Eight sums side by side, which a CPU adds at once.
-            for k in 0..STEP as usize {
+            for k in 0..F::PER_STEP as usize {
                 for (tile, chains) in chains.iter_mut().enumerate() {
                     for (at, sum) in chains.iter_mut().enumerate() {
                         *sum = cuda_std::GpuFloat::mul_add(left[at / 2][k], right[2 * tile + at % 2][k], *sum);
@@ -89,15 +104,9 @@ pub unsafe fn multiply<const ROWS: usize, const TILES: usize>(
     }
 }
 
-/// Two tiles of sums side by side, rounded to BF16, as a square of A.
-#[inline(always)]
-pub fn left_of_sums([a, b, c, d]: [f32; 4], [e, f, g, h]: [f32; 4]) -> [u32; 4] {
-    [round_bf16(a, b), round_bf16(c, d), round_bf16(e, f), round_bf16(g, h)]
-}
-
 /// The row and the first column of a lane's four neighbours in a tile of 16 x 8, see [`quad`].
 #[inline(always)]
-pub fn quad_place() -> [u32; 2] {
+fn quad_place() -> [u32; 2] {
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
     [g + 8 * (t % 2), t / 2 * 4]
 }
@@ -108,7 +117,7 @@ pub fn quad_place() -> [u32; 2] {
 /// All lanes of the warp make the call, with the sums of the same tile.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn quad(sums: [f32; 4]) -> F4 {
+unsafe fn quad(sums: [f32; 4]) -> F4 {
     // By masks: a condition would become a branch, and part the lanes.
     let odd = (warp::lane_id() % 2).wrapping_neg();
     let choose = |if_odd: u32, if_even: u32| if_odd & odd | if_even & !odd;
@@ -118,10 +127,10 @@ pub unsafe fn quad(sums: [f32; 4]) -> F4 {
     F4([choose(x, a), choose(y, b), choose(c, x), choose(d, y)].map(f32::from_bits))
 }
 
-/// Where a lane reads squares of a tile of BF16 rows in shared memory, `8 CHUNKS` columns each; `CHUNKS` is a multiple of eight.
+/// Where a lane reads squares of a tile of rows in shared memory, `CHUNKS` chunks each, a multiple of eight.
 ///
 /// ```text
-///   row 0   | c 0 | c 1 | c 2 | ..        chunks of eight columns (16 bytes)
+///   row 0   | c 0 | c 1 | c 2 | ..        chunks of 16 bytes
 ///   row 1   | c 1 | c 0 | c 3 | ..        chunk c of row r stands at c xor (r mod 8): eight rows of one chunk, which a matrix
 ///   row 2   | c 2 | c 3 | c 0 | ..        instruction reads together, lie in 32 banks
 /// ```
@@ -158,7 +167,7 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
         Self { down: opaque(self.down), across: opaque(self.across) }
     }
 
-    /// A square of A: rows of the tile from `row` on, k from column `16 step` on.
+    /// A square of A: rows of the tile from `row` on, k from chunk `2 step` on.
     ///
     /// # Safety
     /// All lanes of the warp make the call, [`together`](crate::warp::stay_together). `row` is a multiple of eight.
@@ -170,7 +179,7 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
         unsafe { tile.matrices((self.down ^ (step as u32 * 2 * CHUNK_WORDS)) + row * Self::ROW, false) }
     }
 
-    /// A square of B whose columns are rows of the tile, from `row` on; k from column `16 step` on.
+    /// A square of B whose columns are rows of the tile, from `row` on; k from chunk `2 step` on.
     ///
     /// # Safety
     /// As for [`Squares::left`].
@@ -181,14 +190,141 @@ impl<const CHUNKS: usize> Squares<CHUNKS> {
         unsafe { tile.matrices((self.across ^ (step as u32 * 2 * CHUNK_WORDS)) + row * Self::ROW, false) }
     }
 
-    /// A square of B whose k are rows of the tile, from `row` on; columns from column `16 square` on.
+    /// A square of B whose k are rows of the tile, of BF16, from `row` on; columns from chunk `2 square` on.
     ///
     /// # Safety
     /// As for [`Squares::left`].
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn right_down(self, tile: SharedTile<u32>, row: u32, square: usize) -> [u32; 4] {
+    unsafe fn right_down(self, tile: SharedTile<u32>, row: u32, square: usize) -> [u32; 4] {
         // SAFETY: as in `left`.
         unsafe { tile.matrices((self.down ^ (square as u32 * 2 * CHUNK_WORDS)) + row * Self::ROW, true) }
+    }
+}
+
+/// What matrix instructions multiply, as memory holds it: BF16 as it is, f32 rounded to TF32.
+pub trait Multiplied: Stored {
+    /// What the instructions multiply.
+    type Factors: Format;
+    /// Elements of a chunk.
+    const CHUNK: u32 = 16 / size_of::<Self>() as u32;
+
+    /// Rounds a chunk in shared memory to factors, where it is not what memory holds. `index` is a multiple of four.
+    fn round(tile: SharedTile<u32>, index: u32);
+
+    /// Adds the rows of a tile of factors times `weights`, rounded, to the sums of `MADE` tiles of eight columns, from tile `first` on.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together). `first` is a multiple of `MADE`.
+    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+        sums: &mut Sums<ROWS, MADE>,
+        weights: &Sums<ROWS, TILES>,
+        squares: Squares<CHUNKS>,
+        rows: SharedTile<u32>,
+        first: usize,
+    );
+
+    /// The `n`th of the `MADE` four neighbours that a lane has of a row of squares that [`mix`](Self::mix) has summed: the row among the
+    /// sixteen, the first column, and the four.
+    ///
+    /// # Safety
+    /// All lanes of the warp make the call.
+    unsafe fn neighbours<const MADE: usize>(sums: &[[f32; 4]; MADE], n: usize) -> ([u32; 2], F4);
+}
+
+impl Multiplied for bf16 {
+    type Factors = Bf16;
+
+    #[inline(always)]
+    fn round(_: SharedTile<u32>, _: u32) {}
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+        sums: &mut Sums<ROWS, MADE>,
+        weights: &Sums<ROWS, TILES>,
+        squares: Squares<CHUNKS>,
+        rows: SharedTile<u32>,
+        first: usize,
+    ) {
+        unroll_on_gpu!(step < TILES / 2 => {
+            let mut left = [[0; 4]; ROWS];
+            unroll_on_gpu!(m < 2 => {
+                if m < ROWS {
+                    let ([a, b, c, d], [e, f, g, h]) = (weights[m][2 * step], weights[m][2 * step + 1]);
+                    left[m] = [round_bf16(a, b), round_bf16(c, d), round_bf16(e, f), round_bf16(g, h)];
+                }
+            });
+            unroll_on_gpu!(square < MADE / 2, at most 16 => {
+                // SAFETY: all lanes are here, together, as the caller promises, and the rows lie inside the tile.
+                unsafe {
+                    let right = squares.right_down(rows, 16 * step as u32, first / 2 + square);
+                    multiply::<Bf16, ROWS, MADE>(sums, square, &left, right);
+                }
+            });
+        });
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn neighbours<const MADE: usize>(sums: &[[f32; 4]; MADE], n: usize) -> ([u32; 2], F4) {
+        let [row, column] = quad_place();
+        // SAFETY: all lanes are here, as the caller promises.
+        ([row, 8 * n as u32 + column], unsafe { quad(sums[n]) })
+    }
+}
+
+impl Multiplied for f32 {
+    type Factors = Tf32;
+
+    #[inline(always)]
+    #[track_caller]
+    fn round(tile: SharedTile<u32>, index: u32) {
+        tile.set_chunk(index, tile.chunk(index).map(|word| round_tf32(f32::from_bits(word))));
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn mix<const ROWS: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
+        sums: &mut Sums<ROWS, MADE>,
+        weights: &Sums<ROWS, TILES>,
+        _: Squares<CHUNKS>,
+        rows: SharedTile<u32>,
+        first: usize,
+    ) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        // Row 2 t, and the next one. The compiler keeps neither for other tiles: sums need the registers.
+        let even = opaque(Squares::<CHUNKS>::place(2 * t, g));
+        let places = [even, (even ^ CHUNK_WORDS) + Squares::<CHUNKS>::ROW];
+        unroll_on_gpu!(tile < TILES => {
+            let mut left = [[0; 4]; ROWS];
+            unroll_on_gpu!(m < 2 => {
+                if m < ROWS {
+                    let [a, b, c, d] = weights[m][tile];
+                    left[m] = [a, c, b, d].map(round_tf32);
+                }
+            });
+            // Four tiles of columns, of which a lane reads its four in one chunk.
+            unroll_on_gpu!(four < MADE / 4 => {
+                let at = 8 * tile as u32 * Squares::<CHUNKS>::ROW + 8 * (first / 4 + four) as u32 * CHUNK_WORDS;
+                let [even, odd] = places.map(|place| rows.chunk(place + at));
+                // SAFETY: all lanes are here, together, as the caller promises.
+                unsafe {
+                    stay_together();
+                    multiply::<Tf32, ROWS, MADE>(sums, 2 * four, &left, [even[0], odd[0], even[1], odd[1]]);
+                    multiply::<Tf32, ROWS, MADE>(sums, 2 * four + 1, &left, [even[2], odd[2], even[3], odd[3]]);
+                }
+            });
+        });
+    }
+
+    /// A lane's tiles of four have its columns `8 t` to `8 t + 7` of 32, of two rows.
+    #[inline(always)]
+    unsafe fn neighbours<const MADE: usize>(sums: &[[f32; 4]; MADE], n: usize) -> ([u32; 2], F4) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let (four, at) = (n / 4 * 4, n % 4);
+        let column = 8 * four as u32 + 8 * t + 4 * (at as u32 % 2);
+        let of_tile = |tile: usize| sums[four + tile][at];
+        ([g + 8 * (at as u32 / 2), column], F4([of_tile(0), of_tile(1), of_tile(2), of_tile(3)]))
     }
 }

@@ -11,6 +11,7 @@
 //! ```
 //! Invariant: a thread reads what another thread wrote only after a barrier. The tile itself orders nothing.
 
+use crate::stored::Stored;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::vector;
 use crate::vector::F4;
@@ -18,7 +19,6 @@ use core::marker::PhantomData;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
-use half::bf16;
 
 /// What a tile may hold: values of 32 bits.
 pub trait SharedElement: Copy {
@@ -334,14 +334,57 @@ impl SharedTile<f32> {
 }
 
 impl SharedTile<u32> {
-    /// Starts to copy `x[from..from + 8]` to the four words from `index` on. `index` is a multiple of four, and `x + from` lies on 16
-    /// bytes.
-    ///
-    /// # Safety
-    /// `from + 8 <= x.len()`. The CPU checks it, the GPU does not.
+    /// The four words from `index`, a multiple of four.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn copy8(self, index: u32, x: &[bf16], from: usize) {
+    pub fn chunk(self, index: u32) -> [u32; 4] {
+        self.reads(index, 4);
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let (a, b, c, d): (u32, u32, u32, u32);
+                core::arch::asm!(
+                    "ld.shared.v4.u32 {{{0}, {1}, {2}, {3}}}, [{4}];",
+                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
+                    in(reg32) self.address + index * 4, options(nostack)
+                );
+                return [a, b, c, d];
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).cast::<[u32; 4]>().read()
+        }
+    }
+
+    /// Writes four words from `index`, a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_chunk(self, index: u32, words: [u32; 4]) {
+        self.writes(index, 4);
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let [a, b, c, d] = words;
+                core::arch::asm!(
+                    "st.shared.v4.u32 [{0}], {{{1}, {2}, {3}, {4}}};",
+                    in(reg32) self.address + index * 4,
+                    in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+                );
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).cast::<[u32; 4]>().write(words);
+        }
+    }
+
+    /// Starts to copy the 16 bytes of `x` that begin with `x[from]` to the four words from `index` on. `index` is a multiple of four, and
+    /// `x[from]` lies on 16 bytes.
+    ///
+    /// # Safety
+    /// The elements lie inside `x`. The CPU checks it, the GPU does not.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn copy_chunk<S: Stored>(self, index: u32, x: &[S], from: usize) {
         // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -351,21 +394,25 @@ impl SharedTile<u32> {
                 in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
             );
             #[cfg(not(target_arch = "nvptx64"))]
-            for word in 0..4 {
-                let half = |at: usize| u32::from(vector::load(x, from + at).to_bits());
-                self.set(index + word as u32, half(2 * word) | half(2 * word + 1) << 16);
+            {
+                let bits = |at: usize| vector::load(x, from + at).widen().to_bits();
+                let narrow = size_of::<S>() < 4;
+                for word in 0..4 {
+                    // The bits of a BF16 are the upper half of those of f32.
+                    let value = if narrow { bits(2 * word) >> 16 | bits(2 * word + 1) } else { bits(word) };
+                    self.set(index + word as u32, value);
+                }
             }
         }
     }
 
-    /// Starts to copy `x[from..from + 8]` to the four words from `index` on, or zeros where `there` is false. As for
-    /// [`copy8`](Self::copy8) besides.
+    /// As [`copy_chunk`](Self::copy_chunk), or zeros where `there` is false.
     ///
     /// # Safety
-    /// Where `there` is true, `from + 8 <= x.len()`. The CPU checks it, the GPU does not.
+    /// Where `there` is true, the elements lie inside `x`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn copy8_or_zero(self, index: u32, x: &[bf16], from: usize, there: bool) {
+    pub unsafe fn copy_chunk_or_zero<S: Stored>(self, index: u32, x: &[S], from: usize, there: bool) {
         // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks. Both lie on 16
         // bytes.
         unsafe {
@@ -378,7 +425,7 @@ impl SharedTile<u32> {
             );
             #[cfg(not(target_arch = "nvptx64"))]
             if there {
-                self.copy8(index, x, from);
+                self.copy_chunk(index, x, from);
             } else {
                 (0..4).for_each(|word| self.set(index + word, 0));
             }

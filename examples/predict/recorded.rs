@@ -29,10 +29,14 @@ pub(crate) struct Gpt {
 }
 
 const GPT2: File = "2026-11-24-h200-gpt2.json";
+const THREE_PRECISIONS: File = "2026-11-25-h200-gpt2-three-precisions.json";
 
 pub(crate) const GPT: [Gpt; 6] = [
     gpt(Size::Small, Ieee, 16, false, "/runs/--size 124m --precision ieee --batch 16/seconds_of_updates"),
-    gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates"),
+    Gpt {
+        file: THREE_PRECISIONS,
+        ..gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates")
+    },
     gpt(Size::Small, Bf16, 16, false, "/runs/--size 124m --precision bf16 --batch 16/seconds_of_updates"),
     gpt(Size::Small, Bf16, 16, true, "/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates"),
     gpt(Size::Small, Bf16, 64, true, "/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates"),

@@ -1,6 +1,6 @@
 //! Attention and what is done to its queries and keys.
 
-use crate::case::{Case, Run, both, one};
+use crate::case::{Case, Heads, Run, Traced, both, one};
 use kernels::attention::HEAD;
 use std::num::NonZeroU32;
 use stepscope::{Buffer, Result, Tensor, ops};
@@ -28,24 +28,16 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         } else {
             c.longest((heads.tokens * heads.form.heads).max(heads.width));
         }
-        let tokens = heads.batch * heads.tokens;
-        let documents = c.random.borrow_mut().belows(tokens, 2);
-        let lengths = c.random.borrow_mut().belows(heads.batch, 200);
-        let documents = c.given("documents", [heads.batch, heads.tokens], &documents)?;
-        let lengths = c.given("lengths", [heads.batch], &lengths)?;
-        let form = heads.form.documents(documents).lengths(lengths);
-        // All tokens, those before, or some of those before.
-        let (sees, window) = match c.seed {
-            0 => (ops::Sees::Past, u32::MAX),
-            2 => (ops::Sees::Window(NonZeroU32::MIN.saturating_add(19)), 20),
-            _ => (ops::Sees::All, 0),
-        };
-        c.given("window", [1], &[window])?;
-        let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.output())?);
-        let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
-        c.result("y", &made.out)?;
-        let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
-        c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+        attends::<S>(c, heads)
+    }),
+    &one!("flash_attention_tf32", |c| {
+        let heads = c.heads([3, 130, 3, 2, 12]);
+        // By the norm: both factors of four products are rounded.
+        c.within(8.0 * 2f64.powi(-12));
+        c.step.set_precision(ops::Precision::Tf32);
+        let done = attends::<f32>(c, heads);
+        c.step.set_precision(ops::Precision::Ieee);
+        done
     }),
     &one!("attention_cached", |c| {
         let heads = c.heads([1, 1, 3, 2, 12]);
@@ -86,3 +78,25 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("dqkv", &ops::rotary_backward(c.step, dy, rotary, &heads.form)?)
     }),
 ];
+
+/// Attention with every mask over these heads.
+fn attends<'s, S: Traced + ops::Attend>(c: &Case<'_, 's>, heads: Heads<'s>) -> Result<()> {
+    let tokens = heads.batch * heads.tokens;
+    let documents = c.random.borrow_mut().belows(tokens, 2);
+    let lengths = c.random.borrow_mut().belows(heads.batch, 200);
+    let documents = c.given("documents", [heads.batch, heads.tokens], &documents)?;
+    let lengths = c.given("lengths", [heads.batch], &lengths)?;
+    let form = heads.form.documents(documents).lengths(lengths);
+    // All tokens, those before, or some of those before.
+    let (sees, window) = match c.seed {
+        0 => (ops::Sees::Past, u32::MAX),
+        2 => (ops::Sees::Window(NonZeroU32::MIN.saturating_add(19)), 20),
+        _ => (ops::Sees::All, 0),
+    };
+    c.given("window", [1], &[window])?;
+    let (qkv, dy) = (c.operand::<S>("qkv", heads.shape)?, c.operand::<S>("dy", heads.output())?);
+    let made = ops::attention(c.step, &qkv, None, &form.sees(sees))?;
+    c.result("y", &made.out)?;
+    let none = None::<(ops::QkNorm<'_, '_>, &mut Tensor<'_>, bool)>;
+    c.result("dqkv", &ops::attention_backward(c.step, &qkv, none, &form.sees(sees), &made, &dy)?)
+}

@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::inputs::Inputs;
-use super::{attention, attention_bf16, products};
+use super::{attention, attention_tensor, products};
 use crate::error::Result;
 use crate::ops;
 use crate::tensor::{Element, Source, Stored, Target, Tensor};
@@ -17,7 +17,7 @@ use kernels::checksum::{CHUNK, checksum};
 use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::flash_attention::{flash_forward, flash_keys, flash_queries};
-use kernels::flash_attention_bf16::{flash_forward_bf16, flash_keys_bf16, flash_queries_bf16};
+use kernels::flash_attention_tensor::{flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
 use kernels::guard::{PATTERN, guard_check, guard_write};
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
@@ -270,9 +270,21 @@ const LISTED: &[Listed] = &[
     each!(flash_queries::VARIANTS, |i, shape| attention::queries(i, shape)),
     each!(flash_keys::VARIANTS, |i, shape| attention::keys(i, shape)),
     both!("flash_delta", <S>, |i| attention::delta::<S>(i)),
-    each!(flash_forward_bf16::VARIANTS, |i, shape| attention_bf16::forward(i, shape)),
-    each!(flash_queries_bf16::VARIANTS, |i, shape| attention_bf16::queries(i, shape)),
-    each!(flash_keys_bf16::VARIANTS, |i, shape| attention_bf16::keys(i, shape)),
+    each!(flash_forward_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::forward::<bf16>(i, shape)
+    } else {
+        attention_tensor::forward::<f32>(i, shape)
+    }),
+    each!(flash_queries_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::queries::<bf16>(i, shape)
+    } else {
+        attention_tensor::queries::<f32>(i, shape)
+    }),
+    each!(flash_keys_tensor::<'_, f32>::VARIANTS, |i, shape, stored| if stored == <bf16 as Element>::NAME {
+        attention_tensor::keys::<bf16>(i, shape)
+    } else {
+        attention_tensor::keys::<f32>(i, shape)
+    }),
     both!("activation_forward", <S>, |i| {
         i.flat::<S>(|i, [x, _]| {
             i.keep(&ops::relu(i.step, x)?)?;

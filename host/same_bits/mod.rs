@@ -20,7 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod attention_bf16;
+mod attention_tensor;
 mod cases;
 mod form;
 mod golden;

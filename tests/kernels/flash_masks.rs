@@ -1,13 +1,14 @@
-//! `ops::attention` and its backward pass, f32 and BF16, against float64: every mask with every width of heads, over few tokens and many.
+//! `ops::attention` and its backward pass, f32, TF32 and BF16, against float64: every mask with every width of heads, over few tokens and many.
 //!
 //! Of many tokens some are compared, as queries and as keys. What a key's gradient has from other queries is computed in float64 by the device's
-//! outputs and `lse` of them. Of BF16, the bounds of [`crate::flash_attention_bf16`] by the norm would hide one wrong element, so each element of
-//! `out` has a bound too. It is rounded once, and the weights p before they meet v: `sum p v` is off by at most `2^-8 sum p |v|`, and as
-//! roundings have either sign, by at most four times `2^-9 sqrt(sum p^2 v^2)`.
+//! outputs and `lse` of them. Below f32, the bounds of [`crate::flash_attention_tensor`] by the norm would hide one wrong element, so each element
+//! of `out` has a bound too. Of BF16 it is rounded once, and the weights p before they meet v: `sum p v` is off by at most `2^-8 sum p |v|`, and as
+//! roundings have either sign, by at most four times `2^-9 sqrt(sum p^2 v^2)`. Of TF32 p and v are rounded, and q and k, which changes a score of
+//! size 1 as one rounding more or two: four roundings of `2^-11`.
 
 use crate::flash_reference::{Inputs, PLAIN, Results, Setup, window};
 use crate::support::{on_each_device, relative_l2, tolerance};
-use stepscope::ops::{self, Attend, AttentionKept, QkNorm, Sees};
+use stepscope::ops::{self, Attend, AttentionKept, Precision, QkNorm, Sees};
 use stepscope::{Arena, Capacity, Device, DeviceKind, Tensor, bf16};
 
 /// Columns of a head.
@@ -20,8 +21,8 @@ struct Bounds {
     out: f64,
     lse: f64,
     gradients: f64,
-    /// Of an element of `out`, in units of what a rounding to BF16 may do to it: none for f32, whose norm tells.
-    element: Option<f64>,
+    /// Of an element of `out`, in units of what a rounding may do to it, and besides: none for f32, whose norm tells.
+    element: Option<[f64; 2]>,
 }
 
 impl Bounds {
@@ -30,10 +31,14 @@ impl Bounds {
         Self { out: all, lse: all, gradients: all, element: None }
     }
 
+    fn of_tf32(setup: Setup) -> Self {
+        let [out, lse, gradients] = crate::flash_attention_tensor::bounds::<f32>(setup.tokens.max(setup.width));
+        Self { out, lse, gradients, element: Some([4.0 / 2048.0, tolerance(setup.tokens.max(setup.width))]) }
+    }
+
     fn of_bf16(setup: Setup) -> Self {
-        let [out, lse, gradients] = crate::flash_attention_bf16::bounds(setup.tokens.max(setup.width));
-        // Weights are within 2^-17 before they are rounded, and so is their sum.
-        Self { out, lse: lse + 1.0 / f64::from(1 << 17), gradients, element: Some(1.0 / 256.0) }
+        let [out, lse, gradients] = crate::flash_attention_tensor::bounds::<bf16>(setup.tokens.max(setup.width));
+        Self { out, lse, gradients, element: Some([1.0 / 256.0, lse]) }
     }
 }
 
@@ -65,14 +70,15 @@ pub(crate) fn inputs<S: Attend>(setup: Setup) -> Inputs {
     inputs
 }
 
-/// The results of a device, of tensors of S, widened.
-pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device) -> Results<f32> {
+/// The results of a device, of tensors of S, widened; f32 in this precision.
+pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device, precision: Precision) -> Results<f32> {
     let Setup { batch, tokens, heads, width, .. } = inputs.setup;
     let narrow = |values: &[f32]| values.iter().map(|&x| S::narrow(x)).collect::<Vec<_>>();
     let widen = |values: Vec<S>| values.into_iter().map(S::widen).collect();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
     arena
         .step(|step| {
+            step.set_precision(precision);
             let form = inputs.form(|mask, shape| step.upload(mask, shape))?;
             let qkv = step.upload(&narrow(&inputs.qkv), inputs.setup.shape())?;
             let dout = step.upload(&narrow(&inputs.dout), [batch, tokens, heads[0] * width])?;
@@ -89,7 +95,7 @@ pub(crate) fn results<S: Attend>(inputs: &Inputs, device: &Device) -> Results<f3
 struct Row {
     lse: f64,
     out: Vec<f64>,
-    /// What roundings to BF16 may do to each element of `out`, in units of one.
+    /// What roundings may do to each element of `out`, in units of one.
     roundings: Vec<f64>,
 }
 
@@ -145,8 +151,8 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
             let error = (lse(token) - exact.lse).abs() / exact.lse.abs().max(1.0);
             within(format_args!("lse of token {token}"), error, bounds.lse)?;
             for (column, (&got, &want)) in got[0].iter().zip(&exact.out).enumerate() {
-                if let Some(rounding) = bounds.element {
-                    let limit = rounding * exact.roundings[column] + bounds.lse;
+                if let Some([rounding, besides]) = bounds.element {
+                    let limit = rounding * exact.roundings[column] + besides;
                     within(format_args!("out {column} of token {token}"), (f64::from(got) - want).abs(), limit)?;
                 }
             }
@@ -173,9 +179,10 @@ fn compare(inputs: &Inputs, [out, lse, dqkv]: &Results<f32>, bounds: Bounds) -> 
     let limits = [bounds.out, bounds.gradients, bounds.gradients, bounds.gradients];
     for ((what, limit), (got, want, parts)) in ["out", "dq", "dk", "dv"].into_iter().zip(limits).zip(seen) {
         // A token that sees itself alone has the gradient 0: what is left of the parts is by their norm.
-        let nothing = want.iter().all(|&x| x == 0.0);
-        let of = if nothing { parts.iter().map(|x| x * x).sum::<f64>().sqrt() } else { 1.0 };
-        within(format_args!("{what}"), relative_l2(&got, &want) / of, limit)?;
+        let size = |of: &[f64]| of.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let (size, parts) = (size(&want), size(&parts));
+        let error = relative_l2(&got, &want) * if size == 0.0 { 1.0 } else { size };
+        within(format_args!("{what}"), error / size.max(parts), limit)?;
     }
     Ok(())
 }
@@ -189,9 +196,9 @@ fn within(what: std::fmt::Arguments<'_>, error: f64, limit: f64) -> Result<(), S
 }
 
 /// Fails unless the results are within their bounds, and not with an element that is 1 % off, of which roundings take least.
-fn check<S: Attend>(device: &Device, setup: Setup, bounds: fn(Setup) -> Bounds) {
+fn check<S: Attend>(device: &Device, setup: Setup, precision: Precision, bounds: fn(Setup) -> Bounds) {
     let inputs = inputs::<S>(setup);
-    let mut results = results::<S>(&inputs, device);
+    let mut results = results::<S>(&inputs, device, precision);
     compare(&inputs, &results, bounds(setup)).unwrap_or_else(|reason| panic!("{setup:?}: {reason}"));
     let middle = inputs.length(0) / 2;
     let Row { out, roundings, .. } = Row::of(&inputs, [0; 2], middle).expect("a token that exists");
@@ -203,10 +210,10 @@ fn check<S: Attend>(device: &Device, setup: Setup, bounds: fn(Setup) -> Bounds) 
 }
 
 /// Whether the emulator is to run a setup: of many tokens, for which it takes minutes, each mask with the narrowest heads and each width with the
-/// window, which leaves most tiles out. BF16 takes twenty times as long. A GPU runs all.
-fn is_quick(setup: Setup, halves: bool) -> bool {
+/// window, which leaves most tiles out. What a GPU has matrix instructions for takes twenty times as long. A GPU runs all.
+fn is_quick(setup: Setup, by_tensor_cores: bool) -> bool {
     let (narrow, windowed) = (setup.width == WIDTHS[0], matches!(setup.sees, Sees::Window(_)));
-    match (setup.tokens, halves) {
+    match (setup.tokens, by_tensor_cores) {
         (..1000, _) | (1000, false) => true,
         (1000, true) | (_, false) => narrow || windowed,
         (_, true) => (narrow && setup.sees == Sees::Past) || (windowed && setup.width <= 64),
@@ -217,10 +224,11 @@ fn check_all(device: &Device, tokens: usize) {
     let on_gpu = device.description().kind == DeviceKind::Cuda;
     for setup in WIDTHS.into_iter().flat_map(|width| setups(tokens, width)) {
         if on_gpu || is_quick(setup, false) {
-            check::<f32>(device, setup, Bounds::of_f32);
+            check::<f32>(device, setup, Precision::Ieee, Bounds::of_f32);
         }
         if on_gpu || is_quick(setup, true) {
-            check::<bf16>(device, setup, Bounds::of_bf16);
+            check::<f32>(device, setup, Precision::Tf32, Bounds::of_tf32);
+            check::<bf16>(device, setup, Precision::Ieee, Bounds::of_bf16);
         }
     }
 }

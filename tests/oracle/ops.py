@@ -236,6 +236,7 @@ REFERENCES = {
     "layer_norm": lambda x, residual, gain, bias, epsilon: {"h": x + residual, "y": layer_norm(x + residual, gain, bias, epsilon)},
     "attention": attention,
     "flash_attention": flash_attention,
+    "flash_attention_tf32": flash_attention,
     "attention_cached": attention_cached,
     "qk_norm": qk_norm,
     "rotary": rotary,
@@ -280,9 +281,9 @@ KEPT = {
 }
 
 # Ops that take f32 alone: what has no BF16 form, casts, and updates of weights, which are f32.
-F32_ONLY = {"attention", "attention_cached", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
+F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
 # What rounds on the way is held by the norm of a result. So a planted error is one of all elements.
-BY_NORM = {"flash_attention_bf16"}
+BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}
 SUFFIX = "_bf16"
 EXPECTED = set(REFERENCES) | {f"{op}{SUFFIX}" for op in (set(REFERENCES) | set(KEPT)) - F32_ONLY}
 

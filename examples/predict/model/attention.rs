@@ -1,6 +1,6 @@
 //! Attention: tiles of pairs of tokens.
 
-use kernels::{flash_attention as f32s, flash_attention_bf16 as bf16s};
+use kernels::{flash_attention as ieee, flash_attention_tensor as tensor};
 use stepscope::Launch;
 
 use super::code::Code;
@@ -14,20 +14,22 @@ const OF_EXPONENTIAL: f64 = 30.0;
 const OF_CHUNK: f64 = 60.0;
 
 /// Rows that a block owns, and of a tile, of heads of up to `held` columns.
-fn of_f32(forward: bool, held: usize) -> [f64; 2] {
-    let shapes = if forward { f32s::FORWARD } else { f32s::QUERIES };
-    [f64::from(f32s::Shape::suiting(held, &shapes).rows()), f64::from(f32s::TILE)]
+fn of_ieee(forward: bool, held: usize) -> [f64; 2] {
+    let shapes = if forward { ieee::FORWARD } else { ieee::QUERIES };
+    [f64::from(ieee::Shape::suiting(held, &shapes).rows()), f64::from(ieee::TILE)]
 }
 
-fn of_bf16(forward: bool, keys: bool, held: usize) -> [f64; 2] {
-    let shapes = if forward {
-        bf16s::FORWARD
-    } else if keys {
-        bf16s::KEYS
-    } else {
-        bf16s::QUERIES
+/// The same, by matrix instructions.
+fn of_tensor(is_bf16: bool, forward: bool, keys: bool, held: usize) -> [f64; 2] {
+    let shapes: &[tensor::Shape] = match (is_bf16, forward, keys) {
+        (true, true, _) => &tensor::FORWARD_BF16,
+        (true, _, true) => &tensor::KEYS_BF16,
+        (true, ..) => &tensor::QUERIES_BF16,
+        (false, true, _) => &tensor::FORWARD_TF32,
+        (false, _, true) => &tensor::KEYS_TF32,
+        (false, ..) => &tensor::QUERIES_TF32,
     };
-    let shape = bf16s::Shape::suiting(held, &shapes);
+    let shape = tensor::Shape::suiting(held, shapes);
     [f64::from(shape.rows()), f64::from(shape.tile)]
 }
 
@@ -38,7 +40,7 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     let number = |at: usize| words[first + at] as f64;
     let (tokens, heads, kv_heads, width) = (number(0), number(1), number(2), number(3));
     let hot = code.hot.unwrap_or_default();
-    let is_bf16 = name.contains("bf16");
+    let (is_bf16, is_tf32) = (name.contains("bf16"), name.contains("tf32"));
     let mut work = Work::plain(launch, code);
     let (forward, keys) = (name.contains("forward"), name.contains("keys"));
     let products = if forward {
@@ -50,7 +52,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     };
     let held: usize = name.rsplit('_').next().and_then(|text| text.parse().ok()).unwrap_or(64);
     let element = if is_bf16 { 2.0 } else { 4.0 };
-    let [own, tile] = if is_bf16 { of_bf16(forward, keys, held) } else { of_f32(forward, held) };
+    let by_tensor_cores = is_bf16 || is_tf32;
+    let [own, tile] = if by_tensor_cores { of_tensor(is_bf16, forward, keys, held) } else { of_ieee(forward, held) };
     let group = if keys { heads / kv_heads } else { 1.0 };
     // Those of a block see half of all on average, and their own tile.
     let causal = (tokens + own) / 2.0;
@@ -63,8 +66,8 @@ pub(crate) fn work(launch: &Launch, code: &Code) -> Work {
     // Along y blocks have parts of the columns.
     let pairs = f64::from(launch.grid.x) * own * tiles * tile;
     let flops = 2.0 * products * pairs * width;
-    if is_bf16 {
-        work.mma_flops = 2.0 * 16.0 * 8.0 * 16.0;
+    if by_tensor_cores {
+        work.mma_flops = 2.0 * 16.0 * 8.0 * if is_bf16 { 16.0 } else { 8.0 };
         work.turns = tiles;
         work.turn = hot;
         work.turn_shared = 4.0 * (hot.shared + hot.copies);

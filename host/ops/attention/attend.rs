@@ -1,17 +1,18 @@
 //! Which kernels attend to tensors of a type.
 //!
-//! Invariant: the tensors' type, the form and the norm alone say which kernels run.
+//! Invariant: the tensors' type, the form, the norm and the step's precision alone say which kernels run.
 
 use super::form::{AttentionForm, Sizes};
 use super::made::{Attention, AttentionKept};
 use super::short;
 use crate::error::{Error, Result};
 use crate::ops::QkNorm;
+use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::Slice;
 use half::bf16;
-use kernels::{flash_attention as of_f32, flash_attention_bf16 as of_bf16};
+use kernels::{flash_attention as ieee, flash_attention_tensor as tensor};
 
 /// What attention takes: tensors of f32 or of BF16.
 pub trait Attend: Stored {
@@ -75,36 +76,9 @@ fn mask<'m>(mask: &'m Option<Saved<'_, u32>>) -> Slice<'m, u32> {
     mask.as_ref().map_or_else(Slice::empty, Source::slice)
 }
 
-/// How the kernels of a type are queued: by what all of them are told, and what each is given besides.
-macro_rules! queue {
-    ($S:ty: $kernels:ident, $forward:ident, [$queries:ident, $keys:ident]) => {
-        fn queue<'s>(
-            step: &Step<'s>,
-            qkv: &impl Source<'s, $S>,
-            form: &AttentionForm<'s>,
-            sizes: Sizes,
-            (out, lse): (&mut Tensor<'s, $S>, &mut Tensor<'s>),
-        ) -> Result<()> {
-            queue!(@ step, qkv, form, sizes, $kernels, $forward, FORWARD, out: out.out(), lse: lse.out())
-        }
-
-        fn queue_backward<'s>(
-            step: &Step<'s>,
-            qkv: &impl Source<'s, $S>,
-            form: &AttentionForm<'s>,
-            sizes: Sizes,
-            [lse, delta]: [&dyn Source<'s, f32>; 2],
-            dout: &impl Source<'s, $S>,
-            dqkv: &mut Tensor<'s, $S>,
-        ) -> Result<()> {
-            queue!(@ step, qkv, form, sizes, $kernels, $queries, QUERIES,
-                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out())?;
-            queue!(@ step, qkv, form, sizes, $kernels, $keys, KEYS,
-                lse: lse.slice(), delta: delta.slice(), dout: dout.slice(), dqkv: dqkv.out())
-        }
-    };
-    (@ $step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident, $kernel:ident, $SHAPES:ident,
-        $($name:ident: $value:expr),*) => {
+/// Queues a kernel: of a shape that suits the heads, told what all kernels are told, and what it is given besides.
+macro_rules! launch {
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident::$kernel:ident, $SHAPES:ident, $($name:ident: $value:expr),*) => {
         $step.launch($kernels::$kernel {
             shape: $kernels::Shape::suiting($sizes.width, &$kernels::$SHAPES),
             qkv: $qkv.slice(),
@@ -120,6 +94,24 @@ macro_rules! queue {
             $($name: $value),*
         })
     };
+}
+
+/// Queues the kernels for the gradients.
+macro_rules! launch_backward {
+    ($step:ident, $qkv:ident, $form:ident, $sizes:ident, $kernels:ident: [$queries:ident, $QUERIES:ident], [$keys:ident, $KEYS:ident],
+        $statistics:ident, $dout:ident, $dqkv:ident) => {{
+        let [lse, delta] = $statistics;
+        launch!($step, $qkv, $form, $sizes, $kernels::$queries, $QUERIES,
+            lse: lse.slice(), delta: delta.slice(), dout: $dout.slice(), dqkv: $dqkv.out())?;
+        launch!($step, $qkv, $form, $sizes, $kernels::$keys, $KEYS,
+            lse: lse.slice(), delta: delta.slice(), dout: $dout.slice(), dqkv: $dqkv.out())
+    }};
+}
+
+/// Whether f32 is multiplied as TF32: in a step below [`Precision::Ieee`], where the kernels have the heads and the scale.
+fn by_tensor_cores(step: &Step<'_>, form: &AttentionForm<'_>, sizes: Sizes) -> bool {
+    let widest = tensor::FORWARD_TF32[tensor::FORWARD_TF32.len() - 1].width;
+    step.precision() != Precision::Ieee && sizes.width <= widest && form.scale.is_none_or(|scale| scale > 0.0)
 }
 
 impl Attend for f32 {
@@ -152,7 +144,35 @@ impl Attend for f32 {
         short::backward(step, op, qkv, norm, form.scale, kept, dout, sizes, gains)
     }
 
-    queue!(f32: of_f32, flash_forward, [flash_queries, flash_keys]);
+    fn queue<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, f32>,
+        form: &AttentionForm<'s>,
+        sizes: Sizes,
+        (out, lse): (&mut Tensor<'s>, &mut Tensor<'s>),
+    ) -> Result<()> {
+        if by_tensor_cores(step, form, sizes) {
+            return launch!(step, qkv, form, sizes, tensor::flash_forward_tensor, FORWARD_TF32, out: out.out(), lse: lse.out());
+        }
+        launch!(step, qkv, form, sizes, ieee::flash_forward, FORWARD, out: out.out(), lse: lse.out())
+    }
+
+    fn queue_backward<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, f32>,
+        form: &AttentionForm<'s>,
+        sizes: Sizes,
+        statistics: [&dyn Source<'s, f32>; 2],
+        dout: &impl Source<'s, f32>,
+        dqkv: &mut Tensor<'s>,
+    ) -> Result<()> {
+        if by_tensor_cores(step, form, sizes) {
+            return launch_backward!(step, qkv, form, sizes,
+                tensor: [flash_queries_tensor, QUERIES_TF32], [flash_keys_tensor, KEYS_TF32], statistics, dout, dqkv);
+        }
+        launch_backward!(step, qkv, form, sizes,
+            ieee: [flash_queries, QUERIES], [flash_keys, KEYS], statistics, dout, dqkv)
+    }
 }
 
 impl Attend for bf16 {
@@ -193,5 +213,26 @@ impl Attend for bf16 {
         Err(Error::misuse(op, "what attention of BF16 tensors gave", "what the kernel for few tokens of f32 gives"))
     }
 
-    queue!(bf16: of_bf16, flash_forward_bf16, [flash_queries_bf16, flash_keys_bf16]);
+    fn queue<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, bf16>,
+        form: &AttentionForm<'s>,
+        sizes: Sizes,
+        (out, lse): (&mut Tensor<'s, bf16>, &mut Tensor<'s>),
+    ) -> Result<()> {
+        launch!(step, qkv, form, sizes, tensor::flash_forward_tensor, FORWARD_BF16, out: out.out(), lse: lse.out())
+    }
+
+    fn queue_backward<'s>(
+        step: &Step<'s>,
+        qkv: &impl Source<'s, bf16>,
+        form: &AttentionForm<'s>,
+        sizes: Sizes,
+        statistics: [&dyn Source<'s, f32>; 2],
+        dout: &impl Source<'s, bf16>,
+        dqkv: &mut Tensor<'s, bf16>,
+    ) -> Result<()> {
+        launch_backward!(step, qkv, form, sizes,
+            tensor: [flash_queries_tensor, QUERIES_BF16], [flash_keys_tensor, KEYS_BF16], statistics, dout, dqkv)
+    }
 }

@@ -38,6 +38,9 @@ pub use made::{Attention, AttentionKept};
 /// BF16: heads of a multiple of 8 columns, a scale above 0. Scores are products of BF16 with f32 sums; the softmax is f32, rounded to BF16 where
 /// it is multiplied with v; `out` is rounded once.
 ///
+/// f32 in a step below [`Precision::Ieee`](crate::ops::Precision): the same with TF32 in BF16's place and an `out` that is not rounded, for heads
+/// of up to 128 columns and a scale above 0; others, and the one launch for up to 16 tokens, multiply f32 as it is.
+///
 /// A query that sees no key gives 0. A key that is not seen has the weight 0: its value reaches nothing, unless it is infinite or NaN.
 ///
 /// # Errors

@@ -93,7 +93,7 @@ impl<'p> Part<'p> {
         unroll_on_gpu!(pass < PASSES => {
             let to = self.to + pass as u32 * self.threads * CHUNK_WORDS;
             // SAFETY: eight elements that lie inside the operand, on 16 bytes, as the caller promises.
-            unsafe { stage.copy8(to, self.operand.values, self.from) };
+            unsafe { stage.copy_chunk(to, self.operand.values, self.from) };
             // Step by step, so that one register has the place of all chunks.
             self.from = opaque_place(self.from.wrapping_add(self.chunk_stride));
         });

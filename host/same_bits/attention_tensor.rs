@@ -1,4 +1,4 @@
-//! The cases of attention of BF16 tensors, which every variant of a family has.
+//! The cases of attention by matrix instructions, which every variant of a family has.
 //!
 //! Invariant: that of [`cases`](super::cases). Every sum is exact, so that the order of a GPU's matrix instructions changes nothing: q, k, v
 //! and dout are small whole numbers, the more of them 0 the wider a head is, and the weights powers of two, since a score counts ln 2.
@@ -8,21 +8,20 @@
 use super::inputs::Inputs;
 use crate::error::Result;
 use crate::tensor::{Source, Stored, Target, Tensor};
-use half::bf16;
 use kernels::flash_attention::CAUSAL;
-use kernels::flash_attention_bf16::{Shape, flash_forward_bf16, flash_keys_bf16, flash_queries_bf16};
+use kernels::flash_attention_tensor::{Shape, flash_forward_tensor, flash_keys_tensor, flash_queries_tensor};
 use std::f32::consts::LN_2;
 
 /// Batch, tokens, heads and key heads; whether they are stacked; the window; whether there are documents and lengths.
 type Sizes = ([u32; 4], bool, u32, bool);
 
 /// Attention of some form.
-struct Case<'s> {
+struct Case<'s, S: Stored> {
     sizes: Sizes,
     width: u32,
     documents: Tensor<'s, u32>,
     lengths: Tensor<'s, u32>,
-    qkv: Tensor<'s, bf16>,
+    qkv: Tensor<'s, S>,
 }
 
 /// Each way that heads lie and each mask, over several tiles with tails.
@@ -45,7 +44,7 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// Attention of each form, by turns in the widest head of a shape and in one with a tail.
-    fn attends_bf16(&self, shape: Shape, run: impl Fn(&Case<'s>) -> Result<()>) -> Result<()> {
+    fn attends_by_tensor<S: Stored>(&self, shape: Shape, run: impl Fn(&Case<'s, S>) -> Result<()>) -> Result<()> {
         let widths = [shape.width as u32, shape.width as u32 / 2 + 8];
         for (&sizes, width) in self.by_form(&WHOLE[..], &SMALLEST).iter().zip(widths.into_iter().cycle()) {
             let ([batch, tokens, heads, kv_heads], _, _, masked) = sizes;
@@ -65,7 +64,7 @@ impl<'s> Inputs<'_, 's> {
     }
 
     /// `lse`, `delta` and `dout`: the first is that of scores up to 8.
-    fn gradients_bf16(&self, case: &Case<'s>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, bf16>)> {
+    fn gradients_by_tensor<S: Stored>(&self, case: &Case<'s, S>) -> Result<(Tensor<'s>, Tensor<'s>, Tensor<'s, S>)> {
         let statistics = case.statistics();
         let lse: Vec<f32> =
             self.random.borrow_mut().belows(statistics, 4).into_iter().map(|more| (8 + more) as f32 * LN_2).collect();
@@ -77,7 +76,7 @@ impl<'s> Inputs<'_, 's> {
     }
 }
 
-impl Case<'_> {
+impl<S: Stored> Case<'_, S> {
     fn statistics(&self) -> usize {
         let ([batch, tokens, heads, _], ..) = self.sizes;
         (batch * tokens * heads) as usize
@@ -105,32 +104,32 @@ macro_rules! launch {
     }};
 }
 
-pub(super) fn forward(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_bf16(shape, |case| {
+pub(super) fn forward<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
         let outputs = case.statistics() * case.width as usize;
-        let (mut out, mut lse) = (i.step.empty([outputs])?, i.step.empty([case.statistics()])?);
-        launch!(i, flash_forward_bf16, shape, case, { out: out.out(), lse: lse.out() })?;
+        let (mut out, mut lse) = (i.step.empty::<S>([outputs])?, i.step.empty([case.statistics()])?);
+        launch!(i, flash_forward_tensor, shape, case, { out: out.out(), lse: lse.out() })?;
         i.keep(&out)?;
         i.keep(&lse)
     })
 }
 
-pub(super) fn queries(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_bf16(shape, |case| {
-        let (lse, delta, dout) = i.gradients_bf16(case)?;
-        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+pub(super) fn queries<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_queries_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_queries_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }
 
-pub(super) fn keys(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
-    i.attends_bf16(shape, |case| {
-        let (lse, delta, dout) = i.gradients_bf16(case)?;
-        let mut dqkv = i.sparse::<bf16>(case.qkv.shape().elements(), 1, 2)?;
+pub(super) fn keys<S: Stored>(i: &Inputs<'_, '_>, shape: Shape) -> Result<()> {
+    i.attends_by_tensor::<S>(shape, |case| {
+        let (lse, delta, dout) = i.gradients_by_tensor(case)?;
+        let mut dqkv = i.sparse::<S>(case.qkv.shape().elements(), 1, 2)?;
         let (lse, delta, dout) = (lse.slice(), delta.slice(), dout.slice());
-        launch!(i, flash_keys_bf16, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
+        launch!(i, flash_keys_tensor, shape, case, { lse: lse, delta: delta, dout: dout, dqkv: dqkv.out() })?;
         i.keep(&dqkv)
     })
 }

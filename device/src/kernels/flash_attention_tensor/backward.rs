@@ -3,65 +3,35 @@
 //!
 //! Invariant: p is computed from the score and `lse` in the same way in both.
 
-use super::shape::CHUNK;
 use super::tile::Memory;
 use crate::block::opaque;
-use crate::flash_attention::place::{Place, Problem, Rows};
+use crate::flash_attention::place::{Place, Problem};
 use crate::math::exp2_negative;
-use crate::squares::{Sums, quad, quad_place};
+use crate::squares::{Multiplied, Sums};
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
-use crate::vector::{F4, load};
-use crate::warp::stay_together;
+use crate::vector::load;
 use core::f32::consts::LOG2_E;
 use cuda_std::{GpuFloat, thread};
-use half::bf16;
-
-/// Writes a lane's sums of the block's own rows, times `factor`, to chunks of columns from `first_chunk` on; 0 for tokens that do not exist.
-///
-/// # Safety
-/// The rows lie inside `out`, up to token `tokens`. All lanes of the warp make the call.
-#[inline(always)]
-unsafe fn write<const SQUARES: usize, const MADE: usize>(
-    sums: &Sums<SQUARES, MADE>,
-    factor: f32,
-    rows: Rows<'_, bf16>,
-    first_chunk: usize,
-    [first, length, tokens, width]: [u32; 4],
-    out: *mut bf16,
-) {
-    let [line, column] = quad_place();
-    unroll_on_gpu!(m < 2 => {
-        if m < SQUARES {
-            let token = first + 16 * m as u32 + line;
-            let start = rows.start + token as usize * rows.stride;
-            // SAFETY: all lanes are here. The row lies inside `out`, and the columns in the row.
-            unsafe {
-                stay_together();
-                unroll_on_gpu!(n < MADE, at most 32 => {
-                    let value = quad(sums[m][n]);
-                    let column = (first_chunk + n) as u32 * CHUNK + column;
-                    if token < tokens && column < width {
-                        let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
-                        value.store(out, start + column as usize);
-                    }
-                });
-            }
-        }
-    });
-}
 
 /// Computes dq of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks, `MADE` tiles of columns. All threads of the block call it
+/// together.
 #[inline(always)]
-pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHUNKS: usize>(
-    problem: Problem<'_, bf16>,
+pub(super) unsafe fn queries<
+    S: Multiplied,
+    const SQUARES: usize,
+    const TILES: usize,
+    const CHUNKS: usize,
+    const MADE: usize,
+>(
+    problem: Problem<'_, S>,
     lse: &[f32],
     delta: &[f32],
-    dout: &[bf16],
-    dqkv: *mut bf16,
+    dout: &[S],
+    dqkv: *mut S,
 ) {
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
     // agree on tiles. The lanes of a warp come together to what they multiply.
@@ -77,18 +47,23 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
         let bounds = [sight.length, problem.width];
         let factor = problem.scale * LOG2_E;
 
-        let mut sums: Sums<SQUARES, CHUNKS> = [[[0.0; 4]; CHUNKS]; SQUARES];
+        let mut sums: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
         if from < until {
             memory.copy(memory.own(0), rows, q, first, bounds);
             memory.copy(memory.own(1), rows, problem.output_rows(dout, sample, head), first, bounds);
             memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
             memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
             commit_copies();
+            wait_copies::<0>();
+            memory.round::<S>(memory.own(0), rows);
+            memory.round::<S>(memory.own(1), rows);
         }
         let mut tile = from;
         while tile < until {
             let slot = (tile - from) % 2;
             wait_copies::<0>();
+            memory.round::<S>(memory.slot(slot, 0), of_tile);
+            memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
             // Into the slot that all warps have left.
             if tile + 1 < until {
@@ -101,8 +76,8 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
             if memory.none_seen(sight, place, false) {
                 continue;
             }
-            let mut scores = memory.dots(0, memory.slot(slot, 0));
-            let mut gradients = memory.dots(1, memory.slot(slot, 1));
+            let mut scores = memory.dots::<S>(0, memory.slot(slot, 0));
+            let mut gradients = memory.dots::<S>(1, memory.slot(slot, 1));
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
                 memory.hide(&mut gradients, sight, place, false, 0.0);
@@ -127,12 +102,12 @@ pub(super) unsafe fn queries<const SQUARES: usize, const TILES: usize, const CHU
                     });
                 }
             });
-            memory.mix(&mut sums, &gradients, memory.slot(slot, 0), 0);
+            memory.mix::<S, MADE>(&mut sums, &gradients, memory.slot(slot, 0), 0);
         }
         // Found again: to wait for the end of the loop would take registers from the sums.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
-        let (first, q) = (first + memory.first_row(), problem.rows(0, sample, head));
-        write(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
+        let q = problem.rows(0, sample, head);
+        memory.store(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
     }
 }
 
@@ -154,17 +129,23 @@ unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: u
     }
 }
 
-/// Computes dk and dv of this block's keys, of `MADE` chunks of columns: those of the block's number along y.
+/// Computes dk and dv of this block's keys, of `MADE` tiles of columns: those of the block's number along y.
 ///
 /// # Safety
-/// As for [`queries`].
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks. All threads of the block call it together.
 #[inline(always)]
-pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS: usize, const MADE: usize>(
-    problem: Problem<'_, bf16>,
+pub(super) unsafe fn keys<
+    S: Multiplied,
+    const SQUARES: usize,
+    const TILES: usize,
+    const CHUNKS: usize,
+    const MADE: usize,
+>(
+    problem: Problem<'_, S>,
     lse: &[f32],
     delta: &[f32],
-    dout: &[bf16],
-    dqkv: *mut bf16,
+    dout: &[S],
+    dqkv: *mut S,
 ) {
     // SAFETY: as in `queries`.
     unsafe {
@@ -172,7 +153,6 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
         let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
         let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
         let [from, until] = sight.queries_of(first, rows, of_tile);
-        let (k, v) = (problem.rows(1, sample, kv_head), problem.rows(2, sample, kv_head));
         let made = thread::block_idx_y() as usize * MADE;
         let bounds = [sight.length, problem.width];
         let factor = problem.scale * LOG2_E;
@@ -191,15 +171,20 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
         let (mut head, behind) = (kv_head * problem.group(), (kv_head + 1) * problem.group());
         let (mut tile, mut slot) = (from, 0);
         if from < until {
-            memory.copy(memory.own(0), rows, k, first, bounds);
-            memory.copy(memory.own(1), rows, v, first, bounds);
+            memory.copy(memory.own(0), rows, problem.rows(1, sample, kv_head), first, bounds);
+            memory.copy(memory.own(1), rows, problem.rows(2, sample, kv_head), first, bounds);
             copy(0, head, from);
+            wait_copies::<0>();
+            memory.round::<S>(memory.own(0), rows);
+            memory.round::<S>(memory.own(1), rows);
         } else {
             head = behind;
         }
         while head < behind {
             let (next_head, next_tile) = if tile + 1 < until { (head, tile + 1) } else { (head + 1, from) };
             wait_copies::<0>();
+            memory.round::<S>(memory.slot(slot, 0), of_tile);
+            memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
             // Into the slot that all warps have left.
             if next_head < behind {
@@ -210,8 +195,8 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
             if memory.none_seen(sight, place, true) {
                 continue;
             }
-            let mut scores = memory.dots(0, memory.slot(here, 0));
-            let mut gradients = memory.dots(1, memory.slot(here, 1));
+            let mut scores = memory.dots::<S>(0, memory.slot(here, 0));
+            let mut gradients = memory.dots::<S>(1, memory.slot(here, 1));
             if !memory.all_seen(sight, place, true) {
                 memory.hide(&mut scores, sight, place, true, f32::NEG_INFINITY);
                 memory.hide(&mut gradients, sight, place, true, 0.0);
@@ -229,11 +214,14 @@ pub(super) unsafe fn keys<const SQUARES: usize, const TILES: usize, const CHUNKS
                     }
                 });
             });
-            memory.mix(&mut dv, &scores, memory.slot(here, 1), made);
-            memory.mix(&mut dk, &gradients, memory.slot(here, 0), made);
+            memory.mix::<S, MADE>(&mut dv, &scores, memory.slot(here, 1), made);
+            memory.mix::<S, MADE>(&mut dk, &gradients, memory.slot(here, 0), made);
         }
-        let bounds = [first + memory.first_row(), sight.length, problem.tokens, problem.width];
-        write(&dk, problem.scale, k, made, bounds, dqkv);
-        write(&dv, 1.0, v, made, bounds, dqkv);
+        // As in `queries`.
+        let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.kv_heads, false);
+        let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
+        let bounds = [first, sight.length, problem.tokens, problem.width];
+        memory.store(&dk, problem.scale, k, made, bounds, dqkv);
+        memory.store(&dv, 1.0, v, made, bounds, dqkv);
     }
 }

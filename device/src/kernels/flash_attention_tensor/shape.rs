@@ -10,8 +10,10 @@
 pub const BLOCK: u32 = 32 * WARPS;
 /// Warps of a block.
 pub(super) const WARPS: u32 = 4;
-/// Elements of a copy of 16 bytes.
-pub(super) const CHUNK: u32 = 8;
+/// Columns of a tile of sums, which an instruction gives.
+pub(super) const COLUMNS: u32 = 8;
+/// Bytes of a chunk, which a thread copies at once.
+const CHUNK_BYTES: u32 = 16;
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,12 +26,19 @@ pub struct Shape {
     pub width: usize,
     /// Blocks that divide the columns of a gradient.
     pub parts: u32,
+    /// Bytes of an element in memory.
+    pub bytes: u32,
 }
 
 impl Shape {
-    /// A warp owns so many squares of rows, and passes over tiles of `tile` rows, of up to `width` columns.
-    pub const fn new(squares: usize, tile: u32, width: usize) -> Self {
-        Self { squares, tile, width, parts: 1 }
+    /// A warp owns so many squares of rows, and passes over tiles of `tile` rows, of up to `width` columns of BF16.
+    pub const fn of_bf16(squares: usize, tile: u32, width: usize) -> Self {
+        Self { squares, tile, width, parts: 1, bytes: 2 }
+    }
+
+    /// The same, of f32.
+    pub const fn of_f32(squares: usize, tile: u32, width: usize) -> Self {
+        Self { bytes: 4, ..Self::of_bf16(squares, tile, width) }
     }
 
     /// So many blocks divide the columns.
@@ -39,28 +48,28 @@ impl Shape {
 
     /// Rows that a block owns.
     pub const fn rows(self) -> u32 {
-        16 * WARPS * self.squares as u32
+        rows_of(self.squares)
     }
 
     /// Tiles of eight columns that the scores of a warp's rows have.
     pub const fn tiles(self) -> usize {
-        (self.tile / CHUNK) as usize
+        (self.tile / COLUMNS) as usize
     }
 
     /// Chunks of a row.
     pub const fn chunks(self) -> usize {
-        self.width / CHUNK as usize
+        self.width * self.bytes as usize / CHUNK_BYTES as usize
     }
 
-    /// Chunks of a row of which a block makes a gradient.
+    /// Tiles of eight columns that a block makes of its rows.
     pub const fn made(self) -> usize {
-        self.chunks() / self.parts as usize
+        self.width / COLUMNS as usize / self.parts as usize
     }
 
     /// What widths of heads are multiples of, and the widest.
     #[cfg(not(target_arch = "nvptx64"))]
     pub(super) const fn widths(self) -> (u32, usize) {
-        (CHUNK, self.width)
+        (CHUNK_BYTES / self.bytes, self.width)
     }
 
     /// The first of these, whose widths ascend, that suits heads of `width` columns; else the last.
@@ -74,6 +83,11 @@ impl Shape {
 
     /// Shared bytes of a kernel whose block owns rows of so many arrays, and which keeps so many numbers for each row of a tile.
     pub const fn shared_bytes(self, arrays: u32, numbers: u32) -> u32 {
-        (self.rows() * arrays + 2 * 2 * self.tile) * 2 * self.width as u32 + 2 * numbers * self.tile * 4
+        (self.rows() * arrays + 2 * 2 * self.tile) * self.bytes * self.width as u32 + 2 * numbers * self.tile * 4
     }
+}
+
+/// Rows of a block whose warps own so many squares.
+pub(super) const fn rows_of(squares: usize) -> u32 {
+    16 * WARPS * squares as u32
 }

@@ -1,5 +1,5 @@
-//! Self-attention of BF16 tensors over any number of tokens, by matrix instructions with sums in f32: as
-//! [`flash_attention`](super::flash_attention), whose parameters and gradients these are, with what memory holds halved.
+//! Self-attention over any number of tokens by matrix instructions with sums in f32: as [`flash_attention`](super::flash_attention), whose
+//! parameters and gradients these are. Tensors are BF16, with what memory holds halved, or f32 that is multiplied as TF32.
 //!
 //! A block owns some rows of one head, and passes over the others of that head in tiles. Its four warps share nothing but the tiles: a
 //! warp has rows of its own, all columns of a tile, and so a whole row of scores in four lanes.
@@ -12,13 +12,14 @@
 //!                          of its group
 //!
 //! global memory                shared memory, two slots          registers
-//! rows of a tile  -- cp.async -->  swizzled rows  -- ldmatrix -->  scores  -- rounded to BF16 -->  a factor of the second product
-//!                                  (squares.rs)      (.trans)              (as the first product left them: no lane moves any)
+//! rows of a tile  -- cp.async -->  swizzled rows  -- ldmatrix -->  scores  -- rounded -->  a factor of the second product
+//!                                  (squares.rs)                           (as the first product left them: no lane moves any)
 //! ```
 //! Invariant: the order of every sum follows from the numbers of tokens, columns and heads alone, and from the family's table. Scores, dp
 //! and outputs are products as [`squares`](crate::squares) says: on one device they depend neither on the grid nor on the run; emulator
-//! and GPU may differ as those of [`matmul_bf16`](super::matmul_bf16) do. p and ds are f32, rounded to BF16 once, for the second product. The
-//! sum of p adds them unrounded. Exponents are of 2: p = 2^(score scale log2 e - maximum), so `scale` is above 0.
+//! and GPU may differ as those of [`matmul_bf16`](super::matmul_bf16) do. p and ds are f32, rounded once, for the second product; q, k, v and
+//! dout of f32 are rounded to TF32 for each product. The sum of p adds them unrounded. Exponents are of 2: p = 2^(score scale log2 e - maximum),
+//! so `scale` is above 0.
 
 mod backward;
 mod forward;
@@ -35,26 +36,35 @@ use forward::forward;
 use half::bf16;
 pub use shape::{BLOCK, Shape};
 
-/// The shapes of the forward kernel, by the widest head of each.
-pub const FORWARD: [Shape; 3] = [Shape::new(2, 64, 64), Shape::new(2, 64, 128), Shape::new(1, 32, 256)];
+/// The shapes of the forward kernel of BF16, by the widest head of each.
+pub const FORWARD_BF16: [Shape; 3] =
+    [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 32, 256)];
 /// The shapes of the kernel for the gradient of q.
-pub const QUERIES: [Shape; 3] = [Shape::new(1, 64, 64), Shape::new(2, 32, 128), Shape::new(1, 16, 256)];
+pub const QUERIES_BF16: [Shape; 3] =
+    [Shape::of_bf16(1, 64, 64), Shape::of_bf16(2, 32, 128), Shape::of_bf16(1, 16, 256)];
 /// The shapes of the kernel for the gradients of k and v. Of the widest heads a block makes half of the columns.
-pub const KEYS: [Shape; 3] = [Shape::new(2, 32, 64), Shape::new(1, 32, 128), Shape::new(1, 16, 256).in_parts(2)];
+pub const KEYS_BF16: [Shape; 3] =
+    [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 32, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
+
+/// The shapes of the forward kernel of f32. Of wider heads the rows of a block do not fit in the shared memory of a GB10.
+pub const FORWARD_TF32: [Shape; 2] = [Shape::of_f32(2, 64, 64), Shape::of_f32(1, 32, 128)];
+/// The shapes of the kernel for the gradient of q.
+pub const QUERIES_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1, 16, 128)];
+/// The shapes of the kernel for the gradients of k and v.
+pub const KEYS_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1, 16, 128)];
 
 family! {
-    /// Attention of BF16 tensors; the parameters are those of [`flash_forward`](struct@super::flash_attention::flash_forward), and widths are
-    /// multiples of 8.
-    flash_forward_bf16(shape: Shape as SHAPE) {
-        /// Up to 64 columns.
-        flash_forward_of_bf16_64 = FORWARD[0];
-        /// Up to 128 columns.
-        flash_forward_of_bf16_128 = FORWARD[1];
-        /// Up to 256 columns.
-        flash_forward_of_bf16_256 = FORWARD[2];
+    /// Attention; the parameters are those of [`flash_forward`](struct@super::flash_attention::flash_forward), and widths of BF16 are multiples
+    /// of 8.
+    flash_forward_tensor<S: Stored>(shape: Shape as SHAPE) {
+        flash_forward_of_bf16_64: bf16 = FORWARD_BF16[0];
+        flash_forward_of_bf16_128: bf16 = FORWARD_BF16[1];
+        flash_forward_of_bf16_256: bf16 = FORWARD_BF16[2];
+        flash_forward_of_tf32_64: f32 = FORWARD_TF32[0];
+        flash_forward_of_tf32_128: f32 = FORWARD_TF32[1];
     }
     unsafe fn(
-        qkv: &[bf16],
+        qkv: &[S],
         documents: &[u32],
         lengths: &[u32],
         tokens: u32,
@@ -64,12 +74,12 @@ family! {
         stacked: u32,
         window: u32,
         scale: f32,
-        out: *mut bf16,
+        out: *mut S,
         lse: *mut f32,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
-        unsafe { forward::<{ SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }>(problem, out, lse) }
+        unsafe { forward::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse) }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token; `lse` has an element for each token of a head. Each
     // block has rows of its own, and touches only those below `tokens`.
@@ -84,23 +94,22 @@ family! {
 }
 
 family! {
-    /// The gradient of q; the parameters are those of [`flash_queries`](struct@super::flash_attention::flash_queries), and widths are multiples of
-    /// 8.
-    flash_queries_bf16(shape: Shape as SHAPE) {
-        /// Up to 64 columns.
-        flash_queries_of_bf16_64 = QUERIES[0];
-        /// Up to 128 columns.
-        flash_queries_of_bf16_128 = QUERIES[1];
-        /// Up to 256 columns.
-        flash_queries_of_bf16_256 = QUERIES[2];
+    /// The gradient of q; the parameters are those of [`flash_queries`](struct@super::flash_attention::flash_queries), and widths of BF16 are
+    /// multiples of 8.
+    flash_queries_tensor<S: Stored>(shape: Shape as SHAPE) {
+        flash_queries_of_bf16_64: bf16 = QUERIES_BF16[0];
+        flash_queries_of_bf16_128: bf16 = QUERIES_BF16[1];
+        flash_queries_of_bf16_256: bf16 = QUERIES_BF16[2];
+        flash_queries_of_tf32_64: f32 = QUERIES_TF32[0];
+        flash_queries_of_tf32_128: f32 = QUERIES_TF32[1];
     }
     unsafe fn(
-        qkv: &[bf16],
+        qkv: &[S],
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
-        dout: &[bf16],
+        dout: &[S],
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -108,13 +117,15 @@ family! {
         stacked: u32,
         window: u32,
         scale: f32,
-        dqkv: *mut bf16,
+        dqkv: *mut S,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
-        unsafe { queries::<{ SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }>(problem, lse, delta, dout, dqkv) }
+        unsafe { queries::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
+                problem, lse, delta, dout, dqkv,
+            ) }
     }
-    // SAFETY: as for `flash_forward_bf16`; `dqkv` is as long as `qkv`.
+    // SAFETY: as for `flash_forward_tensor`; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
@@ -126,23 +137,22 @@ family! {
 }
 
 family! {
-    /// The gradients of k and v; the parameters are those of [`flash_keys`](struct@super::flash_attention::flash_keys), and widths are multiples of
-    /// 8.
-    flash_keys_bf16(shape: Shape as SHAPE) {
-        /// Up to 64 columns.
-        flash_keys_of_bf16_64 = KEYS[0];
-        /// Up to 128 columns.
-        flash_keys_of_bf16_128 = KEYS[1];
-        /// Up to 256 columns.
-        flash_keys_of_bf16_256 = KEYS[2];
+    /// The gradients of k and v; the parameters are those of [`flash_keys`](struct@super::flash_attention::flash_keys), and widths of BF16 are
+    /// multiples of 8.
+    flash_keys_tensor<S: Stored>(shape: Shape as SHAPE) {
+        flash_keys_of_bf16_64: bf16 = KEYS_BF16[0];
+        flash_keys_of_bf16_128: bf16 = KEYS_BF16[1];
+        flash_keys_of_bf16_256: bf16 = KEYS_BF16[2];
+        flash_keys_of_tf32_64: f32 = KEYS_TF32[0];
+        flash_keys_of_tf32_128: f32 = KEYS_TF32[1];
     }
     unsafe fn(
-        qkv: &[bf16],
+        qkv: &[S],
         documents: &[u32],
         lengths: &[u32],
         lse: &[f32],
         delta: &[f32],
-        dout: &[bf16],
+        dout: &[S],
         tokens: u32,
         heads: u32,
         kv_heads: u32,
@@ -150,17 +160,17 @@ family! {
         stacked: u32,
         window: u32,
         scale: f32,
-        dqkv: *mut bf16,
+        dqkv: *mut S,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
         unsafe {
-            keys::<{ SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
+            keys::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
         }
     }
-    // SAFETY: as for `flash_queries_bf16`; the grid has a layer along y for each part of the columns.
+    // SAFETY: as for `flash_queries_tensor`; the grid has a layer along y for each part of the columns.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;

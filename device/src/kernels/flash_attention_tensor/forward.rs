@@ -2,19 +2,17 @@
 //!
 //! Invariant: the four lanes of a row have the same maximum, bit for bit; each has the sum of its own keys until the end.
 
-use super::shape::CHUNK;
 use super::tile::Memory;
 use crate::block::opaque;
 use crate::flash_attention::place::{Place, Problem};
 use crate::math::{self, exp2_negative, exp2_scaled, exp2_sum, larger_or_nan};
-use crate::squares::{Sums, quad, quad_place};
+use crate::squares::{Multiplied, Sums};
 use crate::tile::{commit_copies, wait_copies};
 use crate::unroll_on_gpu;
 use crate::vector::store;
 use crate::warp::{add, combine_lanes, stay_together};
 use core::f32::consts::LOG2_E;
 use cuda_std::{GpuFloat, thread, warp};
-use half::bf16;
 
 /// Lanes that share a row of scores.
 const ACROSS: u32 = 4;
@@ -30,11 +28,18 @@ fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
 /// Computes the output of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks, `MADE` tiles of columns. All threads of the block call it
+/// together.
 #[inline(always)]
-pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHUNKS: usize>(
-    problem: Problem<'_, bf16>,
-    out: *mut bf16,
+pub(super) unsafe fn forward<
+    S: Multiplied,
+    const SQUARES: usize,
+    const TILES: usize,
+    const CHUNKS: usize,
+    const MADE: usize,
+>(
+    problem: Problem<'_, S>,
+    out: *mut S,
     lse: *mut f32,
 ) {
     // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
@@ -51,18 +56,22 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
         // A score's weight is 2^(score factor - maximum factor).
         let factor = problem.scale * LOG2_E;
 
-        let mut sums: Sums<SQUARES, CHUNKS> = [[[0.0; 4]; CHUNKS]; SQUARES];
+        let mut sums: Sums<SQUARES, MADE> = [[[0.0; 4]; MADE]; SQUARES];
         let (mut largest, mut totals) = ([[f32::NEG_INFINITY; 2]; SQUARES], [[0.0; 2]; SQUARES]);
         if from < until {
             memory.copy(memory.own(0), rows, problem.rows(0, sample, head), first, bounds);
             memory.copy(memory.slot(0, 0), of_tile, k(), from * of_tile, bounds);
             memory.copy(memory.slot(0, 1), of_tile, v(), from * of_tile, bounds);
             commit_copies();
+            wait_copies::<0>();
+            memory.round::<S>(memory.own(0), rows);
         }
         let mut tile = from;
         while tile < until {
             let slot = (tile - from) % 2;
             wait_copies::<0>();
+            memory.round::<S>(memory.slot(slot, 0), of_tile);
+            memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
             // Into the slot that all warps have left.
             if tile + 1 < until {
@@ -75,7 +84,7 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
             if memory.none_seen(sight, place, false) {
                 continue;
             }
-            let mut scores = memory.dots(0, memory.slot(slot, 0));
+            let mut scores = memory.dots::<S>(0, memory.slot(slot, 0));
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
             }
@@ -119,7 +128,7 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                                 let base = if none { 0.0 } else { most[m][half] * -factor };
                                 let shrink = exp2_negative(GpuFloat::mul_add(largest[m][half], factor, base));
                                 totals[m][half] *= shrink;
-                                unroll_on_gpu!(n < CHUNKS, at most 32 => {
+                                unroll_on_gpu!(n < MADE, at most 32 => {
                                     sums[m][n][2 * half] *= shrink;
                                     sums[m][n][2 * half + 1] *= shrink;
                                 });
@@ -146,14 +155,12 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                     }
                 });
             });
-            memory.mix(&mut sums, &scores, memory.slot(slot, 1), 0);
+            memory.mix::<S, MADE>(&mut sums, &scores, memory.slot(slot, 1), 0);
         }
 
         // Found again: to wait for the end of the loop would take registers from the sums.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
-        let rows = problem.output_rows(&[], sample, head);
         let statistics = problem.statistics(sample, head);
-        let [line, column] = quad_place();
         unroll_on_gpu!(m < 2 => {
             if m < SQUARES {
                 let mut inverse = [0.0; 2];
@@ -171,19 +178,12 @@ pub(super) unsafe fn forward<const SQUARES: usize, const TILES: usize, const CHU
                         store(lse, statistics + token as usize, value);
                     }
                 });
-                let token = first + memory.first_row() + 16 * m as u32 + line;
-                let start = rows.start + token as usize * rows.stride;
-                stay_together();
-                unroll_on_gpu!(n < CHUNKS, at most 32 => {
-                    let [a, b, c, d] = sums[m][n];
-                    let value = quad([a * inverse[0], b * inverse[0], c * inverse[1], d * inverse[1]]);
-                    let column = n as u32 * CHUNK + column;
-                    if token < problem.tokens && column < problem.width {
-                        let value = if token < sight.length { value } else { crate::vector::F4::splat(0.0) };
-                        value.store(out, start + column as usize);
-                    }
+                unroll_on_gpu!(n < MADE, at most 32 => {
+                    unroll_on_gpu!(at < 4 => { sums[m][n][at] *= inverse[at / 2]; });
                 });
             }
         });
+        let rows = problem.output_rows(&[], sample, head);
+        memory.store(&sums, 1.0, rows, 0, [first, sight.length, problem.tokens, problem.width], out);
     }
 }

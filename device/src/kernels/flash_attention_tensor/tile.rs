@@ -8,15 +8,18 @@
 //! ```
 //! Invariant: a slot is copied while the other one is used. All that lies beyond the rows or columns of a head is 0 in shared memory.
 
-use super::shape::{BLOCK, CHUNK, Shape};
+use super::shape::{BLOCK, COLUMNS, rows_of};
 use crate::block::{opaque, opaque_place};
 use crate::flash_attention::place::{Rows, Sight};
-use crate::squares::{CHUNK_WORDS, Squares, Sums, left_of_sums, multiply};
+use crate::squares::{CHUNK_WORDS, Multiplied, Squares, Sums, multiply};
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
+use crate::vector::F4;
 use crate::warp::{LANES, stay_together};
 use cuda_std::{thread, warp};
-use half::bf16;
+
+/// The most chunks that a thread copies at once.
+const COPIES: usize = 16;
 
 /// The tiles of a block's shared memory, and this thread's place in them.
 #[derive(Clone, Copy)]
@@ -27,14 +30,21 @@ pub(super) struct Memory<const SQUARES: usize, const TILES: usize, const CHUNKS:
 
 impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUARES, TILES, CHUNKS> {
     /// Rows that the block owns, those that a warp owns, and those of a tile.
-    pub(super) const OWN: u32 = Shape::new(SQUARES, 0, 0).rows();
+    pub(super) const OWN: u32 = rows_of(SQUARES);
     pub(super) const OF_WARP: u32 = 16 * SQUARES as u32;
-    pub(super) const TILE: u32 = 8 * TILES as u32;
+    pub(super) const TILE: u32 = COLUMNS * TILES as u32;
     const ROW: u32 = Squares::<CHUNKS>::ROW;
+    /// Rows that the block copies at once.
+    const PASS: u32 = BLOCK / CHUNKS as u32;
 
     /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
     #[inline(always)]
     pub(super) fn new(arrays: u32) -> Self {
+        const {
+            assert!(
+                Self::OWN.div_ceil(Self::PASS) as usize <= COPIES && Self::TILE.div_ceil(Self::PASS) as usize <= COPIES
+            )
+        };
         Self { squares: Squares::of_lane(), arrays }
     }
 
@@ -88,35 +98,39 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         8 * n as u32 + 2 * (warp::lane_id() % 4)
     }
 
+    /// The place of a chunk that is `down` rows, a multiple of four, below the one at `place`.
+    #[inline(always)]
+    fn below(place: u32, down: u32) -> u32 {
+        // Four rows alternate between the halves of what is swizzled.
+        (place ^ (down % 8 * CHUNK_WORDS)) + down * Self::ROW
+    }
+
     /// Starts to copy `count` rows from token `first` on. Those from `limit` on, and columns from `width` on, become 0.
     ///
     /// # Safety
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16 bytes; the tile has `count` rows.
     #[inline(always)]
-    pub(super) unsafe fn copy(
+    pub(super) unsafe fn copy<S: Multiplied>(
         &self,
         to: SharedTile<u32>,
         count: u32,
-        rows: Rows<'_, bf16>,
+        rows: Rows<'_, S>,
         first: u32,
         [limit, width]: [u32; 2],
     ) {
         // Computed again for each tile: addresses that wait for the next would take registers from the sums.
         let thread = opaque(thread::thread_idx_x());
         let (row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
-        // Rows that the block copies at once.
-        let pass = BLOCK / CHUNKS as u32;
-        let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * CHUNK) as usize;
+        let pass = Self::PASS;
+        let mut from = rows.start + (first + row) as usize * rows.stride + (chunk * S::CHUNK) as usize;
         let apart = pass as usize * rows.stride;
-        if first + count <= limit && width == CHUNKS as u32 * CHUNK {
+        if first + count <= limit && width == CHUNKS as u32 * S::CHUNK {
             let place = Squares::<CHUNKS>::place(row, chunk);
-            unroll_on_gpu!(n < 16, at most 16 => {
+            unroll_on_gpu!(n < COPIES, at most 16 => {
                 let down = n as u32 * pass;
                 if down < count {
-                    // A pass of four rows alternates between the halves of what is swizzled.
-                    let at = (place ^ (down % 8 * CHUNK_WORDS)) + down * Squares::<CHUNKS>::ROW;
                     // SAFETY: all rows and columns are there.
-                    unsafe { to.copy8(at, rows.values, from) };
+                    unsafe { to.copy_chunk(Self::below(place, down), rows.values, from) };
                     from = opaque_place(from + apart);
                 }
             });
@@ -124,11 +138,25 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         }
         let mut row = row;
         while row < count {
-            let there = first + row < limit && chunk * CHUNK < width;
+            let there = first + row < limit && chunk * S::CHUNK < width;
             // SAFETY: inside the rows where there is something, as the caller promises.
-            unsafe { to.copy8_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
+            unsafe { to.copy_chunk_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
             (row, from) = (row + pass, from + apart);
         }
+    }
+
+    /// Rounds what this thread has copied of `count` rows to factors, where memory holds none: between [`wait_copies`](crate::tile::wait_copies) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub(super) fn round<S: Multiplied>(&self, rows: SharedTile<u32>, count: u32) {
+        let thread = opaque(thread::thread_idx_x());
+        let place = Squares::<CHUNKS>::place(thread / CHUNKS as u32, thread % CHUNKS as u32);
+        unroll_on_gpu!(n < COPIES, at most 16 => {
+            let down = n as u32 * Self::PASS;
+            if down < count {
+                S::round(rows, Self::below(place, down));
+            }
+        });
     }
 
     /// The products of this warp's own rows of an array and the rows of a tile, over all columns.
@@ -137,7 +165,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     /// All lanes of the warp make the call.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn dots(&self, array: u32, other: SharedTile<u32>) -> Sums<SQUARES, TILES> {
+    pub(super) unsafe fn dots<S: Multiplied>(&self, array: u32, other: SharedTile<u32>) -> Sums<SQUARES, TILES> {
         let mut sums = [[[0.0; 4]; TILES]; SQUARES];
         // SAFETY: all lanes are here, and no branch parts them from here on. The rows lie inside the tiles.
         unsafe {
@@ -152,20 +180,20 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
                 });
                 unroll_on_gpu!(square < TILES / 2 => {
                     let right = squares.right(other, 16 * square as u32, step);
-                    multiply(&mut sums, square, &left, right);
+                    multiply::<S::Factors, SQUARES, TILES>(&mut sums, square, &left, right);
                 });
             });
         }
         sums
     }
 
-    /// Adds the rows of a tile times `weights`, rounded to BF16, to the sums of `MADE` chunks of columns, from chunk `first` on.
+    /// Adds the rows of a tile times `weights`, rounded, to the sums of `MADE` tiles of columns, from tile `first` on.
     ///
     /// # Safety
     /// All lanes of the warp make the call. `first` is a multiple of `MADE`.
     #[inline(always)]
     #[track_caller]
-    pub(super) unsafe fn mix<const MADE: usize>(
+    pub(super) unsafe fn mix<S: Multiplied, const MADE: usize>(
         &self,
         sums: &mut Sums<SQUARES, MADE>,
         weights: &Sums<SQUARES, TILES>,
@@ -176,19 +204,45 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         unsafe {
             let squares = self.squares.anew();
             stay_together();
-            unroll_on_gpu!(step < TILES / 2 => {
-                let mut left = [[0; 4]; SQUARES];
-                unroll_on_gpu!(m < 2 => {
-                    if m < SQUARES {
-                        left[m] = left_of_sums(weights[m][2 * step], weights[m][2 * step + 1]);
-                    }
-                });
-                unroll_on_gpu!(square < MADE / 2, at most 16 => {
-                    let right = squares.right_down(other, 16 * step as u32, first / 2 + square);
-                    multiply(sums, square, &left, right);
-                });
-            });
+            S::mix(sums, weights, squares, other, first);
         }
+    }
+
+    /// Writes a lane's sums of the block's own rows, times `factor`, to tiles of columns from tile `first` on; 0 for tokens that do not exist.
+    /// `bounds`: the block's first token, those that exist, all tokens, and columns.
+    ///
+    /// # Safety
+    /// The rows lie inside `out`, up to the last token. All lanes of the warp make the call.
+    #[inline(always)]
+    pub(super) unsafe fn store<S: Multiplied, const MADE: usize>(
+        &self,
+        sums: &Sums<SQUARES, MADE>,
+        factor: f32,
+        rows: Rows<'_, S>,
+        first: usize,
+        bounds: [u32; 4],
+        out: *mut S,
+    ) {
+        let [first_token, length, tokens, width] = bounds;
+        // Computed here: to wait for the end of the loop would take registers from the sums.
+        let first_token = opaque(first_token) + self.first_row();
+        unroll_on_gpu!(m < 2 => {
+            if m < SQUARES {
+                let square = first_token + 16 * m as u32;
+                // SAFETY: all lanes are here. The row lies inside `out`, and the columns in the row.
+                unsafe {
+                    stay_together();
+                    unroll_on_gpu!(n < MADE, at most 32 => {
+                        let ([row, column], value) = S::neighbours(&sums[m], n);
+                        let (token, column) = (square + row, first as u32 * COLUMNS + column);
+                        if token < tokens && column < width {
+                            let value = if token < length { value * F4::splat(factor) } else { F4::splat(0.0) };
+                            value.store(out, rows.start + token as usize * rows.stride + column as usize);
+                        }
+                    });
+                }
+            }
+        });
     }
 
     /// Puts `hidden` in the place of each score whose query does not see its key, for own rows from `first` and a tile of other rows from
