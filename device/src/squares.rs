@@ -292,6 +292,7 @@ impl Multiplied for f32 {
         rows: SharedTile<u32>,
         first: usize,
     ) {
+        const { assert!(MADE.is_multiple_of(4), "a lane reads chunks of four tiles") };
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         // Row 2 t, and the next one. The compiler keeps neither for other tiles: sums need the registers.
         let even = opaque(Squares::<CHUNKS>::place(2 * t, g));
