@@ -12,7 +12,14 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("squared_norm", <S>, |c| c.reduced::<S, f32>(Shape::elements, |c, x| ops::squared_norm(c.step, x))),
     &both!("max", <S>, |c| c.reduced::<S, f32>(|_| 0, |c, x| ops::max(c.step, x))),
     &both!("sum_columns", <S>, |c| c.reduced::<S, f32>(|x| x.as_rows()[1], |c, x| ops::sum_columns(c.step, x))),
-    &both!("sum_rows", <S>, |c| c.reduced::<S, f32>(|x| x.as_rows()[0], |c, x| ops::sum_rows(c.step, x))),
+    &both!("sum_rows", <S>, |c| {
+        let x = c.operand::<S>("x", c.extents([270, 300]))?;
+        c.longest(x.shape().as_rows()[0]);
+        let mut y = ops::sum_rows(c.step, &x)?;
+        c.result("y", &y)?;
+        ops::sum_rows_into(c.step, &x, &mut y, true)?;
+        c.result("twice", &y)
+    }),
     &both!("max_columns", <S>, |c| c.reduced::<S, f32>(|_| 0, |c, x| ops::max_columns(c.step, x))),
     &both!("argmax_columns", <S>, |c| c.reduced::<S, u32>(|_| 0, |c, x| ops::argmax_columns(c.step, x))),
     &both!("softmax", <S>, |c| {

@@ -227,7 +227,7 @@ REFERENCES = {
     "squared_norm": lambda x: jnp.sum(x * x),
     "max": lambda x: jnp.max(x),
     "sum_columns": lambda x: jnp.sum(x, axis=1),
-    "sum_rows": lambda x: jnp.sum(x, axis=0),
+    "sum_rows": lambda x: {"y": jnp.sum(x, axis=0), "twice": 2 * jnp.sum(x, axis=0)},
     "max_columns": lambda x: jnp.max(x, axis=1),
     "argmax_columns": lambda x: jnp.argmax(x, axis=1),
     "softmax": lambda x: jax.nn.softmax(x, axis=-1),
