@@ -34,6 +34,18 @@ pub trait SharedElement: Copy {
     /// As for the read.
     #[cfg(target_arch = "nvptx64")]
     unsafe fn store_shared(self, address: u32);
+    /// Reads the four values from a shared address on.
+    ///
+    /// # Safety
+    /// The values lie inside the block's shared memory, on a 16-byte boundary.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe fn load4_shared(address: u32) -> [Self; 4];
+    /// Writes four values from a shared address on.
+    ///
+    /// # Safety
+    /// As for the read.
+    #[cfg(target_arch = "nvptx64")]
+    unsafe fn store4_shared(values: [Self; 4], address: u32);
 }
 
 macro_rules! element {
@@ -65,11 +77,42 @@ macro_rules! element {
                     );
                 }
             }
+
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            unsafe fn load4_shared(address: u32) -> [Self; 4] {
+                let (a, b, c, d): ($ty, $ty, $ty, $ty);
+                // SAFETY: the address lies in shared memory on 16 bytes, as the trait asks. Not `pure`, as above.
+                unsafe {
+                    core::arch::asm!(
+                        concat!("ld.shared.v4.", $suffix, " {{{0}, {1}, {2}, {3}}}, [{4}];"),
+                        out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(nostack)
+                    );
+                }
+                [a, b, c, d]
+            }
+
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            unsafe fn store4_shared([a, b, c, d]: [Self; 4], address: u32) {
+                // SAFETY: the address lies in shared memory on 16 bytes, as the trait asks.
+                unsafe {
+                    core::arch::asm!(
+                        concat!("st.shared.v4.", $suffix, " [{0}], {{{1}, {2}, {3}, {4}}};"),
+                        in(reg32) address, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+                    );
+                }
+            }
         }
     };
 }
 element!(f32, "f32");
 element!(u32, "u32");
+
+/// Four values on 16 bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+#[repr(C, align(16))]
+struct Chunk<T>([T; 4]);
 
 /// `len` values of type `T` in the block's shared memory.
 #[derive(Clone, Copy)]
@@ -139,6 +182,34 @@ impl<T: SharedElement> SharedTile<T> {
         }
     }
 
+    /// The four values from `index`, a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub fn chunk(self, index: u32) -> [T; 4] {
+        self.reads(index, 4);
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            return T::load4_shared(self.address + index * 4);
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).cast::<Chunk<T>>().read().0
+        }
+    }
+
+    /// Writes four values from `index`, a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_chunk(self, index: u32, values: [T; 4]) {
+        self.writes(index, 4);
+        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            T::store4_shared(values, self.address + index * 4);
+            #[cfg(not(target_arch = "nvptx64"))]
+            self.pointer.add(index as usize).cast::<Chunk<T>>().write(Chunk(values));
+        }
+    }
+
     /// Called before a read of `count` values from `index`.
     #[inline(always)]
     #[track_caller]
@@ -171,26 +242,11 @@ impl<T: SharedElement> SharedTile<T> {
 }
 
 impl SharedTile<f32> {
-    /// The four values from `index`, a multiple of four.
+    /// The four values from `index`, a multiple of four, as a vector.
     #[inline(always)]
     #[track_caller]
     pub fn get4(self, index: u32) -> F4 {
-        self.reads(index, 4);
-        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            {
-                let (a, b, c, d): (f32, f32, f32, f32);
-                core::arch::asm!(
-                    "ld.shared.v4.f32 {{{0}, {1}, {2}, {3}}}, [{4}];",
-                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
-                    in(reg32) self.address + index * 4, options(nostack)
-                );
-                return F4([a, b, c, d]);
-            }
-            #[cfg(not(target_arch = "nvptx64"))]
-            self.pointer.add(index as usize).cast::<F4>().read()
-        }
+        F4(self.chunk(index))
     }
 
     /// The two values from `index`, a multiple of two.
@@ -223,25 +279,11 @@ impl SharedTile<f32> {
         unsafe { self.pointer.add(index as usize).cast::<[f32; N]>().write_unaligned(values) };
     }
 
-    /// Writes four values from `index`, a multiple of four.
+    /// Writes a vector of four values from `index`, a multiple of four.
     #[inline(always)]
     #[track_caller]
     pub fn set4(self, index: u32, value: F4) {
-        self.writes(index, 4);
-        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            {
-                let [a, b, c, d] = value.0;
-                core::arch::asm!(
-                    "st.shared.v4.f32 [{0}], {{{1}, {2}, {3}, {4}}};",
-                    in(reg32) self.address + index * 4,
-                    in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
-                );
-            }
-            #[cfg(not(target_arch = "nvptx64"))]
-            self.pointer.add(index as usize).cast::<F4>().write(value);
-        }
+        self.set_chunk(index, value.0);
     }
 }
 
@@ -301,12 +343,7 @@ impl SharedTile<f32> {
         // bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
-                "cp.async.cg.shared.global [{0}], [%global], 16, %absent; }}",
-                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().wrapping_add(from), in(reg32) u32::from(there),
-                options(nostack)
-            );
+            copy16_or_zero(self.address + index * 4, x.as_ptr().wrapping_add(from), there);
             #[cfg(not(target_arch = "nvptx64"))]
             self.set4(index, if there { F4::load(x, from) } else { F4::splat(0.0) });
         }
@@ -322,11 +359,7 @@ impl SharedTile<f32> {
         // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
-                "cp.async.cg.shared.global [{0}], [%global], 16; }}",
-                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
-            );
+            copy16(self.address + index * 4, x.as_ptr().add(from));
             #[cfg(not(target_arch = "nvptx64"))]
             self.set4(index, F4::load(x, from));
         }
@@ -334,49 +367,6 @@ impl SharedTile<f32> {
 }
 
 impl SharedTile<u32> {
-    /// The four words from `index`, a multiple of four.
-    #[inline(always)]
-    #[track_caller]
-    pub fn chunk(self, index: u32) -> [u32; 4] {
-        self.reads(index, 4);
-        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            {
-                let (a, b, c, d): (u32, u32, u32, u32);
-                core::arch::asm!(
-                    "ld.shared.v4.u32 {{{0}, {1}, {2}, {3}}}, [{4}];",
-                    out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
-                    in(reg32) self.address + index * 4, options(nostack)
-                );
-                return [a, b, c, d];
-            }
-            #[cfg(not(target_arch = "nvptx64"))]
-            self.pointer.add(index as usize).cast::<[u32; 4]>().read()
-        }
-    }
-
-    /// Writes four words from `index`, a multiple of four.
-    #[inline(always)]
-    #[track_caller]
-    pub fn set_chunk(self, index: u32, words: [u32; 4]) {
-        self.writes(index, 4);
-        // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
-        unsafe {
-            #[cfg(target_arch = "nvptx64")]
-            {
-                let [a, b, c, d] = words;
-                core::arch::asm!(
-                    "st.shared.v4.u32 [{0}], {{{1}, {2}, {3}, {4}}};",
-                    in(reg32) self.address + index * 4,
-                    in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
-                );
-            }
-            #[cfg(not(target_arch = "nvptx64"))]
-            self.pointer.add(index as usize).cast::<[u32; 4]>().write(words);
-        }
-    }
-
     /// Starts to copy the 16 bytes of `x` that begin with `x[from]` to the four words from `index` on. `index` is a multiple of four, and
     /// `x[from]` lies on 16 bytes.
     ///
@@ -388,11 +378,7 @@ impl SharedTile<u32> {
         // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
-                "cp.async.cg.shared.global [{0}], [%global], 16; }}",
-                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().add(from), options(nostack)
-            );
+            copy16(self.address + index * 4, x.as_ptr().add(from));
             #[cfg(not(target_arch = "nvptx64"))]
             {
                 let bits = |at: usize| vector::load(x, from + at).widen().to_bits();
@@ -417,12 +403,7 @@ impl SharedTile<u32> {
         // bytes.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
-                "cp.async.cg.shared.global [{0}], [%global], 16, %absent; }}",
-                in(reg32) self.address + index * 4, in(reg64) x.as_ptr().wrapping_add(from), in(reg32) u32::from(there),
-                options(nostack)
-            );
+            copy16_or_zero(self.address + index * 4, x.as_ptr().wrapping_add(from), there);
             #[cfg(not(target_arch = "nvptx64"))]
             if there {
                 self.copy_chunk(index, x, from);
@@ -475,6 +456,40 @@ impl SharedTile<u32> {
             }
             [a, b, c, d]
         }
+    }
+}
+
+/// Starts to copy 16 bytes to a shared address.
+///
+/// # Safety
+/// The bytes can be read, and both addresses lie on 16 bytes.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+unsafe fn copy16<S>(to: u32, from: *const S) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        core::arch::asm!(
+            "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
+            "cp.async.cg.shared.global [{0}], [%global], 16; }}",
+            in(reg32) to, in(reg64) from, options(nostack)
+        );
+    }
+}
+
+/// As [`copy16`], or writes zeros where `there` is false.
+///
+/// # Safety
+/// Where `there` is true, the bytes can be read; both addresses lie on 16 bytes.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+unsafe fn copy16_or_zero<S>(to: u32, from: *const S, there: bool) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        core::arch::asm!(
+            "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
+            "cp.async.cg.shared.global [{0}], [%global], 16, %absent; }}",
+            in(reg32) to, in(reg64) from, in(reg32) u32::from(there), options(nostack)
+        );
     }
 }
 

@@ -79,7 +79,9 @@ family! {
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
-        unsafe { forward::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse) }
+        unsafe {
+            forward::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse);
+        }
     }
     // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token; `lse` has an element for each token of a head. Each
     // block has rows of its own, and touches only those below `tokens`.
@@ -121,9 +123,11 @@ family! {
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
         // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
-        unsafe { queries::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
+        unsafe {
+            queries::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
-            ) }
+            );
+        }
     }
     // SAFETY: as for `flash_forward_tensor`; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
