@@ -110,7 +110,7 @@ MEASURES = {
 
 
 def step(case, _, runs):
-    """Milliseconds: "f32, batch 256, captured, in a row"."""
+    """Milliseconds: "f32, batch 256, captured, in a row"; with activations in BF16 "BF16 tensors, batch 256, ..."."""
     whole, _, beside = case.partition(", beside ")
     if len(whole.split(", ")) != 4:
         raise Missing(case)
@@ -118,6 +118,7 @@ def step(case, _, runs):
     times = {}
     for run in reversed(runs):
         for line, of in run.measured():
+            of = "BF16 tensors" if "stored" in run.group else of
             if (of, f"batch {line['batch']}", line["measure"]) == (precision, batch, MEASURES.get(measure)):
                 times[line["contender"]] = median(line["nanoseconds"]) / 1e6
     if f"{OURS} {mode}" not in times:

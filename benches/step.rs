@@ -1,7 +1,7 @@
 //! What a training step of CrossAsset takes: ours, eager and captured, beside PyTorch's in the same run.
 //!
-//! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`. Prints a table of
-//! medians and spreads and writes every sample to `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read
+//! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`; `--stored bf16` keeps activations,
+//! and a copy of the weights, in BF16, beside PyTorch's autocast. Prints a table of medians and spreads and writes every sample to `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read
 //! them. Invariant: both sides do the same work, on a model with the same number of weights, under the same clock.
 
 #![forbid(unsafe_code)]
@@ -23,7 +23,7 @@ use harness::{Common, Peer, Samples, record};
 use ours::Ours;
 use serde::{Deserialize, Serialize};
 use stepscope::ops::Precision;
-use stepscope::{Device, DeviceKind};
+use stepscope::{Device, DeviceKind, bf16};
 
 /// Times CrossAsset's training step, ours beside PyTorch's.
 #[derive(Debug, Parser)]
@@ -36,6 +36,16 @@ struct Args {
     /// How matrix multiplies round their factors, on both sides
     #[arg(long, value_name = "ieee|tf32|bf16", default_value = "ieee")]
     precision: Precision,
+    /// What our activations are in memory; of BF16 nothing is rounded before a product
+    #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
+    stored: StoredAs,
+}
+
+/// What activations are in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum StoredAs {
+    F32,
+    Bf16,
 }
 
 /// What is timed.
@@ -89,7 +99,10 @@ impl Plan {
 }
 
 fn main() -> harness::Result<()> {
-    let Args { common, batches, precision } = Args::parse();
+    let Args { common, batches, precision, stored } = Args::parse();
+    let of_bf16 = stored == StoredAs::Bf16;
+    // The peer's autocast keeps BF16 too.
+    let precision = if of_bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
@@ -97,11 +110,17 @@ fn main() -> harness::Result<()> {
     let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(plan).collect();
     let mut lines = Vec::new();
     for &plan in &plans {
-        lines.extend(Ours::new(&device, plan).measure()?);
+        let ours = Ours::new(&device, plan);
+        lines.extend(if of_bf16 { ours.measure::<bf16>()? } else { ours.measure::<f32>()? });
         lines.extend(pytorch(kind, plan)?);
     }
-    table::print(&device, precision, &plans, &lines);
-    let group = if precision == Precision::Ieee { "step".into() } else { format!("step-{precision}") };
+    let how = if of_bf16 { "activations in bf16".to_owned() } else { format!("multiplies in {precision}") };
+    table::print(&device, &how, &plans, &lines);
+    let group = match precision {
+        _ if of_bf16 => "step-stored-bf16".into(),
+        Precision::Ieee => "step".into(),
+        precision => format!("step-{precision}"),
+    };
     println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
 
-use stepscope::ops::Precision;
+use stepscope::ops::{Factor, Precision};
 use stepscope::{
     AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters, Result, Saved,
     Slots, Step, Tape,
@@ -21,9 +21,9 @@ const LEARNING_RATE: f32 = 1e-5;
 /// A batch for [`train`]: `[batch, 12, 193]` and `[batch]`.
 type Inside<'s> = (Saved<'s>, Saved<'s, u32>);
 
-/// What outlives the steps.
-struct State {
-    model: Model,
+/// What outlives the steps; activations are of S.
+struct State<S> {
+    model: Model<S>,
     parameters: Parameters,
     gradients: Gradients,
     optimizer: AdamW,
@@ -51,7 +51,11 @@ struct Timed {
 }
 
 /// The step's work on the device: forward, loss, backward over the old gradients, clipping, AdamW. Returns the loss, `[1]`.
-fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Result<Saved<'s>> {
+fn train<'s, S: Factor<S> + Factor<f32>>(
+    step: &Step<'s>,
+    state: &mut State<S>,
+    (x, labels): Inside<'s>,
+) -> Result<Saved<'s>> {
     let State { model, parameters, gradients, optimizer, precision } = state;
     step.set_precision(*precision);
     let weight = 1.0 / labels.shape().elements() as f32;
@@ -64,15 +68,20 @@ fn train<'s>(step: &Step<'s>, state: &mut State, (x, labels): Inside<'s>) -> Res
 }
 
 /// [`train`] for a capture.
-fn record<'s>(step: &mut Step<'s>, state: &mut State, slots: &Slots<'s>) -> Result<Output> {
+fn record<'s, S: Factor<S> + Factor<f32>>(
+    step: &mut Step<'s>,
+    state: &mut State<S>,
+    slots: &Slots<'s>,
+) -> Result<Output> {
     let inside = (slots.input(0)?, slots.input(1)?);
     Ok(slots.output(&train(step, state, inside)?))
 }
 
-impl State {
+impl<S: Factor<S> + Factor<f32>> State<S> {
     fn new(device: &Device, precision: Precision) -> Result<Self> {
         let (model, layout) = Model::new()?;
         let parameters = Parameters::new(device, &layout, SEED)?;
+        let parameters = if size_of::<S>() < size_of::<f32>() { parameters.with_bf16_copy()? } else { parameters };
         let config = AdamWConfig { learning_rate: LEARNING_RATE, clip: Some(1.0), ..AdamWConfig::default() };
         let (gradients, optimizer) = (Gradients::zeros(&parameters)?, AdamW::new(&parameters, config)?);
         Ok(Self { model, parameters, gradients, optimizer, precision })
@@ -105,28 +114,28 @@ impl Ours {
         Self { device: device.clone(), plan, batch: Batch::new(plan.batch) }
     }
 
-    /// The lines of all our contenders.
+    /// The lines of all our contenders, with activations of S.
     ///
     /// # Errors
     /// Those of the steps; when the contenders do not train alike.
-    pub(crate) fn measure(&self) -> harness::Result<Vec<Line>> {
-        let need = self.need()?;
-        let (eager, captured) = (self.eager(need)?, self.captured(need)?);
+    pub(crate) fn measure<S: Factor<S> + Factor<f32>>(&self) -> harness::Result<Vec<Line>> {
+        let need = self.need::<S>()?;
+        let (eager, captured) = (self.eager::<S>(need)?, self.captured::<S>(need)?);
         if eager.losses != captured.losses {
             return Err(format!("losses differ: eager {:?}, captured {:?}", eager.losses, captured.losses).into());
         }
         Ok([eager.lines, captured.lines].concat())
     }
 
-    fn need(&self) -> Result<Measured> {
-        let mut state = State::new(&self.device, self.plan.precision)?;
+    fn need<S: Factor<S> + Factor<f32>>(&self) -> Result<Measured> {
+        let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let arena = Arena::builder(&self.device).capacity(Capacity::mib(1)).build()?;
         arena.measure(|step| train(step, &mut state, self.batch.upload(step)?).map(drop))
     }
 
     /// Steps that launch their kernels one by one. Each has inputs of its own, so it always uploads.
-    fn eager(&self, need: Measured) -> Result<Timed> {
-        let mut state = State::new(&self.device, self.plan.precision)?;
+    fn eager<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
+        let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         self.times("stepscope eager", &[Measure::RoundTrip, Measure::Host, Measure::Queued], |measure| {
             state.optimizer.advance()?;
@@ -138,10 +147,10 @@ impl Ours {
     }
 
     /// Steps that are replays of one graph.
-    fn captured(&self, need: Measured) -> Result<Timed> {
+    fn captured<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
         let inputs = self.batch.inputs()?;
-        let mut captured = arena.capture(State::new(&self.device, self.plan.precision)?, &inputs, record)?;
+        let mut captured = arena.capture(State::<S>::new(&self.device, self.plan.precision)?, &inputs, record)?;
         let measures = [Measure::RoundTrip, Measure::Host, Measure::HostResident, Measure::Queued, Measure::Resident];
         self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;

@@ -3,7 +3,6 @@
 //! Invariant: a cell without samples is a dash, and the reasons stand below the table.
 
 use stepscope::Device;
-use stepscope::ops::Precision;
 
 use crate::{Line, Measure, Plan};
 
@@ -29,13 +28,13 @@ impl Measure {
 }
 
 /// Prints the run's `lines`.
-pub(crate) fn print(device: &Device, precision: Precision, plans: &[Plan], lines: &[Line]) {
+pub(crate) fn print(device: &Device, how: &str, plans: &[Plan], lines: &[Line]) {
     let peer = lines.iter().find_map(|line| match line {
         Line::Peer { peer, device, .. } => Some(format!("{peer} on {device}")),
         _ => None,
     });
     println!(
-        "\nCrossAsset, a training step, multiplies in {precision}, ms: stepscope on {}, {}",
+        "\nCrossAsset, a training step, {how}, ms: stepscope on {}, {}",
         device.description().name,
         peer.as_deref().unwrap_or("no PyTorch")
     );

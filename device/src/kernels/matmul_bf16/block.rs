@@ -180,8 +180,12 @@ unsafe fn sum<
     thread::sync_threads();
     #[cfg(target_arch = "nvptx64")]
     {
-        let of_left = Source::<A_ALONG>::left(rows, origin[0]);
-        let of_right = Source::<B_ALONG>::right(cols, origin[1]);
+        let mut of_left = Source::<A_ALONG>::left(rows, origin[0]);
+        let mut of_right = Source::<B_ALONG>::right(cols, origin[1]);
+        // Kernels that may sum columns have two loops of the same form.
+        if size_of::<S>() == size_of::<f32>() {
+            (of_left, of_right) = (of_left.of_one_loop(), of_right.of_one_loop());
+        }
         let read = |stage: u32, step: u32| {
             let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
             let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
@@ -233,9 +237,9 @@ unsafe fn sum<
                 stage += 1;
             }
         } else {
-            // One after the other: what is copied element by element needs the registers.
-            wait_copies::<0>();
+            // One after the other: what is copied as far as it exists needs the registers.
             while stage < stages {
+                wait_copies::<{ STAGES - 1 }>();
                 thread::sync_threads();
                 for step in 0..2 {
                     let now = read(stage, step);
@@ -243,6 +247,7 @@ unsafe fn sum<
                 }
                 thread::sync_threads();
                 fetch!(stage + STAGES);
+                commit_copies();
                 stage += 1;
             }
         }

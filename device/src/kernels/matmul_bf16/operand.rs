@@ -77,11 +77,16 @@ impl<'p> Part<'p> {
         Self { operand, first_row, width, threads, to, from, chunk_stride, stage_stride }
     }
 
+    /// Whether chunks lie on 16 bytes.
+    #[inline(always)]
+    fn is_aligned(&self) -> bool {
+        (self.operand.start | self.operand.stride as usize).is_multiple_of(CHUNK as usize)
+    }
+
     /// Whether chunks lie on 16 bytes and all rows exist.
     #[inline(always)]
     pub(super) fn is_whole(&self) -> bool {
-        let Operand { start, rows, stride, .. } = self.operand;
-        (start | stride as usize).is_multiple_of(CHUNK as usize) && self.first_row + self.width <= rows
+        self.is_aligned() && self.first_row + self.width <= self.operand.rows
     }
 
     /// Starts this thread's copies of the next stage, `PASSES` chunks.
@@ -100,13 +105,15 @@ impl<'p> Part<'p> {
         self.from = self.from.wrapping_add(self.stage_stride);
     }
 
-    /// Copies this thread's chunks of the stage of the k from `first_k` up to `end`, as far as they exist; zeros elsewhere.
+    /// Brings this thread's chunks of the stage of the k from `first_k` up to `end`, as far as they exist; zeros elsewhere. Whole chunks are
+    /// copied as [`Part::copy_whole`] does, the others element by element at once.
     ///
     /// # Safety
     /// The contract has accepted the operand.
     #[inline(always)]
     pub(super) unsafe fn copy_existing<const PASSES: usize>(&self, stage: SharedTile<u32>, [first_k, end]: [u32; 2]) {
         let Operand { values, start, rows, stride, along_k } = self.operand;
+        let aligned = self.is_aligned();
         let mut pass = 0;
         while pass < PASSES as u32 {
             let (down, along) = divide(thread::thread_idx_x() + pass * self.threads, chunks(along_k, self.width));
@@ -114,16 +121,21 @@ impl<'p> Part<'p> {
             let within = if along_k { first_k } else { self.first_row } + along * CHUNK;
             let (most, length) = if along_k { (rows, end) } else { (end, rows) };
             let count = if across < most && within < length { length - within } else { 0 };
-            let from = start + across as usize * stride as usize + within as usize;
-            let half = |at: u32| {
-                // SAFETY: the element lies in a row and at a k that exist.
-                if at < count { u32::from(unsafe { load(values, from + at as usize) }.to_bits()) } else { 0 }
-            };
-            let mut pair = 0;
-            while pair < CHUNK_WORDS {
-                let to = self.to + pass * self.threads * CHUNK_WORDS + pair;
-                stage.set(to, half(2 * pair) | half(2 * pair + 1) << 16);
-                pair += 1;
+            let from = start.wrapping_add(across as usize * stride as usize + within as usize);
+            let to = self.to + pass * self.threads * CHUNK_WORDS;
+            if count == 0 || (aligned && count >= CHUNK) {
+                // SAFETY: eight elements that exist, on 16 bytes; or none, of which nothing is read.
+                unsafe { stage.copy_chunk_or_zero(to, values, from, count > 0) };
+            } else {
+                let half = |at: u32| {
+                    // SAFETY: the element lies in a row and at a k that exist.
+                    if at < count { u32::from(unsafe { load(values, from + at as usize) }.to_bits()) } else { 0 }
+                };
+                let mut pair = 0;
+                while pair < CHUNK_WORDS {
+                    stage.set(to + pair, half(2 * pair) | half(2 * pair + 1) << 16);
+                    pair += 1;
+                }
             }
             pass += 1;
         }
