@@ -1,8 +1,8 @@
 //! What a training step of CrossAsset takes: ours, eager and captured, beside PyTorch's in the same run.
 //!
 //! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`; `--stored bf16` keeps activations,
-//! and a copy of the weights, in BF16, beside PyTorch's autocast. Prints a table of medians and spreads and writes every sample to `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read
-//! them. Invariant: both sides do the same work, on a model with the same number of weights, under the same clock.
+//! and a copy of the weights, in BF16, beside PyTorch's autocast. Prints a table of medians and spreads and writes every sample to
+//! `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read them. Invariant: both sides do the same work, on a model with the same number of weights, under the same clock.
 
 #![forbid(unsafe_code)]
 
