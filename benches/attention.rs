@@ -11,6 +11,7 @@
 mod harness;
 
 use clap::Parser;
+use harness::stored::{StoredAs, group};
 use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
@@ -78,8 +79,8 @@ struct Args {
     #[command(flatten)]
     common: Common,
     /// What q, k, v and the output are in memory, on both sides
-    #[arg(long, value_name = "f32|bf16", default_value = "f32")]
-    stored: String,
+    #[arg(long, value_enum, default_value = "f32")]
+    stored: StoredAs,
     /// How f32 is multiplied, on both sides
     #[arg(long, value_name = "ieee|tf32", default_value = "ieee")]
     precision: Precision,
@@ -119,7 +120,7 @@ fn main() -> harness::Result<()> {
     let emulated = device.description().kind == DeviceKind::Emulated;
     let cases: Vec<Case> = Case::all(emulated).into_iter().filter(|case| case.to_string().contains(&only)).collect();
     let mut arguments = vec!["--device".to_owned(), if emulated { "cpu" } else { "cuda" }.into()];
-    arguments.extend(["--samples".into(), SAMPLES.to_string(), "--stored".into(), stored.clone()]);
+    arguments.extend(["--samples".into(), SAMPLES.to_string(), "--stored".into(), stored.to_string()]);
     arguments.extend(["--precision".into(), precision.to_string()]);
     arguments.extend(cases.iter().map(|case| serde_json::to_string(case).expect("plain numbers")));
     let peer = Peer::<Line>::run("attention.py", &arguments);
@@ -140,10 +141,9 @@ fn main() -> harness::Result<()> {
     for case in cases {
         let theirs =
             lines.iter().find(|line| matches!(line, Line::Measured { case: other, .. } if *other == case)).cloned();
-        let ours = if stored == "bf16" {
-            measure::<bf16>(&device, case, precision)?
-        } else {
-            measure::<f32>(&device, case, precision)?
+        let ours = match stored {
+            StoredAs::Bf16 => measure::<bf16>(&device, case, precision)?,
+            StoredAs::F32 => measure::<f32>(&device, case, precision)?,
         };
         let unit = theirs.as_ref().map(medians);
         for line in theirs.iter().chain([&ours]) {
@@ -151,12 +151,7 @@ fn main() -> harness::Result<()> {
         }
         lines.push(ours);
     }
-    let group = match precision {
-        _ if stored == "bf16" => "attention-stored-bf16".to_owned(),
-        Precision::Ieee => "attention".to_owned(),
-        _ => format!("attention-{precision}"),
-    };
-    println!("samples in {}", record(&group, &device, &lines)?);
+    println!("samples in {}", record(&group("attention", precision, stored), &device, &lines)?);
     Ok(())
 }
 

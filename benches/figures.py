@@ -35,6 +35,11 @@ class Run:
     def lines(self):
         return self.content["lines"]
 
+    @property
+    def stored_bf16(self):
+        """Whether tensors were BF16 in memory, not f32 that products round."""
+        return "stored" in self.group
+
     def measured(self):
         """(line, precision) of what was measured: the precision that the program told, or else the file's name."""
         told = re.findall("tf32|bf16", self.group)
@@ -118,7 +123,7 @@ def step(case, _, runs):
     times = {}
     for run in reversed(runs):
         for line, of in run.measured():
-            of = "BF16 tensors" if "stored" in run.group else of
+            of = "BF16 tensors" if run.stored_bf16 else of
             if (of, f"batch {line['batch']}", line["measure"]) == (precision, batch, MEASURES.get(measure)):
                 times[line["contender"]] = median(line["nanoseconds"]) / 1e6
     if f"{OURS} {mode}" not in times:
@@ -176,11 +181,10 @@ def products(case, runs):
     for form in forms.split(", "):
         times = {}
         for run in reversed(runs):
-            stored = "stored" in run.group
             for line, of in run.measured():
                 if (line["batches"], line["m"], line["n"], line["k"], line["form"]) != (int(batches or 1), *extents, form):
                     continue
-                if of == (precision or ("BF16" if stored else "f32")) and stored == (not precision and of == "BF16"):
+                if of == (precision or ("BF16" if run.stored_bf16 else "f32")) and run.stored_bf16 == (not precision and of == "BF16"):
                     times[line["contender"]] = median(line["nanoseconds"])
         if OURS not in times:
             raise Missing(f"{case}, {form}")

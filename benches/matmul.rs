@@ -17,6 +17,7 @@ mod case;
 
 use case::Case;
 use clap::Parser;
+use harness::stored::{StoredAs, group};
 use harness::values::spread;
 use harness::{Common, Peer, Samples, record};
 use serde::{Deserialize, Serialize};
@@ -29,13 +30,6 @@ const SAMPLES: usize = 25;
 const COMPARED: usize = 1 << 16;
 /// Blocks beyond which a tile is not tried.
 const MOST_BLOCKS: usize = 1 << 14;
-
-/// What operands and outputs are in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum StoredAs {
-    F32,
-    Bf16,
-}
 
 /// Times matrix multiplies, ours beside PyTorch's.
 #[derive(Debug, Parser)]
@@ -150,7 +144,7 @@ fn main() -> harness::Result<()> {
     if let Some(seed) = seed {
         println!("--family {seed}: {}", spread_of(&mut ratios));
     }
-    let group = group(precision, stored) + if seed.is_some() { "-family" } else { "" };
+    let group = group("matmul", precision, stored) + if seed.is_some() { "-family" } else { "" };
     println!("samples in {}", record(&group, &device, &lines)?);
     Ok(())
 }
@@ -179,15 +173,6 @@ fn spread_of(ratios: &mut [f64]) -> String {
     let reached = ratios.iter().filter(|&&ratio| ratio >= 0.95).count();
     let (median, all) = (ratios[ratios.len() / 2], ratios.len());
     format!("PyTorch's time over ours: median {median:.2}, least {least:.2}; 0.95 or more in {reached} of {all}")
-}
-
-/// The name of the run's file.
-fn group(precision: Precision, stored: StoredAs) -> String {
-    match precision {
-        _ if stored == StoredAs::Bf16 => "matmul-stored-bf16".into(),
-        Precision::Ieee => "matmul".into(),
-        _ => format!("matmul-{precision}"),
-    }
 }
 
 /// The op's own choice, or every tile.

@@ -2,7 +2,8 @@
 //!
 //! `cargo bench --bench step` (the emulator), `cargo bench --features cuda --bench step -- --device cuda`; `--stored bf16` keeps activations,
 //! and a copy of the weights, in BF16, beside PyTorch's autocast. Prints a table of medians and spreads and writes every sample to
-//! `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read them. Invariant: both sides do the same work, on a model with the same number of weights, under the same clock.
+//! `benches/runs/DATE-GPU-step.json`; `benches/README.md` tells how to read them. Invariant: both sides do the same work, on a model with the
+//! same number of weights, under the same clock.
 
 #![forbid(unsafe_code)]
 
@@ -19,6 +20,7 @@ mod sizes;
 mod table;
 
 use clap::Parser;
+use harness::stored::{StoredAs, group};
 use harness::{Common, Peer, Samples, record};
 use ours::Ours;
 use serde::{Deserialize, Serialize};
@@ -39,13 +41,6 @@ struct Args {
     /// What our activations are in memory; of BF16 nothing is rounded before a product
     #[arg(long, value_enum, default_value = "f32", conflicts_with = "precision")]
     stored: StoredAs,
-}
-
-/// What activations are in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum StoredAs {
-    F32,
-    Bf16,
 }
 
 /// What is timed.
@@ -100,9 +95,8 @@ impl Plan {
 
 fn main() -> harness::Result<()> {
     let Args { common, batches, precision, stored } = Args::parse();
-    let of_bf16 = stored == StoredAs::Bf16;
     // The peer's autocast keeps BF16 too.
-    let precision = if of_bf16 { Precision::Bf16 } else { precision };
+    let precision = if stored == StoredAs::Bf16 { Precision::Bf16 } else { precision };
     let device = Device::open(common.device)?;
     let kind = device.description().kind;
     let default = if kind == DeviceKind::Cuda { vec![1, 256, 4096] } else { vec![1, 8] };
@@ -111,17 +105,15 @@ fn main() -> harness::Result<()> {
     let mut lines = Vec::new();
     for &plan in &plans {
         let ours = Ours::new(&device, plan);
-        lines.extend(if of_bf16 { ours.measure::<bf16>()? } else { ours.measure::<f32>()? });
+        lines.extend(match stored {
+            StoredAs::Bf16 => ours.measure::<bf16>()?,
+            StoredAs::F32 => ours.measure::<f32>()?,
+        });
         lines.extend(pytorch(kind, plan)?);
     }
-    let how = if of_bf16 { "activations in bf16".to_owned() } else { format!("multiplies in {precision}") };
+    let how = format!("activations in {stored}, multiplies in {precision}");
     table::print(&device, &how, &plans, &lines);
-    let group = match precision {
-        _ if of_bf16 => "step-stored-bf16".into(),
-        Precision::Ieee => "step".into(),
-        precision => format!("step-{precision}"),
-    };
-    println!("samples in {}", record(&group, &device, &lines)?);
+    println!("samples in {}", record(&group("step", precision, stored), &device, &lines)?);
     Ok(())
 }
 

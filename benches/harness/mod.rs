@@ -6,6 +6,7 @@
 mod peer;
 mod record;
 mod samples;
+pub(crate) mod stored;
 pub(crate) mod values;
 
 pub(crate) use peer::Peer;
