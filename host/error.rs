@@ -309,6 +309,16 @@ impl Error {
         }
     }
 
+    /// The same refusal of the driver's, of a launch of this kernel.
+    pub(crate) fn of_kernel(self, kernel: &str) -> Self {
+        match self {
+            Self::Driver { call, reason, fatal } => {
+                Self::Driver { call, reason: format!("{reason}, at kernel `{kernel}`"), fatal }
+            }
+            other => other,
+        }
+    }
+
     /// The same timeout, of a wait that began earlier than its last call.
     pub(crate) fn waiting_since(self, start: Instant) -> Self {
         match self {

@@ -3,7 +3,7 @@
 //! Invariant: a kernel runs only after its contract has accepted its arguments, on memory that is alive and borrowed
 //! for the call. That is why launching is safe.
 
-use crate::driver::Device;
+use crate::driver::{Device, Launches};
 use crate::error::{Error, Result};
 use cuda_std::launch::{Contract, Violation, Words};
 use std::time::Duration;
@@ -11,12 +11,22 @@ use std::time::Duration;
 /// Queues a kernel on a device; for what is not a step's.
 #[track_caller]
 pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> {
-    launch_within(device, kernel, device.deadline())
+    launch(device, None, kernel, device.deadline())
 }
 
-/// Queues a kernel on a device, within the deadline.
+/// Queues a kernel of a step, which hears later whether the driver refused it: by [`Launches::settle`], or by the next launch.
 #[track_caller]
-pub(crate) fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: Duration) -> Result<()> {
+pub(crate) fn launch_of<K: Contract>(
+    launches: &Launches,
+    device: &Device,
+    kernel: &K,
+    deadline: Duration,
+) -> Result<()> {
+    launch(device, Some(launches), kernel, deadline)
+}
+
+#[track_caller]
+fn launch<K: Contract>(device: &Device, of_step: Option<&Launches>, kernel: &K, deadline: Duration) -> Result<()> {
     let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;
@@ -34,6 +44,6 @@ pub(crate) fn launch_within<K: Contract>(device: &Device, kernel: &K, deadline: 
     }
     let _span = tracing::trace_span!("launch", kernel = entry.name, ?grid).entered();
     // SAFETY: the contract has accepted the arguments, and each borrows memory that is alive on this device: a tensor
-    // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`.
-    unsafe { device.launch(*entry, grid, words, deadline) }
+    // by its step's brand, a buffer by its own borrow and the device check of `Step::lend`. What frees memory is called later.
+    unsafe { device.launch(of_step, (*entry, grid, words), deadline) }
 }

@@ -6,7 +6,7 @@
 
 use crate::driver::{Description, Device, Launch};
 use crate::error::{Error, Result};
-use crate::launch::launch_within;
+use crate::launch::launch_of;
 use crate::memory::{Arena, Aside, Buffer, Labels, Measured, Region, Turns};
 use crate::precision::Precision;
 use crate::report::Phase;
@@ -86,12 +86,21 @@ impl<'s> Step<'s> {
 
     /// Queues a kernel, after everything queued before. Does not wait. A grid of no blocks queues nothing.
     ///
+    /// On a GPU the driver takes it while the step goes on: if it refuses, a later launch of the step, a read or the step's end tells of it, and
+    /// nothing that the step launches behind it runs.
+    ///
     /// # Errors
-    /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`].
+    /// [`Error::Contract`] when the arguments break the kernel's contract; on the emulator [`Error::Kernel`]; [`Error::Driver`] and
+    /// [`Error::Timeout`] of this launch or one before it.
     #[track_caller]
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
-        let launched = launch_within(self.device(), &kernel, self.region.time_left());
+        let launched = launch_of(self.region.launches(), self.device(), &kernel, self.region.time_left());
         launched.map_err(|error| self.region.with_report(error))
+    }
+
+    /// What has become of a part of the step: [`Region::launched`].
+    pub(crate) fn launched<R>(&self, result: Result<R>) -> Result<R> {
+        self.region.launched(result)
     }
 
     /// The updates that the step makes when it queues an optimiser's next one: none if it is measured; and if it is recorded, each replay
@@ -287,10 +296,10 @@ impl<'s> Eager<'s> {
     /// Waits for the work queued before and returns the tensor's elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the device's deadline, or what is left of the step's.
+    /// [`Error::Timeout`] after the device's deadline, or what is left of the step's; that of a launch which the driver refused.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
-        let read = tensor.memory().download(self.device(), self.region().time_left());
-        read.map_err(|error| self.region().with_report(error))
+        let region = self.region();
+        region.launched(tensor.memory().download(self.device(), region.time_left()))
     }
 
     /// [`Eager::read`] of a tensor with one element.

@@ -162,6 +162,11 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Loads a kernel, so that its first launch does no more than any other.
     fn load(&self, entry: &Entry) -> Result<()>;
 
+    /// Whether a launch does no more than queue: then only its failure is news.
+    fn launch_only_queues(&self) -> bool {
+        false
+    }
+
     /// Queues a kernel, or records it.
     ///
     /// # Safety

@@ -338,6 +338,10 @@ unsafe impl Driver for Cuda {
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) })
     }
 
+    fn launch_only_queues(&self) -> bool {
+        true
+    }
+
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         self.enter()?;
         let function = self.modules.function(entry)?;

@@ -9,6 +9,7 @@
 use super::calls::{Driver, Pool};
 use super::description::Description;
 use super::lane::{Lane, TimedOut};
+use super::launches::Launches;
 use super::lends::{Lending, Lends, Use};
 use super::patience;
 use super::pins::{PinTable, Pins};
@@ -434,12 +435,31 @@ impl Device {
         })
     }
 
+    /// Makes a launch: one of a step's, or else waits for it.
+    ///
     /// # Safety
-    /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive.
-    pub(crate) unsafe fn launch(&self, entry: Entry, grid: Grid, words: Words, deadline: Duration) -> Result<()> {
+    /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive until what is
+    /// called next.
+    pub(crate) unsafe fn launch(
+        &self,
+        of_step: Option<&Launches>,
+        (entry, grid, words): (Entry, Grid, Words),
+        deadline: Duration,
+    ) -> Result<()> {
         let deadline = patience::of_launch(deadline);
-        // SAFETY: what this function asks for is what the driver asks for; recorded memory is pinned by the rehearsal.
-        self.call("launch", deadline, move |driver| unsafe { driver.launch(&entry, grid, &words) })
+        // SAFETY: what this function asks for is what the driver asks for: the lane makes the call before any that is made next. Recorded
+        // memory is pinned by the rehearsal.
+        let launch = move |driver: &dyn Driver| unsafe { driver.launch(&entry, grid, &words) };
+        let launch = move |driver: &dyn Driver| launch(driver).map_err(|error| error.of_kernel(entry.name));
+        match of_step {
+            Some(launches) => launches.push(self, deadline, launch),
+            None => self.call("launch", deadline, launch),
+        }
+    }
+
+    /// Whether a launch does no more than queue.
+    pub(super) fn launch_only_queues(&self) -> bool {
+        self.shared.driver.launch_only_queues()
     }
 
     /// Makes a call of the driver on the lane, and waits for it until the deadline. All that it uses is its own: it may end later,
@@ -454,18 +474,44 @@ impl Device {
         if self.shared.rehearsing.is_some() {
             return call(&*self.shared.driver);
         }
+        match self.shared.lane.run(deadline, self.unless_lost(call)) {
+            Ok(result) => result.map_err(|error| self.after(error)),
+            Err(TimedOut { waited }) => Err(self.lose_to(Error::Timeout { call: name, waited, report: None })),
+        }
+    }
+
+    /// Posts a call of the driver to the lane, where it is made before any that comes later, and waits for nothing. What becomes of it `call`
+    /// itself keeps; a failure that spoils the device loses it.
+    pub(super) fn post(
+        &self,
+        name: &'static str,
+        call: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.check(name)?;
+        let call = self.unless_lost(call);
+        let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
+        self.shared.lane.post(move || {
+            if let Err(error) = call()
+                && spoils(&error)
+            {
+                lose(&lost, &driver, &error);
+            }
+        });
+        Ok(())
+    }
+
+    /// A call as the lane makes it. One that stood behind a stuck one does not touch what is lost.
+    fn unless_lost<R>(
+        &self,
+        call: impl FnOnce(&dyn Driver) -> Result<R> + Send + 'static,
+    ) -> impl FnOnce() -> Result<R> + Send + 'static {
         let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
         // The emulator runs a launch in the mode of the thread that asks for it.
         let mode = Mode::of_thread();
-        // A call that stood behind a stuck one does not touch what is lost.
-        let unless_lost = move || match (lost.get(), mode) {
+        move || match (lost.get(), mode) {
             (Some(cause), _) => Err(Error::DeviceLost { cause: cause.clone() }),
             (None, None) => call(&*driver),
             (None, Some(mode)) => mode.scope(|| call(&*driver)),
-        };
-        match self.shared.lane.run(deadline, unless_lost) {
-            Ok(result) => result.map_err(|error| self.after(error)),
-            Err(TimedOut { waited }) => Err(self.lose_to(Error::Timeout { call: name, waited, report: None })),
         }
     }
 
@@ -519,18 +565,26 @@ impl Device {
 
     /// Loses the device if the error spoils it.
     fn after(&self, error: Error) -> Error {
-        let spoils = matches!(error, Error::Driver { fatal: true, .. } | Error::Timeout { .. });
-        if spoils { self.lose_to(error) } else { error }
+        if spoils(&error) { self.lose_to(error) } else { error }
     }
 
     pub(super) fn lose_to(&self, error: Error) -> Error {
-        tracing::error!(%error, "device lost");
-        // The first cause is the one that matters.
-        if self.shared.lost.set(error.to_string()).is_ok() {
-            // Destroying streams, modules or the context would wait for what is stuck: they stay until the process ends.
-            std::mem::forget(Arc::clone(&self.shared.driver));
-        }
+        lose(&self.shared.lost, &self.shared.driver, &error);
         error
+    }
+}
+
+/// Whether the error leaves its device of no use.
+fn spoils(error: &Error) -> bool {
+    matches!(error, Error::Driver { fatal: true, .. } | Error::Timeout { .. })
+}
+
+fn lose(lost: &OnceLock<String>, driver: &Arc<dyn Driver>, error: &Error) {
+    tracing::error!(%error, "device lost");
+    // The first cause is the one that matters.
+    if lost.set(error.to_string()).is_ok() {
+        // Destroying streams, modules or the context would wait for what is stuck: they stay until the process ends.
+        std::mem::forget(Arc::clone(driver));
     }
 }
 

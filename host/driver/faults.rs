@@ -161,6 +161,8 @@ struct Plan {
     faults: HashMap<(Call, u64), Fault>,
     counts: HashMap<Call, u64>,
     stalled: bool,
+    /// Whether launches are as a GPU's on any device.
+    queued_launches: bool,
     /// Whether the upload that was just met flips a bit.
     flips: bool,
     /// The newest pool, for [`Fault::AllocatesInStream`].
@@ -185,6 +187,13 @@ impl FaultPlan {
         assert!(fault != Fault::Stalls || looks, "{call:?} does not look at the device");
         assert!(fault != Fault::Flips || call == Call::Upload, "{call:?} copies nothing to the device");
         self.plan().faults.insert((call, number), fault);
+        self
+    }
+
+    /// On the emulator too, steps go on while the driver takes their launches, as on a GPU: what becomes of one is told later.
+    #[must_use]
+    pub fn queued_launches(self) -> Self {
+        self.plan().queued_launches = true;
         self
     }
 
@@ -377,6 +386,10 @@ unsafe impl Driver for Faulty {
     fn load(&self, entry: &Entry) -> Result<()> {
         self.meet(Call::Load)?;
         self.driver.load(entry)
+    }
+
+    fn launch_only_queues(&self) -> bool {
+        self.plan.plan().queued_launches || self.driver.launch_only_queues()
     }
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {

@@ -75,6 +75,12 @@ impl Lane {
         Ok(Self { jobs })
     }
 
+    /// Gives the worker a call that nobody waits for. It runs behind all that were given before.
+    pub(super) fn post(&self, call: impl FnOnce() + Send + 'static) {
+        // A worker that an earlier call's panic ended takes no job: who waits for the next one hears of it.
+        let _ = self.jobs.send(Box::new(call));
+    }
+
     /// Runs `call` on the worker and waits for it until the deadline. Everything that the call uses is its own, so it
     /// may end later, or never.
     pub(super) fn run<R: Send + 'static>(
@@ -88,8 +94,8 @@ impl Lane {
             // The caller may have gone at its deadline.
             let _ = result.send(call());
         };
-        // A worker that an earlier call's panic ended takes no job: the answer's sender goes with it.
-        let _ = self.jobs.send(Box::new(job));
+        // Of a worker that has ended the answer's sender goes with the job.
+        self.post(job);
         if let Some(result) = poll_briefly(&answer) {
             return Ok(result);
         }

@@ -25,6 +25,11 @@ pub(crate) fn limited<R>(patience: Duration, code: impl FnOnce() -> R) -> R {
     code()
 }
 
+/// Whether this thread tests a device.
+pub(super) fn is_limited() -> bool {
+    LEFT.get().is_some()
+}
+
 /// The deadline of a launch.
 pub(super) fn of_launch(deadline: Duration) -> Duration {
     LEFT.get().unwrap_or(deadline)

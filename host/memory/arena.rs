@@ -48,7 +48,7 @@ impl Arena {
         let step = region.step_begins(self.step_deadline);
         let waits = self.step_deadline.is_some();
         let outcome = region.scope(|| {
-            let result = run(region)?;
+            let result = region.launched(run(region))?;
             let (bytes, tensors) = region.in_use();
             span.record("bytes", bytes).record("tensors", tensors);
             if waits {

@@ -17,7 +17,7 @@ use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
 use crate::admission::Situation;
 use crate::cgroup::CgroupMemory;
-use crate::driver::{Device, Lending, Retired};
+use crate::driver::{Device, Launches, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
 use crate::tensor::{Element, Memory, Shape, Source, Stored, Tensor};
@@ -65,6 +65,7 @@ pub(crate) struct Region {
     pub(super) reserve_bytes: Option<u64>,
     pub(super) recording: Option<RefCell<Recording>>,
     conditions: Conditions,
+    launches: Launches,
     resets: Cell<u64>,
     growths: u64,
     /// What the running step is lent; a step that is recorded relies on nothing yet.
@@ -111,6 +112,7 @@ impl Region {
             reserve_bytes: None,
             recording: None,
             conditions: Conditions::default(),
+            launches: Launches::default(),
             resets: Cell::new(0),
             growths: 0,
             lending: None,
@@ -180,6 +182,19 @@ impl Region {
     /// What the running step has asked of the host.
     pub(crate) fn conditions(&self) -> &Conditions {
         &self.conditions
+    }
+
+    /// What the running step has launched.
+    pub(crate) fn launches(&self) -> &Launches {
+        &self.launches
+    }
+
+    /// What has become of a part of the running step, once the driver has taken all that it launched so far: of a launch that failed, its
+    /// error, which came first.
+    pub(crate) fn launched<R>(&self, result: Result<R>) -> Result<R> {
+        let settled = self.launches.settle(&self.device, self.time_left());
+        let result = self.launches.failure().and(result).and_then(|value| settled.map(|()| value));
+        result.map_err(|error| self.with_report(error))
     }
 
     /// Bytes at the end that no later step uses while the section is alive, and their address. Call it between steps.
@@ -405,6 +420,7 @@ impl Region {
     /// A step begins: when the guard goes, panic or not, the step is counted and its own counts begin anew.
     pub(super) fn step_begins(&self, deadline: Option<Duration>) -> StepGuard<'_> {
         self.refresh_capacity();
+        self.launches.begin();
         self.until.set(deadline.and_then(|deadline| Instant::now().checked_add(deadline)));
         StepGuard { region: self }
     }

@@ -130,7 +130,7 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(gradients.layout())?;
         self.whole_state()?;
         let turn = self.take_turn(step)?;
-        let queued = self.queue_whole(step, parameters, gradients);
+        let queued = step.launched(self.queue_whole(step, parameters, gradients));
         Turns::end(&turn, queued.is_ok());
         queued
     }
@@ -165,7 +165,7 @@ impl<R: UpdateRule> Optimizer<R> {
         self.check_layout(parameters.layout())?;
         self.check_layout(gradients.layout())?;
         let turn = self.take_turn(step)?;
-        let queued = self.queue(step, parameters, gradients, squared_norm, false);
+        let queued = step.launched(self.queue(step, parameters, gradients, squared_norm, false));
         Turns::end(&turn, queued.is_ok());
         queued
     }

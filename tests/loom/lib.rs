@@ -30,6 +30,11 @@ trait Worker: Send + Sync + 'static {
     fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut>;
 }
 
+/// One that also takes calls that nobody waits for.
+trait Posts: Worker {
+    fn post(&self, call: impl FnOnce() + Send + 'static);
+}
+
 impl Worker for Lane {
     fn start() -> Self {
         Self::start().expect("a thread")
@@ -37,6 +42,12 @@ impl Worker for Lane {
 
     fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
         Self::run(self, deadline, call)
+    }
+}
+
+impl Posts for Lane {
+    fn post(&self, call: impl FnOnce() + Send + 'static) {
+        Self::post(self, call);
     }
 }
 
@@ -79,6 +90,22 @@ fn a_dropped_lane<W: Worker>() {
     waiting.recv_timeout(NEVER).expect("a call that was handed over runs");
 }
 
+/// Calls that nobody waits for, and one that somebody does: each runs when those before it have.
+fn posted_calls<W: Posts>() {
+    let lane = W::start();
+    let (ran, order) = mpsc::channel();
+    for number in 0..2 {
+        let ran = ran.clone();
+        lane.post(move || ran.send(number).expect("somebody waits"));
+    }
+    let last = move || {
+        ran.send(2).expect("somebody waits");
+        Answer(Arc::new(2))
+    };
+    lane.run(NEVER, last).expect("a call without a deadline is answered");
+    assert_eq!(order.collect::<Vec<_>>(), [0, 1, 2], "a call before its turn");
+}
+
 /// Every interleaving of a scenario with at most [`PREEMPTIONS`]; returns how many there are.
 fn explore(scenario: fn()) -> usize {
     let count = std::sync::Arc::new(AtomicUsize::new(0));
@@ -105,4 +132,9 @@ fn a_late_result_reaches_nobody() {
 #[test]
 fn a_lane_can_be_dropped_at_any_moment() {
     println!("a dropped lane: {} interleavings", explore(a_dropped_lane::<Lane>));
+}
+
+#[test]
+fn posted_calls_run_in_their_turn() {
+    println!("posted calls: {} interleavings", explore(posted_calls::<Lane>));
 }

@@ -2,7 +2,9 @@
 
 use crate::model::mpsc::{self, Receiver, Sender};
 use crate::model::thread;
-use crate::{Answer, TimedOut, Worker, a_call_after_a_timeout, a_dropped_lane, callers_at_a_time, explore};
+use crate::{
+    Answer, Posts, TimedOut, Worker, a_call_after_a_timeout, a_dropped_lane, callers_at_a_time, explore, posted_calls,
+};
 use std::panic::catch_unwind;
 use std::time::Duration;
 
@@ -69,6 +71,25 @@ impl Worker for NeverEnds {
     }
 }
 
+/// Whoever posts a call waits for no worker, and neither does the call: it runs beside the others.
+struct PostsBeside(EndsEarly);
+
+impl Worker for PostsBeside {
+    fn start() -> Self {
+        Self(EndsEarly::start())
+    }
+
+    fn run(&self, deadline: Duration, call: impl FnOnce() -> Answer + Send + 'static) -> Result<Answer, TimedOut> {
+        self.0.run(deadline, call)
+    }
+}
+
+impl Posts for PostsBeside {
+    fn post(&self, call: impl FnOnce() + Send + 'static) {
+        thread::spawn(call);
+    }
+}
+
 /// Loom must fail on a scenario, in these words.
 fn finds(scenario: fn(), words: &str) {
     let panic = catch_unwind(|| explore(scenario)).expect_err("the bug was not found");
@@ -89,4 +110,9 @@ fn a_worker_that_ends_early_is_found() {
 #[test]
 fn a_worker_that_never_ends_is_found() {
     finds(a_dropped_lane::<NeverEnds>, "deadlock");
+}
+
+#[test]
+fn calls_that_are_posted_beside_the_worker_are_found() {
+    finds(posted_calls::<PostsBeside>, "a call before its turn");
 }

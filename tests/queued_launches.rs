@@ -1,0 +1,184 @@
+//! A step goes on while the driver takes its launches, and hears of one that failed before it can rely on it.
+//!
+//! Here the emulator's launches are as a GPU's: what becomes of one is told later. Invariant of each test: nothing that the step
+//! launches behind a failure runs, and the step's own error is that failure.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::{
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, Layout, Parameters, Result,
+    Step, ops,
+};
+use support::on_each_device;
+
+/// More launches than wait on the lane unheard of.
+const MANY: usize = 50;
+
+/// Another device of the same kind, its plan and an arena.
+fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
+    let kind = same.description().kind;
+    let plan = FaultPlan::new().queued_launches();
+    let device = Device::builder(kind).deadline(deadline).faults(plan.clone()).open().unwrap();
+    let arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+    (device, plan, arena)
+}
+
+/// The launch of this number, counted from 1 and from now on, meets `fault`.
+fn plant(plan: &FaultPlan, number: u64, fault: Fault) {
+    let _ = plan.clone().on(Call::Launch, plan.count(Call::Launch) + number, fault);
+}
+
+/// Adds one to a number so often, by a launch each.
+fn count_up(step: &Step<'_>, number: &mut Buffer<f32>, times: usize) -> Result<()> {
+    let one = ops::fill(step, [1], 1.0)?;
+    let mut number = step.lend_mut(number, [1])?;
+    (0..times).try_for_each(|_| ops::add_assign(step, &mut number, &one))
+}
+
+fn is_planted(error: &Error) -> bool {
+    let text = error.to_string();
+    matches!(error, Error::Driver { .. }) && text.contains("planted on Launch") && text.contains("at kernel `")
+}
+
+on_each_device! {
+    fn the_end_of_a_step_tells_of_a_launch_that_failed_and_nothing_behind_it_runs(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        // The first launch fills; the fourth would make three.
+        for (failing, reached) in [(4, 2.0), (1, 2.0), (MANY as u64, 2.0 + MANY as f32 - 2.0)] {
+            plant(&plan, failing, Fault::Fail);
+            let error = arena.step(|step| count_up(step, &mut number, MANY)).unwrap_err();
+            assert!(is_planted(&error), "{error}");
+            assert_eq!(number.read().unwrap(), [reached]);
+        }
+        // The next step knows nothing of it.
+        arena.step(|step| count_up(step, &mut number, 1)).unwrap();
+        assert_eq!(number.read().unwrap(), [MANY as f32 + 1.0]);
+    }
+
+    fn what_a_step_reads_is_never_that_of_launches_that_did_not_run(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        plant(&plan, 3, Fault::Fail);
+        let outcome = arena.step(|step| {
+            count_up(step, &mut number, 5)?;
+            let copy = ops::scale(step, &step.lend(&number, [1])?, 1.0)?;
+            let read = step.read_scalar(&copy);
+            assert!(is_planted(read.as_ref().unwrap_err()), "{read:?}");
+            // Who does not care hears of it all the same.
+            Ok(())
+        });
+        assert!(is_planted(&outcome.unwrap_err()));
+        assert_eq!(number.read().unwrap(), [1.0]);
+    }
+
+    fn an_update_whose_launch_failed_is_not_counted_and_can_be_made_again(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut layout = Layout::builder();
+        layout.add("weight", [64], Initializer::Constant(1.0));
+        let layout = layout.build().unwrap();
+        let mut parameters = Parameters::new(&device, &layout, 0).unwrap();
+        let gradients = Gradients::zeros(&parameters).unwrap();
+        let mut optimizer = AdamW::new(&parameters, AdamWConfig { weight_decay: 0.1, ..AdamWConfig::default() }).unwrap();
+        let before = parameters.flat().read().unwrap();
+        optimizer.advance().unwrap();
+        plant(&plan, 1, Fault::Fail);
+        let outcome = arena.step(|step| {
+            let applied = optimizer.apply(step, &mut parameters, &gradients);
+            assert!(is_planted(&applied.clone().unwrap_err()));
+            applied
+        });
+        assert!(is_planted(&outcome.unwrap_err()));
+        assert_eq!((optimizer.updates(), parameters.flat().read().unwrap()), (0, before.clone()));
+        // It is still set up.
+        arena.step(|step| optimizer.apply(step, &mut parameters, &gradients)).unwrap();
+        assert_eq!(optimizer.updates(), 1);
+        assert_ne!(parameters.flat().read().unwrap(), before);
+    }
+
+    fn a_launch_that_never_returns_costs_one_deadline_whatever_waits_behind_it(device: &Device) {
+        let deadline = Duration::from_millis(500);
+        let (device, plan, mut arena) = open(device, deadline);
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        let launched = plan.count(Call::Launch);
+        plant(&plan, 3, Fault::Never);
+        let start = Instant::now();
+        let error = arena.step(|step| count_up(step, &mut number, 1_000_000)).unwrap_err();
+        let waited = start.elapsed();
+        assert!(matches!(error, Error::Timeout { call: "launch", .. }), "{error}");
+        assert!(waited >= deadline && waited < 20 * deadline, "{waited:?}");
+        assert_eq!(plan.count(Call::Launch), launched + 3, "nothing runs behind it");
+        assert!(matches!(number.read().unwrap_err(), Error::DeviceLost { .. }));
+    }
+
+    fn a_launch_that_spoils_the_device_loses_it(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        plant(&plan, 2, Fault::Spoil);
+        let error = arena.step(|step| count_up(step, &mut number, 5)).unwrap_err();
+        assert!(is_planted(&error), "{error}");
+        assert!(device.lost().is_some_and(|cause| cause.contains("planted on Launch")));
+        assert!(matches!(arena.step(|_| Ok(())).unwrap_err(), Error::DeviceLost { .. }));
+    }
+
+    fn the_step_behind_one_that_panicked_hears_nothing_of_its_launches(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        plant(&plan, 1, Fault::Delay(Duration::from_millis(50)));
+        plant(&plan, 2, Fault::Fail);
+        let panicking = || {
+            arena.step(|step| -> Result<()> {
+                count_up(step, &mut number, 3)?;
+                panic!("planted")
+            })
+        };
+        catch_unwind(AssertUnwindSafe(panicking)).unwrap_err();
+        arena.step(|step| count_up(step, &mut number, 2)).unwrap();
+        assert_eq!(number.read().unwrap(), [2.0]);
+    }
+
+    /// Two arenas of one device, on two threads.
+    fn a_failure_is_told_to_its_own_step_alone(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut failing = Buffer::<f32>::zeros(&device, 1).unwrap();
+        plant(&plan, 1, Fault::Fail);
+        std::thread::scope(|scope| {
+            let error = arena.step(|step| {
+                // The launch that fails is this step's; the other thread's step is within it.
+                let filled = count_up(step, &mut failing, 3);
+                let other = || {
+                    let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+                    let mut arena =
+                        Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+                    arena.step(|step| count_up(step, &mut number, MANY)).unwrap();
+                    number.read().unwrap()
+                };
+                assert_eq!(scope.spawn(other).join().unwrap(), [MANY as f32]);
+                filled
+            });
+            assert!(is_planted(&error.unwrap_err()));
+        });
+        assert_eq!(failing.read().unwrap(), [0.0]);
+    }
+
+    /// Before the driver hears of it.
+    fn a_caller_s_mistake_is_told_at_once(device: &Device) {
+        let (device, _, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        arena
+            .step(|step| {
+                let mut number = step.lend_mut(&mut number, [1])?;
+                let two = step.upload(&[1.0f32; 2], [2])?;
+                assert!(matches!(ops::add_assign(step, &mut number, &two), Err(Error::Misuse { .. })));
+                let one = step.upload(&[1.0f32], [1])?;
+                ops::add_assign(step, &mut number, &one)
+            })
+            .unwrap();
+        assert_eq!(number.read().unwrap(), [1.0]);
+    }
+}
