@@ -75,7 +75,9 @@ pub use group::{Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, R
 pub use half::bf16;
 pub use initializer::Initializer;
 pub use loader::Loader;
-pub use memory::{Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, Recording};
+pub use memory::{
+    Arena, ArenaBuilder, Buffer, Capacity, Event, Growth, Kind, Measured, Origin, Overflow, PageLocked, Recording,
+};
 #[cfg(feature = "nvtx")]
 pub use nvtx::NvtxLayer;
 pub use optim::{

@@ -11,6 +11,7 @@ use super::description::Description;
 use super::lane::{Lane, TimedOut};
 use super::launches::Launches;
 use super::lends::{Lending, Lends, Use};
+use super::pages::Pages;
 use super::patience;
 use super::pins::{PinTable, Pins};
 use super::rehearsal::{Launch, Rehearsal};
@@ -58,6 +59,7 @@ struct Shared {
     /// What its owner has let go, and could not be ended so far.
     retired: Mutex<Vec<Retired>>,
     staging: Mutex<Staging>,
+    pages: Mutex<Pages>,
     checks: CheckedMode,
     rehearsing: Option<Rehearsing>,
     /// How long its links' groups wait for other ranks. A wait for this device may be one.
@@ -123,6 +125,7 @@ impl Device {
             lends: Arc::default(),
             retired: Mutex::default(),
             staging: Mutex::new(staging),
+            pages: Mutex::default(),
             checks,
             rehearsing: None,
             links: Mutex::default(),
@@ -244,6 +247,7 @@ impl Device {
             lends: Arc::default(),
             retired: Mutex::default(),
             staging: Mutex::default(),
+            pages: Mutex::default(),
             // There are no bytes to verify and no guards to look at.
             checks: CheckedMode { asked: false, forced: None },
             rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
@@ -413,6 +417,11 @@ impl Device {
     /// The ring that uploads pass through; none on a device that rehearses, which has no memory to upload to.
     pub(super) fn staging(&self) -> Option<&Mutex<Staging>> {
         self.shared.rehearsing.is_none().then_some(&self.shared.staging)
+    }
+
+    /// The page-locked memory of callers.
+    pub(super) fn pages(&self) -> MutexGuard<'_, Pages> {
+        self.shared.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the work queued before, until the deadline, then copies.
@@ -609,6 +618,7 @@ impl Drop for Shared {
         let (slots, bytes) =
             std::mem::take(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner)).into_slots();
         left.extend(slots.into_iter().map(|slot| Retired::Slot { slot, bytes }));
+        left.extend(std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner)).into_retired());
         // The driver's own end can block as well, so it ends on the lane, too.
         let driver = std::mem::replace(&mut self.driver, Arc::new(Rehearsal::of(self.description.clone())));
         let (pins, deadline) = (self.pins.clone(), self.deadline);

@@ -12,6 +12,7 @@ mod layout;
 #[cfg(test)]
 mod layout_rows;
 mod overflow;
+mod page_locked;
 mod peak;
 mod region;
 mod request;
@@ -33,6 +34,7 @@ pub(crate) use conditions::{Labels, Turns};
 pub(crate) use floor::Floor;
 pub(crate) use layout::ALIGN_BYTES;
 pub use overflow::Overflow;
+pub use page_locked::PageLocked;
 pub(crate) use region::Region;
 pub(crate) use scope::Aside;
 pub(crate) use sections::Section;

@@ -34,3 +34,20 @@ pub(super) fn admit(device: &Device, bytes: usize) -> Result<()> {
     let situation = situation(device, None, device.deadline())?;
     situation.admit(bytes as u64).map_err(|refusal| Error::Refused(Box::new(refusal)))
 }
+
+/// An error unless the host can lock so many bytes of its memory. That of an integrated GPU, and of the emulator, is the device's.
+pub(super) fn admit_on_host(device: &Device, bytes: usize) -> Result<()> {
+    let Description { kind, integrated, .. } = *device.description();
+    if integrated || kind == DeviceKind::Emulated || bytes < LEAST_ADMITTED_BYTES {
+        return admit(device, bytes);
+    }
+    let Some(host) = Situation::read_host() else { return Ok(()) };
+    let reserve_bytes = default_reserve_bytes(true, host.available_bytes);
+    let free_bytes = host.available_bytes.saturating_sub(reserve_bytes);
+    if bytes as u64 <= free_bytes {
+        return Ok(());
+    }
+    let reason =
+        format!("MemAvailable less {reserve_bytes} bytes for all others; what is page-locked cannot be swapped");
+    Err(Error::DeviceMemory { device: "the host".into(), requested_bytes: bytes, free_bytes, reason })
+}

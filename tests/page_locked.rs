@@ -1,0 +1,225 @@
+//! Uploads from page-locked memory: one copy, by the device, of what the memory held when it was queued.
+//!
+//! Invariant of each test: whatever fails or stalls, nothing that the device may still read is written or freed.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::thread;
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::{Arena, Capacity, Device, Error, Inputs, Output, PageLocked, Result, Slots, Step, bf16, ops};
+use support::on_each_device;
+
+/// Elements of an upload that passes the ring in many pieces.
+const LEN: usize = 10_000;
+const SLOT_BYTES: usize = 4096;
+
+/// Another device of the same kind, with a small ring, its plan and an arena.
+fn open(same: &Device, deadline: Duration) -> (Device, FaultPlan, Arena) {
+    let plan = FaultPlan::new();
+    let device = Device::builder(same.description().kind)
+        .deadline(deadline)
+        .staging(2, SLOT_BYTES)
+        .faults(plan.clone())
+        .open()
+        .unwrap();
+    let arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+    (device, plan, arena)
+}
+
+/// The next call of a kind meets `fault`.
+fn plant(plan: &FaultPlan, call: Call, fault: Fault) {
+    let _ = plan.clone().on(call, plan.count(call) + 1, fault);
+}
+
+fn counted(len: usize, first: f32) -> Vec<f32> {
+    (0..len).map(|at| first + at as f32).collect()
+}
+
+/// What an upload of `values` leaves on the device.
+fn there_and_back(arena: &mut Arena, values: &[f32]) -> Result<Vec<f32>> {
+    arena.step(|step| step.read(&step.upload(values, [values.len()])?))
+}
+
+/// To be captured.
+fn sum<'s>(step: &mut Step<'s>, _: &mut (), slots: &Slots<'s>) -> Result<Output> {
+    Ok(slots.output(&ops::sum(step, &slots.input::<f32>(0)?)?))
+}
+
+/// To be captured.
+fn takes_memory<'s>(_: &mut Step<'s>, device: &mut Device, _: &Slots<'s>) -> Result<()> {
+    assert!(matches!(PageLocked::<f32>::zeros(device, 4).unwrap_err(), Error::Misuse { op: "capture", .. }));
+    Ok(())
+}
+
+on_each_device! {
+    fn an_upload_from_it_is_one_copy_whatever_the_ring_is(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut batch = PageLocked::zeros(&device, LEN).unwrap();
+        for round in 0..3 {
+            batch.write().unwrap().copy_from_slice(&counted(LEN, round as f32));
+            let before = plan.count(Call::Upload);
+            assert_eq!(there_and_back(&mut arena, &batch).unwrap(), counted(LEN, round as f32));
+            assert_eq!(plan.count(Call::Upload), before + 1);
+            // A part of it, too.
+            assert_eq!(there_and_back(&mut arena, &batch[7..LEN - 1]).unwrap(), batch[7..LEN - 1]);
+            assert_eq!(plan.count(Call::Upload), before + 2);
+        }
+        let plain = batch.to_vec();
+        let before = plan.count(Call::Upload);
+        assert_eq!(there_and_back(&mut arena, &plain).unwrap(), plain);
+        assert!(plan.count(Call::Upload) > before + 5);
+    }
+
+    fn each_element_type_arrives(device: &Device) {
+        let (device, _, mut arena) = open(device, Duration::from_secs(60));
+        let mut labels = PageLocked::<u32>::zeros(&device, 3).unwrap();
+        labels.write().unwrap().copy_from_slice(&[1, u32::MAX, 7]);
+        let mut halves = PageLocked::<bf16>::zeros(&device, 3).unwrap();
+        halves.write().unwrap()[1] = bf16::from_f32(-1.5);
+        let read = arena.step(|step| {
+            let (labels, halves) = (step.upload(&labels, [3])?, step.upload(&halves, [3])?);
+            Ok((step.read(&labels)?, step.read(&halves)?))
+        });
+        assert_eq!(read.unwrap(), (labels.to_vec(), halves.to_vec()));
+    }
+
+    /// The second replay's input comes to the device while the first replay runs.
+    fn replays_have_the_batch_that_each_was_given(device: &Device) {
+        const WIDE: usize = 1 << 18;
+        let (device, plan, _) = open(device, Duration::from_secs(60));
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(16)).reserve_bytes(0).build().unwrap();
+        let mut batches = [0, 1].map(|_| PageLocked::zeros(&device, WIDE).unwrap());
+        let inputs = Inputs::new().with(&batches[0], [WIDE]).unwrap();
+        let mut captured = arena.capture((), &inputs, sum).unwrap();
+        for round in 0..6 {
+            let batch = &mut batches[round % 2];
+            batch.write().unwrap().fill(round as f32);
+            let before = plan.count(Call::Upload);
+            let replay = captured.replay(&Inputs::new().with(batch, [WIDE]).unwrap()).unwrap();
+            assert_eq!(plan.count(Call::Upload), before + 1);
+            if round % 3 == 2 {
+                assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), round as f32 * WIDE as f32);
+            }
+        }
+    }
+
+    fn what_is_dropped_is_kept_for_the_next_of_its_size_and_is_zero_again(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        for round in 0..4 {
+            let mut batch = PageLocked::zeros(&device, LEN).unwrap();
+            assert!(batch.iter().all(|&value: &f32| value == 0.0));
+            batch.write().unwrap().fill(1.0 + round as f32);
+            assert_eq!(there_and_back(&mut arena, &batch).unwrap(), vec![1.0 + round as f32; LEN]);
+        }
+        let made = plan.count(Call::AllocatePinned);
+        let both = [0, 1].map(|_| PageLocked::<f32>::zeros(&device, LEN).unwrap());
+        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "one was there");
+        let other = PageLocked::<f32>::zeros(&device, LEN + 1).unwrap();
+        assert_eq!(plan.count(Call::AllocatePinned), made + 2);
+        drop((both, other));
+    }
+
+    /// The device has not made the copy, as far as anybody can tell.
+    fn a_copy_that_is_not_made_keeps_the_memory_as_it_is(device: &Device) {
+        let deadline = Duration::from_millis(200);
+        let (device, plan, mut arena) = open(device, deadline);
+        let [mut held, dropped] = [0, 1].map(|_| PageLocked::zeros(&device, LEN).unwrap());
+        held.write().unwrap().fill(1.0);
+        arena.step(|step| step.upload(&held, [LEN]).and(step.upload(&dropped, [LEN])).map(drop)).unwrap();
+        plant(&plan, Call::PollFence, Fault::Stalls);
+        drop(dropped);
+        let made = plan.count(Call::AllocatePinned);
+        drop(PageLocked::<f32>::zeros(&device, LEN).unwrap());
+        assert_eq!(plan.count(Call::AllocatePinned), made + 1, "the dropped one is not given out");
+        let start = Instant::now();
+        let error = held.write().unwrap_err();
+        assert!(matches!(error, Error::Timeout { call: "upload", .. }), "{error}");
+        assert!(start.elapsed() >= deadline && start.elapsed() < 50 * deadline, "{:?}", start.elapsed());
+        assert!(matches!(held.write().unwrap_err(), Error::DeviceLost { .. }));
+        assert_eq!(plan.count(Call::FreePinned), 0);
+        assert!(held.iter().all(|&value| value == 1.0), "it can still be read");
+    }
+
+    fn an_upload_that_fails_leaves_memory_that_can_be_written_and_is_not_kept(device: &Device) {
+        for call in [Call::Upload, Call::RecordFence] {
+            let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+            let mut batch = PageLocked::zeros(&device, LEN).unwrap();
+            batch.write().unwrap().fill(1.0);
+            plant(&plan, call, Fault::Fail);
+            let error = there_and_back(&mut arena, &batch).unwrap_err();
+            assert!(error.to_string().contains("planted"), "{error}");
+            let polls = plan.count(Call::Poll);
+            if call == Call::Upload {
+                batch.write().unwrap().fill(2.0);
+                assert!(plan.count(Call::Poll) > polls, "it waits for all that is queued");
+                assert_eq!(there_and_back(&mut arena, &batch).unwrap(), vec![2.0; LEN]);
+            } else {
+                drop(batch);
+                assert_eq!(plan.count(Call::FreePinned), 1);
+            }
+        }
+    }
+
+    fn another_device_takes_it_as_any_other_memory(device: &Device) {
+        let (other, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut batch = PageLocked::zeros(device, LEN).unwrap();
+        batch.write().unwrap().copy_from_slice(&counted(LEN, 0.5));
+        assert_eq!(there_and_back(&mut arena, &batch).unwrap(), counted(LEN, 0.5));
+        assert!(plan.count(Call::Upload) > 5);
+        drop((arena, other));
+        assert_eq!(batch.write().unwrap(), counted(LEN, 0.5));
+    }
+
+    fn threads_share_one_array_and_take_turns_with_others(device: &Device) {
+        let (device, _, _) = open(device, Duration::from_secs(60));
+        let mut shared = PageLocked::zeros(&device, LEN).unwrap();
+        shared.write().unwrap().copy_from_slice(&counted(LEN, 0.0));
+        let work = |number: usize| {
+            let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+            for round in 0..20 {
+                assert_eq!(there_and_back(&mut arena, &shared).unwrap(), counted(LEN, 0.0));
+                let mut own = PageLocked::zeros(&device, 1000 + round).unwrap();
+                own.write().unwrap().fill(number as f32);
+                assert_eq!(there_and_back(&mut arena, &own).unwrap(), vec![number as f32; 1000 + round]);
+            }
+        };
+        thread::scope(|scope| (0..4).for_each(|number| drop(scope.spawn(move || work(number)))));
+        assert_eq!(shared.write().unwrap(), counted(LEN, 0.0));
+    }
+
+    fn what_cannot_be_had_is_refused_with_the_reason(device: &Device) {
+        for len in [0, usize::MAX, usize::MAX / 4, isize::MAX as usize / 4 + 1] {
+            let error = PageLocked::<f32>::zeros(device, len).unwrap_err();
+            assert!(matches!(error, Error::Misuse { op: "page-locked memory", .. }), "{len}: {error}");
+        }
+        // 4 PiB.
+        let error = PageLocked::<f32>::zeros(device, 1 << 50).unwrap_err();
+        assert!(matches!(error, Error::Refused(_) | Error::DeviceMemory { .. }), "{error}");
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).reserve_bytes(0).build().unwrap();
+        let batch = PageLocked::zeros(device, 4).unwrap();
+        let measured = arena.measure(|step| {
+            assert!(matches!(PageLocked::<f32>::zeros(step.device(), 4).unwrap_err(), Error::Misuse { .. }));
+            step.upload::<f32>(&batch, [4]).map(drop)
+        });
+        measured.unwrap();
+        let inputs = Inputs::new().with(&batch, [4]).unwrap();
+        drop(arena.capture(device.clone(), &inputs, takes_memory).unwrap());
+    }
+}
+
+/// A device that is gone takes what was spare with it, and one that has an array is not gone.
+#[test]
+fn memory_outlives_every_name_of_its_device() {
+    let plan = FaultPlan::new();
+    let device = Device::builder(stepscope::DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let (mut kept, spare) = (PageLocked::zeros(&device, LEN).unwrap(), PageLocked::<f32>::zeros(&device, LEN).unwrap());
+    drop((device, spare));
+    assert_eq!(plan.count(Call::FreePinned), 0);
+    kept.write().unwrap().fill(3.0);
+    assert_eq!(*kept, [3.0; LEN]);
+    drop(kept);
+    assert_eq!(plan.count(Call::FreePinned), 2);
+}
