@@ -109,7 +109,9 @@ MEASURES = {
     "in a row": "resident",
     "in a row with uploads": "queued",
     "one step": "round_trip",
+    "in a row with uploads from page-locked memory": "pinned",
     "the host's part": "host",
+    "the host's part from page-locked memory": "host_pinned",
     "the host's part without uploads": "host_resident",
 }
 

@@ -57,10 +57,19 @@ enum Measure {
     Queued,
     /// The same on inputs that are on the device already.
     Resident,
-    /// [`Measure::Queued`] from pinned memory, which only the peer takes.
+    /// [`Measure::Host`] with the batch in page-locked memory.
+    HostPinned,
+    /// [`Measure::Queued`] with the batch in page-locked memory.
     Pinned,
     /// Between two events of the device, on inputs that are there already; only the peer has events.
     Events,
+}
+
+impl Measure {
+    /// Whether the batch is in page-locked memory.
+    fn is_pinned(self) -> bool {
+        matches!(self, Self::HostPinned | Self::Pinned)
+    }
 }
 
 /// A line of the run.
@@ -104,7 +113,7 @@ fn main() -> harness::Result<()> {
     let plans: Vec<Plan> = batches.unwrap_or(default).into_iter().map(plan).collect();
     let mut lines = Vec::new();
     for &plan in &plans {
-        let ours = Ours::new(&device, plan);
+        let ours = Ours::new(&device, plan)?;
         lines.extend(match stored {
             StoredAs::Bf16 => ours.measure::<bf16>()?,
             StoredAs::F32 => ours.measure::<f32>()?,

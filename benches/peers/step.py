@@ -168,6 +168,7 @@ class Bench:
                 self.upload(pinned, True)
                 step()
 
+            yield "host_pinned", self.queueing(queued_from_pinned)
             yield "pinned", self.samples(self.args.row, queued_from_pinned)
             yield "events", self.events(step)
 

@@ -2,10 +2,12 @@
 //!
 //! Invariant: [`train`] is the one definition of the step's work, whether it is recorded or not.
 
+use std::ops::Deref;
+
 use stepscope::ops::{Factor, Precision};
 use stepscope::{
-    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, Parameters, Result, Saved,
-    Slots, Step, Tape,
+    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Inputs, Measured, Output, PageLocked, Parameters,
+    Result, Saved, Slots, Step, Tape,
 };
 
 use crate::harness::values::spread;
@@ -30,17 +32,18 @@ struct State<S> {
     precision: Precision,
 }
 
-/// A batch on the host.
-struct Batch {
-    x: Vec<f32>,
-    labels: Vec<u32>,
+/// A batch on the host, in ordinary or page-locked memory.
+struct Batch<X, L> {
+    x: X,
+    labels: L,
 }
 
 /// Our contenders for one batch size.
 pub(crate) struct Ours {
     device: Device,
     plan: Plan,
-    batch: Batch,
+    batch: Batch<Vec<f32>, Vec<u32>>,
+    page_locked: Batch<PageLocked<f32>, PageLocked<u32>>,
 }
 
 /// What a contender has needed.
@@ -88,7 +91,7 @@ impl<S: Factor<S> + Factor<f32>> State<S> {
     }
 }
 
-impl Batch {
+impl Batch<Vec<f32>, Vec<u32>> {
     /// Inputs spread evenly, and every class in turn.
     fn new(len: usize) -> Self {
         let x = spread(len * SCALES.len() * FEATURES, 1);
@@ -96,6 +99,17 @@ impl Batch {
         Self { x, labels }
     }
 
+    /// The same in page-locked memory.
+    fn page_locked(&self, device: &Device) -> Result<Batch<PageLocked<f32>, PageLocked<u32>>> {
+        let mut x = PageLocked::zeros(device, self.x.len())?;
+        x.write()?.copy_from_slice(&self.x);
+        let mut labels = PageLocked::zeros(device, self.labels.len())?;
+        labels.write()?.copy_from_slice(&self.labels);
+        Ok(Batch { x, labels })
+    }
+}
+
+impl<X: Deref<Target = [f32]>, L: Deref<Target = [u32]>> Batch<X, L> {
     fn upload<'s>(&self, step: &Eager<'s>) -> Result<Inside<'s>> {
         let len = self.labels.len();
         let x = step.upload(&self.x, [len, SCALES.len(), FEATURES])?;
@@ -110,8 +124,13 @@ impl Batch {
 
 impl Ours {
     /// Contenders that train on a random batch on `device`.
-    pub(crate) fn new(device: &Device, plan: Plan) -> Self {
-        Self { device: device.clone(), plan, batch: Batch::new(plan.batch) }
+    ///
+    /// # Errors
+    /// When the host has no page-locked memory for it.
+    pub(crate) fn new(device: &Device, plan: Plan) -> Result<Self> {
+        let batch = Batch::new(plan.batch);
+        let page_locked = batch.page_locked(device)?;
+        Ok(Self { device: device.clone(), plan, batch, page_locked })
     }
 
     /// The lines of all our contenders, with activations of S.
@@ -137,10 +156,13 @@ impl Ours {
     fn eager<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
         let mut state = State::<S>::new(&self.device, self.plan.precision)?;
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        self.times("stepscope eager", &[Measure::RoundTrip, Measure::Host, Measure::Queued], |measure| {
+        let measures = [Measure::RoundTrip, Measure::Host, Measure::HostPinned, Measure::Queued, Measure::Pinned];
+        self.times("stepscope eager", &measures, |measure| {
             state.optimizer.advance()?;
             arena.step(|step| {
-                let loss = train(step, &mut state, self.batch.upload(step)?)?;
+                let batch =
+                    if measure.is_pinned() { self.page_locked.upload(step)? } else { self.batch.upload(step)? };
+                let loss = train(step, &mut state, batch)?;
                 (measure == Measure::RoundTrip).then(|| step.read_scalar(&loss)).transpose()
             })
         })
@@ -149,13 +171,22 @@ impl Ours {
     /// Steps that are replays of one graph.
     fn captured<S: Factor<S> + Factor<f32>>(&self, need: Measured) -> Result<Timed> {
         let mut arena = Arena::builder(&self.device).capacity(Capacity::Measured(need)).build()?;
-        let inputs = self.batch.inputs()?;
+        let (inputs, page_locked) = (self.batch.inputs()?, self.page_locked.inputs()?);
         let mut captured = arena.capture(State::<S>::new(&self.device, self.plan.precision)?, &inputs, record)?;
-        let measures = [Measure::RoundTrip, Measure::Host, Measure::HostResident, Measure::Queued, Measure::Resident];
+        let measures = [
+            Measure::RoundTrip,
+            Measure::Host,
+            Measure::HostPinned,
+            Measure::HostResident,
+            Measure::Queued,
+            Measure::Pinned,
+            Measure::Resident,
+        ];
         self.times("stepscope captured", &measures, |measure| {
             captured.state_mut().optimizer.advance()?;
+            let inputs = if measure.is_pinned() { &page_locked } else { &inputs };
             let is_there = matches!(measure, Measure::Resident | Measure::HostResident);
-            let replay = if is_there { captured.repeat()? } else { captured.replay(&inputs)? };
+            let replay = if is_there { captured.repeat()? } else { captured.replay(inputs)? };
             (measure == Measure::RoundTrip).then(|| replay.read_scalar(*replay.outputs())).transpose()
         })
     }
@@ -170,7 +201,7 @@ impl Ours {
         let Plan { batch, samples, row, .. } = self.plan;
         let mut timed = Timed { lines: Vec::new(), losses: Vec::new() };
         for &measure in measures {
-            let is_host = matches!(measure, Measure::Host | Measure::HostResident);
+            let is_host = matches!(measure, Measure::Host | Measure::HostPinned | Measure::HostResident);
             let each = if is_host || measure == Measure::RoundTrip { 1 } else { row };
             let work = || {
                 timed.losses.extend(step(measure)?);

@@ -11,17 +11,26 @@ const NAME: usize = 32;
 const FIGURE: usize = 10;
 
 impl Measure {
-    const ALL: [Self; 7] =
-        [Self::RoundTrip, Self::Host, Self::HostResident, Self::Queued, Self::Resident, Self::Pinned, Self::Events];
+    const ALL: [Self; 8] = [
+        Self::RoundTrip,
+        Self::Host,
+        Self::HostPinned,
+        Self::HostResident,
+        Self::Queued,
+        Self::Pinned,
+        Self::Resident,
+        Self::Events,
+    ];
 
     fn title(self, row: usize) -> String {
         match self {
             Self::RoundTrip => "one step: uploads included, loss read back".into(),
             Self::Host => "one step: the host's part, uploads included, until all is queued".into(),
+            Self::HostPinned => "one step: the host's part, uploads from page-locked memory".into(),
             Self::HostResident => "one step: the host's part, no uploads (stepscope alone)".into(),
             Self::Queued => format!("{row} steps in a row: uploads included, nothing read back"),
             Self::Resident => format!("{row} steps in a row: no uploads, nothing read back"),
-            Self::Pinned => format!("{row} steps in a row: uploads included, from pinned memory (PyTorch alone)"),
+            Self::Pinned => format!("{row} steps in a row: uploads included, from page-locked memory"),
             Self::Events => "one step between two CUDA events: no uploads (PyTorch alone)".into(),
         }
     }

@@ -26,23 +26,33 @@ const POLLS: u32 = 64;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// What comes within [`AWAKE`]: nothing also when nobody is left to send.
+/// What is seen within such a time.
 #[cfg(not(loom))]
-fn poll_briefly<T>(channel: &Receiver<T>) -> Option<T> {
+pub(super) fn watch<T>(awake: Duration, mut look: impl FnMut() -> Option<T>) -> Option<T> {
     let start = Instant::now();
     loop {
         for _ in 0..POLLS {
-            match channel.try_recv() {
-                Ok(message) => return Some(message),
-                Err(TryRecvError::Disconnected) => return None,
-                Err(TryRecvError::Empty) => std::hint::spin_loop(),
+            match look() {
+                Some(seen) => return Some(seen),
+                None => std::hint::spin_loop(),
             }
         }
-        if start.elapsed() >= AWAKE {
+        if start.elapsed() >= awake {
             return None;
         }
         thread::yield_now();
     }
+}
+
+/// What comes within [`AWAKE`]: nothing also when nobody is left to send.
+#[cfg(not(loom))]
+fn poll_briefly<T>(channel: &Receiver<T>) -> Option<T> {
+    let look = || match channel.try_recv() {
+        Ok(message) => Some(Some(message)),
+        Err(TryRecvError::Disconnected) => Some(None),
+        Err(TryRecvError::Empty) => None,
+    };
+    watch(AWAKE, look).flatten()
 }
 
 #[cfg(loom)]

@@ -4,57 +4,86 @@
 //! step    prepare 1 | prepare 2 | prepare 3 | ..                 | end: waits for the last
 //! lane              | launch 1  | launch 2  | launch 3 | ..
 //! ```
-//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is handed over to the lane, and
-//! every [`AHEAD`]th is waited for: a lane that is stuck costs one deadline, and what waits on it is bounded. Invariant: behind a launch that
-//! failed none of the same step runs, and [`Launches::settle`] tells of it.
+//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is posted to the lane, and the step goes on.
+//! Invariant: behind a launch that failed none of the same step runs, and [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the
+//! lane, so that a lane that is stuck costs one deadline.
 
 #![forbid(unsafe_code)]
 
+use super::calls::Driver;
 use super::device::Device;
+use super::lane;
 use super::patience;
 use crate::error::{Error, Result};
 use std::cell::{Cell, RefCell};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Launches that are handed over before one is waited for.
-const AHEAD: u32 = 16;
+/// Launches that the step may be ahead of the lane: enough for what it does between two of them.
+const AHEAD: u64 = 8;
+/// How long the step looks for the lane before it sleeps: as long as a driver takes for so many launches.
+const AWAKE: Duration = Duration::from_micros(50);
 
 /// What a step knows of its launches.
 #[derive(Debug, Default)]
 pub(crate) struct Launches {
-    /// The first failure, once the lane has met one.
-    failure: RefCell<Arc<OnceLock<Error>>>,
-    /// Launches since the last that was waited for.
-    unheard: Cell<u32>,
+    posted: Cell<u64>,
+    made: RefCell<Arc<Made>>,
+}
+
+/// What the lane has made of them.
+#[derive(Debug, Default)]
+struct Made {
+    /// How many it is done with.
+    count: AtomicU64,
+    /// The first failure.
+    failure: OnceLock<Error>,
+}
+
+impl Made {
+    /// Makes one of the launches, unless one before it has failed.
+    fn make(&self, driver: &dyn Driver, launch: impl FnOnce(&dyn Driver) -> Result<()>) -> Result<()> {
+        let outcome = match self.failure.get() {
+            Some(first) => Err(first.clone()),
+            None => launch(driver).inspect_err(|error| drop(self.failure.set(error.clone()))),
+        };
+        self.count.fetch_add(1, Ordering::Release);
+        outcome
+    }
 }
 
 impl Launches {
     /// Another step begins. What the one before left on the lane, when it panicked, tells nobody.
     pub(crate) fn begin(&self) {
-        *self.failure.borrow_mut() = Arc::default();
-        self.unheard.set(0);
+        self.posted.set(0);
+        *self.made.borrow_mut() = Arc::default();
     }
 
-    /// Makes one more launch, `call`.
+    /// Makes one more launch.
     pub(super) fn push(
         &self,
         device: &Device,
         deadline: Duration,
-        call: impl FnOnce(&dyn super::Driver) -> Result<()> + Send + 'static,
+        launch: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
     ) -> Result<()> {
-        let failure = Arc::clone(&self.failure.borrow());
-        let unless_failed = move |driver: &dyn super::Driver| {
-            failure.get().cloned().map_or(Ok(()), Err)?;
-            call(driver).inspect_err(|error| drop(failure.set(error.clone())))
-        };
-        let handed_over = device.launch_only_queues() && !patience::is_limited();
-        if handed_over && self.unheard.get() < AHEAD {
-            self.unheard.set(self.unheard.get() + 1);
-            return device.post("launch", unless_failed);
+        self.failure()?;
+        let made = Arc::clone(&self.made.borrow());
+        let waits = !device.launch_only_queues() || patience::is_limited();
+        if !waits {
+            self.wait(device, AHEAD - 1, deadline)?;
         }
-        self.unheard.set(0);
-        device.call("launch", deadline, unless_failed)
+        self.posted.set(self.posted.get() + 1);
+        let call = move |driver: &dyn Driver| made.make(driver, launch);
+        if waits { device.call("launch", deadline, call) } else { device.post("launch", call) }
+    }
+
+    /// Waits until the lane is done with all but so many.
+    fn wait(&self, device: &Device, left: u64, deadline: Duration) -> Result<()> {
+        let made = self.made.borrow();
+        let caught_up = || (self.posted.get() - made.count.load(Ordering::Acquire) <= left).then_some(());
+        // Else a call of its own tells, behind all of them.
+        lane::watch(AWAKE, caught_up).map_or_else(|| device.call("launch", deadline, |_| Ok(())), Ok)
     }
 
     /// Waits until the driver has taken all launches.
@@ -62,17 +91,15 @@ impl Launches {
     /// # Errors
     /// That of the first that failed.
     pub(crate) fn settle(&self, device: &Device, deadline: Duration) -> Result<()> {
-        if self.unheard.replace(0) > 0 {
-            device.call("launch", deadline, |_| Ok(()))?;
-        }
-        self.failure()
+        let waited = self.wait(device, 0, deadline);
+        self.failure().and(waited)
     }
 
-    /// The first failure of those that have been waited for.
+    /// The first failure so far.
     ///
     /// # Errors
     /// It.
     pub(crate) fn failure(&self) -> Result<()> {
-        self.failure.borrow().get().cloned().map_or(Ok(()), Err)
+        self.made.borrow().failure.get().cloned().map_or(Ok(()), Err)
     }
 }

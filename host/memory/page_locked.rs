@@ -11,8 +11,8 @@ use crate::tensor::Element;
 use std::marker::PhantomData;
 use std::ops::Deref;
 
-/// `len` elements in page-locked host memory of one device. It dereferences to a slice; what uploads a slice of it to that device, or gives it to a
-/// replay, copies nothing on the host.
+/// `len` elements in page-locked host memory of one device. It dereferences to a slice: [`Eager::upload`](crate::Eager::upload) of it, or of a part, to
+/// that device, and a replay's input ([`Inputs`](crate::Inputs)), copy nothing on the host.
 ///
 /// When it is dropped its memory goes to whoever asks for as many bytes next; the device keeps up to 512 MiB for that.
 ///
