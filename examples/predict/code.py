@@ -163,11 +163,14 @@ def loops_of(instructions, behind=0):
     return [(start, last) for start, last in ends.items() if start >= behind]
 
 
+def within(inner, outer):
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
 def hot_loop(instructions):
     loops = {loop: count(instructions[loop[0] : loop[1] + 1]) for loop in loops_of(instructions)}
     kind = "mma" if any("mma" in kinds for kinds in loops.values()) else "fma"
     multiplies = lambda loop: loops[loop].get(kind, 0)
-    within = lambda inner, outer: inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
     leaves = [
         loop
         for loop in loops
@@ -201,14 +204,17 @@ def code(registers, instructions):
         if whole.get("copies") and not found["hot"].get("copies"):
             found["copy"] = round((whole["all"] - found["hot"]["all"]) / whole["copies"], 1)
         goals = [{at} for at in turn]
-        # A product's first stages may be copied by a loop before it, the nearest, a stage a turn.
+        # A product's first stages may be copied by a loop before it, the nearest, a stage a turn. What copies the most at once is a stage of a
+        # whole tile; a loop within it looks at each chunk of a tile that reaches beyond the operand.
         kinds = lambda loop: count(instructions[loop[0] : loop[1] + 1])
         is_first = lambda loop: loop[1] < start and "copies" in kinds(loop) and "mma" not in kinds(loop)
-        first = max(filter(is_first, loops_of(instructions)), default=None) if "mma" in found["hot"] else None
+        firsts = [loop for loop in loops_of(instructions) if is_first(loop)] if "mma" in found["hot"] else []
+        first = max((loop for loop in firsts if not any(within(loop, other) for other in firsts)), default=None)
         if first:
-            within = [at for at, (begin, last) in enumerate(blocks) if first[0] <= begin and last <= first[1] + 1]
-            begins = [{at} for at in within if "copies" in count(take([at]))]
-            found["first"] = count(take(way_through(blocks, follows, [*begins, {within[-1]}], within[0])))
+            inner = [at for at, (begin, last) in enumerate(blocks) if first[0] <= begin and last <= first[1] + 1]
+            copies = lambda at: count(take([at])).get("copies", 0)
+            begins = [{at} for at in inner if copies(at) and 2 * copies(at) >= max(map(copies, inner))]
+            found["first"] = count(take(way_through(blocks, follows, [*begins, {inner[-1]}], inner[0])))
             goals = [*begins, *goals]
         is_last = lambda loop: loop[0] >= end and "mma" in kinds(loop) and "copies" not in kinds(loop)
         last = min(filter(is_last, loops_of(instructions)), default=None) if first else None
@@ -218,11 +224,11 @@ def code(registers, instructions):
     stores = lambda at: count(take([at])).get("stores", 0)
     tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
     if loop and tail:
-        within = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
-        most = max(map(stores, within))
+        inner = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
+        most = max(map(stores, inner))
         if most:
-            goals_of_tail = [{at for at in within if stores(at) == most}, {within[-1]}]
-            found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, within[0])))
+            goals_of_tail = [{at for at in inner if stores(at) == most}, {inner[-1]}]
+            found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, inner[0])))
     exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
     found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
     return found

@@ -9,7 +9,7 @@ use super::work::{Work, adds};
 /// Cycles from a barrier to the first factors.
 const LATENCY: f64 = 30.0;
 
-/// Instructions of a chunk of eight elements that are copied one by one: such a loop of eight chunks has 366 in `sm_90`'s code.
+/// Instructions of a chunk of eight elements that may not all be there: such a loop of eight chunks has 366 in `sm_90`'s code.
 const OF_CHUNK: f64 = 366.0 / 8.0;
 
 /// The numbers of a launch.
@@ -97,13 +97,14 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
         work.turn_shared += share * (4.0 * last.shared * turns - work.turn_shared);
         work.turn_waits += share * (waits - work.turn_waits);
     }
-    // What a thread copies of a stage element by element, one chunk of 16 bytes after another.
+    // What a thread copies of a stage that may not all be there, one chunk of 16 bytes after another; where rows begin on no 16 bytes
+    // element by element, and it waits for each chunk.
     let chunks = (rows + cols) * turn_k / 8.0 / threads;
-    let is_whole = [m % rows, n % cols] == [0.0; 2] && strides.iter().all(|stride| stride % 8.0 == 0.0);
+    let is_aligned = strides.iter().all(|stride| stride % 8.0 == 0.0);
+    let is_whole = [m % rows, n % cols] == [0.0; 2] && is_aligned;
     if is_tensor && !is_whole {
-        // Chunks may not be there.
         work.turn.all += OF_CHUNK * chunks;
-        work.turn_memory_waits = chunks;
+        work.turn_memory_waits = if is_aligned { 0.0 } else { chunks };
     }
     // A block waits for its first stage before it computes.
     let stage = (rows + cols) * depth.min(chunk) * element;
@@ -123,10 +124,9 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     work.ends = code.way.all - hot.all + (stages - 1.0) * first.all + tails * tail.all;
     work.ends_alone = code.way.alone - hot.alone + (stages - 1.0) * first.alone + tails * tail.alone;
     if is_tensor && is_whole && chunk % turn_k != 0.0 {
-        // So may those of the last stage.
+        // So is the last stage.
         work.ends += OF_CHUNK * chunks;
         work.ends_alone += OF_CHUNK * chunks;
-        work.waits += chunks;
     }
     // Some rows of tiles share what lies along the columns.
     let groups = (m / rows / if is_f32 { 8.0 } else { 16.0 }).ceil().max(1.0);
