@@ -3,7 +3,7 @@
 //! The bug that this guards against (ztensor on GB10): with a pool reset between batches the first batch's gradients
 //! were right and every loss was, but the head's gradient fell from 3.74 to 2.5e-6, 2e-18 and 0 over the next three,
 //! because saved activations were overwritten by later allocations. [`a_pool_that_drops_its_pins_is_seen`] rebuilds
-//! that pool on the same kernels and shows that the comparison used here finds it.
+//! that pool on the same kernels and shows that the comparison used here finds it. [`queued_launches`] has launches that the driver refuses.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,8 @@
 mod perceptron;
 #[path = "../examples/gradients_after_reset/pool.rs"]
 mod pool;
+#[path = "step_hazards/queued_launches.rs"]
+mod queued_launches;
 #[path = "../examples/gradients_after_reset/run.rs"]
 mod run;
 #[path = "step_hazards/schedules.rs"]

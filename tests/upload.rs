@@ -3,6 +3,8 @@
 //! Every device here has a ring of small slots, so that pieces end, slots fill up and fences are waited for within a few
 //! kilobytes.
 
+#[path = "upload/page_locked.rs"]
+mod page_locked;
 mod support;
 #[path = "support/witness.rs"]
 mod witness;

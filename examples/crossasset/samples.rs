@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use stepscope::{Group, Inputs, Loader, Result, Samples};
+use stepscope::{Device, Group, Inputs, Loader, PageLocked, Result, Samples};
 
 use crate::dataset::{Dataset, Fold};
 use crate::features::SAMPLE_LEN;
@@ -12,29 +12,36 @@ use crate::sizes::{FEATURES, SCALES};
 /// Samples that a step works on: of another rank's, their number alone.
 pub(crate) struct MicroBatch {
     samples: usize,
-    /// Features, `[samples, 12, 193]`.
-    pub(crate) x: Vec<f32>,
+    /// Features, `[samples, 12, 193]`, where the device can read them while the host makes the next.
+    x: Option<PageLocked<f32>>,
     /// Classes, `[samples]`.
     pub(crate) labels: Vec<u32>,
 }
 
 impl MicroBatch {
     /// So many samples, all zero.
-    pub(crate) fn zeros(samples: usize) -> Self {
-        Self { samples, x: vec![0.0; samples * SAMPLE_LEN], labels: vec![0; samples] }
+    pub(crate) fn zeros(device: &Device, samples: usize) -> Result<Self> {
+        let x = PageLocked::zeros(device, samples * SAMPLE_LEN)?;
+        Ok(Self { samples, x: Some(x), labels: vec![0; samples] })
     }
 
     /// So many samples of another rank.
     fn elsewhere(samples: usize) -> Self {
-        Self { samples, x: Vec::new(), labels: Vec::new() }
+        Self { samples, x: None, labels: Vec::new() }
     }
 
     /// Features and labels of some samples.
-    pub(crate) fn of(dataset: &Dataset, fold: &Fold, samples: &[usize]) -> Self {
-        let mut batch = Self::zeros(samples.len());
-        dataset.batch_features(samples, &mut batch.x);
-        dataset.batch_labels(fold, samples, &mut batch.labels);
-        batch
+    pub(crate) fn of(device: &Device, dataset: &Dataset, fold: &Fold, samples: &[usize]) -> Result<Self> {
+        let mut x = PageLocked::zeros(device, samples.len() * SAMPLE_LEN)?;
+        dataset.batch_features(samples, x.write()?);
+        let mut labels = vec![0; samples.len()];
+        dataset.batch_labels(fold, samples, &mut labels);
+        Ok(Self { samples: samples.len(), x: Some(x), labels })
+    }
+
+    /// Features, `[samples, 12, 193]`; of another rank none.
+    pub(crate) fn x(&self) -> &[f32] {
+        self.x.as_deref().unwrap_or_default()
     }
 
     /// The extents of `x`.
@@ -49,7 +56,7 @@ impl Samples for MicroBatch {
     }
 
     fn inputs(&self) -> Result<Inputs<'_>> {
-        Inputs::new().with(&self.x, self.shape())?.with(&self.labels, [self.labels.len()])
+        Inputs::new().with(self.x(), self.shape())?.with(&self.labels, [self.labels.len()])
     }
 }
 
@@ -77,24 +84,26 @@ impl Cut {
     }
 }
 
-/// Samples in this order, cut so, made while others are trained on: those of a group's other ranks are not.
+/// Samples in this order, cut so, made for the device while it is trained on others: those of a group's other ranks are not.
 pub(crate) fn batches(
+    device: &Device,
     dataset: &Arc<Dataset>,
     fold: &Fold,
     order: Vec<usize>,
     cut: Cut,
     group: Option<&Group>,
 ) -> Result<Loader<Vec<MicroBatch>>> {
-    let (dataset, fold, batch, group) = (Arc::clone(dataset), fold.clone(), cut.batch, group.cloned());
+    let (device, dataset, fold) = (device.clone(), Arc::clone(dataset), fold.clone());
+    let (batch, group) = (cut.batch, group.cloned());
     Loader::new((0..order.len().div_ceil(batch)).map(move |number| {
         let samples = &order[number * batch..order.len().min((number + 1) * batch)];
         let parts: Vec<_> = cut.parts(samples.len()).collect();
         let own = group.as_ref().map(|group| group.own_parts(cut.shards, parts.len()));
         let is_own = |at: usize| own.as_ref().is_none_or(|own| own.iter().any(|shard| shard.contains(&at)));
         let part = |(at, part): (usize, Range<usize>)| match is_own(at) {
-            true => MicroBatch::of(&dataset, &fold, &samples[part]),
-            false => MicroBatch::elsewhere(part.len()),
+            true => MicroBatch::of(&device, &dataset, &fold, &samples[part]),
+            false => Ok(MicroBatch::elsewhere(part.len())),
         };
-        Ok(parts.into_iter().enumerate().map(part).collect())
+        parts.into_iter().enumerate().map(part).collect()
     }))
 }

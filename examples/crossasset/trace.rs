@@ -55,7 +55,7 @@ impl Trace {
         learner: &Learner<M>,
     ) -> Result<()> {
         let update = self.updates;
-        let x: Vec<f32> = batch.iter().flat_map(|part| &part.x).copied().collect();
+        let x: Vec<f32> = batch.iter().flat_map(MicroBatch::x).copied().collect();
         let labels: Vec<u32> = batch.iter().flat_map(|part| &part.labels).copied().collect();
         self.file.add(format!("{update}.input"), [labels.len(), SCALES.len(), FEATURES], &x);
         self.file.add(format!("{update}.label"), [labels.len()], &labels);

@@ -200,7 +200,8 @@ impl<'r> Run<'r> {
             Switch::Off => Trainer::eager(arena, learner),
             Switch::On => {
                 let largest = self.cut().largest(fold.train.len());
-                Trainer::captured(arena, learner, &MicroBatch::zeros(largest))?
+                let largest = MicroBatch::zeros(arena.device(), largest)?;
+                Trainer::captured(arena, learner, &largest)?
             }
         };
         Ok(trainer.checkpoint(self.checkpoint, checkpoint_every).stop_when(self.stop))
@@ -238,7 +239,8 @@ impl<'r> Run<'r> {
         let order = fold.epoch_order(self.args.seed, epoch).split_off(progress.samples as usize);
         let samples = order.len();
         let bar = self.log().shows(ProgressBar::new(format!("fold {}, epoch {epoch}", fold.index), samples));
-        let mut batches = samples::batches(self.dataset, fold, order, self.cut(), self.group)?;
+        let device = trainer.arena().device().clone();
+        let mut batches = samples::batches(&device, self.dataset, fold, order, self.cut(), self.group)?;
         let mut position = std::mem::take(&mut self.position);
         let settings = settings(self.args, (self.dataset, self.rank.shards()));
         let mut watch = Watch { bar, settings, position: &mut position };
@@ -304,7 +306,8 @@ impl<'r> Run<'r> {
         let samples: Vec<usize> = fold.valid.clone().collect();
         let (mut loss, mut right, all) = (0.0, 0, samples.len() as f64);
         let cut = Cut { batch: self.args.batch, shards: 1, micro_batch: self.args.batch };
-        for batch in samples::batches(self.dataset, fold, samples, cut, None)? {
+        let device = trainer.arena().device().clone();
+        for batch in samples::batches(&device, self.dataset, fold, samples, cut, None)? {
             for batch in batch? {
                 let (sum, told) = trainer.evaluate_classes(&batch, &batch.labels)?;
                 (loss, right) = (loss + sum, right + told);

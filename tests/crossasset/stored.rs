@@ -30,10 +30,10 @@ fn losses<S: Factor<S> + Factor<f32>>(device: &Device, dataset: &Dataset, update
     let (model, layout) = Model::<S>::sized(if is_gpu { Sizes::CROSSASSET } else { SMALL }).unwrap();
     let learner = Learner::new(device, model, &layout, SEED, config).unwrap().with_bf16_copy().unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build().unwrap();
-    let mut trainer = Trainer::captured(&mut arena, learner, &MicroBatch::zeros(BATCH)).unwrap();
+    let mut trainer = Trainer::captured(&mut arena, learner, &MicroBatch::zeros(device, BATCH).unwrap()).unwrap();
     let mut losses = Vec::new();
     for samples in order.chunks_exact(BATCH) {
-        losses.push(trainer.update(&[MicroBatch::of(dataset, fold, samples)]).unwrap().loss);
+        losses.push(trainer.update(&[MicroBatch::of(device, dataset, fold, samples).unwrap()]).unwrap().loss);
         if losses.len().is_multiple_of(BLOCK) {
             println!(
                 "{} updates in {}: {:.6}",

@@ -2,15 +2,11 @@
 //!
 //! Invariant of each test: whatever fails or stalls, nothing that the device may still read is written or freed.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::on_each_device;
 use std::thread;
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
 use stepscope::{Arena, Capacity, Device, Error, Inputs, Output, PageLocked, Result, Slots, Step, bf16, ops};
-use support::on_each_device;
 
 /// Elements of an upload that passes the ring in many pieces.
 const LEN: usize = 10_000;

@@ -3,10 +3,7 @@
 //! Here the emulator's launches are as a GPU's: what becomes of one is told later. Invariant of each test: nothing that the step
 //! launches behind a failure runs, and the step's own error is that failure.
 
-#![forbid(unsafe_code)]
-
-mod support;
-
+use crate::support::on_each_device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
@@ -14,7 +11,6 @@ use stepscope::{
     AdamW, AdamWConfig, Arena, Buffer, Capacity, Device, Error, Gradients, Initializer, Layout, Parameters, Result,
     Step, ops,
 };
-use support::on_each_device;
 
 /// More launches than wait on the lane unheard of.
 const MANY: usize = 50;
