@@ -11,7 +11,7 @@
 //! STEPSCOPE_PROGRAM=4711 cargo test --test memory_model random        # one program of a run, by its number
 //! ```
 //! On CUDA, where the test is ignored without a GPU, arenas and pools are as tiny; faults are rarer there, since each needs
-//! a device of its own, and no call stalls for ever.
+//! a device of its own, no call stalls for ever, and no launch fails, since which call tells of it is a matter of time: `step_hazards` has those.
 //!
 //! That the rules can fail is shown by [`Planted`] bugs, each put where the library could have it, through handles that
 //! `unsafe` code copied or through a fault that the reference was not told of: see the tests named `finds_*`. A guard
@@ -80,7 +80,11 @@ fn program(device: DeviceKind, number: u64, count: u64) -> (Kind, Program) {
         _ if number % 2 == 1 => Kind::Faulty,
         _ => Kind::Sound,
     };
-    (kind, Program::draw(&mut Random::new(number), kind))
+    let mut program = Program::draw(&mut Random::new(number), kind);
+    if device == DeviceKind::Cuda {
+        program.fault = program.fault.filter(|fault| fault.call != Call::Launch);
+    }
+    (kind, program)
 }
 
 /// Runs a program, on the rig at hand if both are clean.
@@ -175,7 +179,7 @@ fn enough(tally: &Tally, device: DeviceKind) {
     if programs < 10_000 {
         return;
     }
-    for call in CALLS {
+    for call in CALLS.into_iter().filter(|&call| device == DeviceKind::Emulated || call != Call::Launch) {
         assert!(met.iter().any(|(met, _)| *met == call), "no program met a fault on {call:?}");
     }
     if device == DeviceKind::Emulated {

@@ -4,8 +4,8 @@
 //! step    prepare 1 | prepare 2 | prepare 3 | ..                 | end: waits for the last
 //! lane              | launch 1  | launch 2  | launch 3 | ..
 //! ```
-//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is posted to the lane, and the step goes on.
-//! Invariant: behind a launch that failed none of the same step runs, and [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the
+//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is posted to the lane, and the step goes on; of
+//! any other driver it is waited for. Invariant: behind a posted launch that failed none of the same step runs, and [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the
 //! lane, so that a lane that is stuck costs one deadline.
 
 #![forbid(unsafe_code)]
@@ -67,15 +67,15 @@ impl Launches {
         deadline: Duration,
         launch: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
     ) -> Result<()> {
-        self.failure()?;
-        let made = Arc::clone(&self.made.borrow());
-        let waits = !device.launch_only_queues() || patience::is_limited();
-        if !waits {
-            self.wait(device, AHEAD - 1, deadline)?;
+        if !device.launch_only_queues() || patience::is_limited() {
+            // Its caller hears of it at once.
+            return device.call("launch", deadline, launch);
         }
+        self.wait(device, AHEAD - 1, deadline)?;
+        self.failure()?;
         self.posted.set(self.posted.get() + 1);
-        let call = move |driver: &dyn Driver| made.make(driver, launch);
-        if waits { device.call("launch", deadline, call) } else { device.post("launch", call) }
+        let made = Arc::clone(&self.made.borrow());
+        device.post("launch", move |driver| made.make(driver, launch))
     }
 
     /// Waits until the lane is done with all but so many.

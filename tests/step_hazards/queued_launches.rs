@@ -3,7 +3,7 @@
 //! Here the emulator's launches are as a GPU's: what becomes of one is told later. Invariant of each test: nothing that the step
 //! launches behind a failure runs, and the step's own error is that failure.
 
-use crate::support::on_each_device;
+use crate::support::{Random, on_each_device};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 use stepscope::faults::{Call, Fault, FaultPlan};
@@ -55,6 +55,42 @@ on_each_device! {
         // The next step knows nothing of it.
         arena.step(|step| count_up(step, &mut number, 1)).unwrap();
         assert_eq!(number.read().unwrap(), [MANY as f32 + 1.0]);
+    }
+
+    /// Whichever launch fails, and whatever is read meanwhile: what ran is what stood before it.
+    fn the_launches_that_run_are_those_before_the_failure(device: &Device) {
+        let (device, plan, mut arena) = open(device, Duration::from_secs(60));
+        let mut number = Buffer::<f32>::zeros(&device, 1).unwrap();
+        let mut expected = 0.0;
+        for seed in 0..200 {
+            let mut random = Random::new(seed);
+            let (times, failing) = (1 + random.below(60), 1 + random.below(80));
+            let looks = 1 + random.below(30) as usize;
+            plant(&plan, u64::from(failing), Fault::Fail);
+            let outcome = arena.step(|step| {
+                let one = ops::fill(step, [1], 1.0)?;
+                let mut number = step.lend_mut(&mut number, [1])?;
+                for made in 0..times as usize {
+                    ops::add_assign(step, &mut number, &one)?;
+                    if made % looks == 0 {
+                        assert_eq!(step.read_scalar(&one)?, 1.0);
+                    }
+                }
+                Ok(())
+            });
+            // The first launch fills.
+            let fails = failing <= times + 1;
+            assert_eq!(outcome.is_err(), fails, "{seed}: {outcome:?}");
+            assert!(outcome.err().is_none_or(|error| is_planted(&error)), "{seed}");
+            expected += if fails { failing.saturating_sub(2) } else { times } as f32;
+            assert_eq!(number.read().unwrap(), [expected], "{seed}");
+            if !fails {
+                // It is left, and met here.
+                let left = failing - times - 1;
+                let outcome = arena.step(|step| count_up(step, &mut Buffer::zeros(&device, 1)?, left as usize));
+                assert!(is_planted(&outcome.unwrap_err()), "{seed}");
+            }
+        }
     }
 
     fn what_a_step_reads_is_never_that_of_launches_that_did_not_run(device: &Device) {

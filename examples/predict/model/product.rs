@@ -11,6 +11,8 @@ const LATENCY: f64 = 30.0;
 
 /// Instructions of a chunk of eight elements that may not all be there: such a loop of eight chunks has 366 in `sm_90`'s code.
 const OF_CHUNK: f64 = 366.0 / 8.0;
+/// Cycles of a lone warp for one of them: 297 for the 93 that four chunks of a tile of 64 x 64 take, by the assembler's stalls.
+const OF_CHUNK_ALONE: f64 = 297.0 / 93.0;
 
 /// The numbers of a launch.
 struct Extents {
@@ -123,6 +125,11 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let first = code.first.unwrap_or_default();
     work.ends = code.way.all - hot.all + (stages - 1.0) * first.all + tails * tail.all;
     work.ends_alone = code.way.alone - hot.alone + (stages - 1.0) * first.alone + tails * tail.alone;
+    if is_tensor && !is_whole {
+        // All stages are copied so.
+        work.ends += stages * OF_CHUNK * chunks;
+        work.ends_alone += stages * OF_CHUNK * OF_CHUNK_ALONE * chunks;
+    }
     if is_tensor && is_whole && chunk % turn_k != 0.0 {
         // So is the last stage.
         work.ends += OF_CHUNK * chunks;
