@@ -489,22 +489,23 @@ impl Device {
         }
     }
 
-    /// Posts a call of the driver to the lane, where it is made before any that comes later, and waits for nothing. What becomes of it `call`
-    /// itself keeps; a failure that spoils the device loses it.
+    /// Posts a call of the driver to the lane, where it is made before any that comes later, and waits for nothing. `done` hears there what
+    /// became of it, and of the device: a failure that spoils it has lost it by then.
     pub(super) fn post(
         &self,
         name: &'static str,
         call: impl FnOnce(&dyn Driver) -> Result<()> + Send + 'static,
+        done: impl FnOnce(Result<()>) + Send + 'static,
     ) -> Result<()> {
         self.check(name)?;
         let call = self.unless_lost(call);
         let (driver, lost) = (Arc::clone(&self.shared.driver), Arc::clone(&self.shared.lost));
         self.shared.lane.post(move || {
-            if let Err(error) = call()
-                && spoils(&error)
-            {
-                lose(&lost, &driver, &error);
+            let outcome = call();
+            if let Some(error) = outcome.as_ref().err().filter(|error| spoils(error)) {
+                lose(&lost, &driver, error);
             }
+            done(outcome);
         });
         Ok(())
     }

@@ -4,9 +4,9 @@
 //! step    prepare 1 | prepare 2 | prepare 3 | ..                 | end: waits for the last
 //! lane              | launch 1  | launch 2  | launch 3 | ..
 //! ```
-//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is posted to the lane, and the step goes on; of
-//! any other driver it is waited for. Invariant: behind a posted launch that failed none of the same step runs, and [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the
-//! lane, so that a lane that is stuck costs one deadline.
+//! A driver whose launch only queues a kernel has nothing to say but that it failed. So a launch is posted to the lane, and the step goes
+//! on; of any other driver it is waited for. Invariant: behind a posted launch that failed none of the same step runs, and
+//! [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the lane, so that a lane that is stuck costs one deadline.
 
 #![forbid(unsafe_code)]
 
@@ -42,14 +42,18 @@ struct Made {
 }
 
 impl Made {
-    /// Makes one of the launches, unless one before it has failed.
-    fn make(&self, driver: &dyn Driver, launch: impl FnOnce(&dyn Driver) -> Result<()>) -> Result<()> {
-        let outcome = match self.failure.get() {
-            Some(first) => Err(first.clone()),
-            None => launch(driver).inspect_err(|error| drop(self.failure.set(error.clone()))),
-        };
+    /// An error if a launch has failed: it.
+    fn failure(&self) -> Result<()> {
+        self.failure.get().cloned().map_or(Ok(()), Err)
+    }
+
+    /// One more is made, or is not.
+    fn done(&self, outcome: Result<()>) {
+        if let Err(error) = outcome {
+            // Of those behind the first it is the same.
+            let _ = self.failure.set(error);
+        }
         self.count.fetch_add(1, Ordering::Release);
-        outcome
     }
 }
 
@@ -73,9 +77,12 @@ impl Launches {
         }
         self.wait(device, AHEAD - 1, deadline)?;
         self.failure()?;
+        let made = self.made.borrow();
+        let (before, after) = (Arc::clone(&made), Arc::clone(&made));
+        let unless_failed = move |driver: &dyn Driver| before.failure().and_then(|()| launch(driver));
+        device.post("launch", unless_failed, move |outcome| after.done(outcome))?;
         self.posted.set(self.posted.get() + 1);
-        let made = Arc::clone(&self.made.borrow());
-        device.post("launch", move |driver| made.make(driver, launch))
+        Ok(())
     }
 
     /// Waits until the lane is done with all but so many.
@@ -100,6 +107,6 @@ impl Launches {
     /// # Errors
     /// It.
     pub(crate) fn failure(&self) -> Result<()> {
-        self.made.borrow().failure.get().cloned().map_or(Ok(()), Err)
+        self.made.borrow().failure()
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! A copy from pageable memory runs on the caller's thread for as long as the driver likes, and one from a mapped file can
 //! stall on the disk inside the driver. So every source is first written into a slot, and the device copies from there, piece
-//! by piece; but for page-locked memory of the caller's (`pages`), which is as good as a slot. Invariant: a slot is written again only when the device has passed the fence behind its last copy; that wait has
-//! a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
+//! by piece; but for page-locked memory of the caller's (`pages`), which is as good as a slot. Invariant: a slot is written again
+//! only when the device has passed the fence behind its last copy; that wait has a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
 use super::ring::{ALIGN_BYTES, Fill, RingSize, Slot, Staging};
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 const PIECE_BYTES: usize = 8 << 20;
 
 impl Device {
-    /// Queues a copy of host bytes, which may be reused on return, or do not change because they are page-locked; with a transit place, beside the work queued before
-    /// ([`Driver::queue_upload`]). Waits at most until the deadline for room to stage them.
+    /// Queues a copy of host bytes, which may be reused on return, or else are page-locked and do not change; with a transit place, beside
+    /// the work queued before ([`Driver::queue_upload`]). Waits at most until the deadline for room to stage them.
     ///
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
