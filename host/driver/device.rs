@@ -9,7 +9,6 @@
 use super::calls::{Driver, Pool};
 use super::description::Description;
 use super::lane::{Lane, TimedOut};
-use super::launches::Launches;
 use super::lends::{Lending, Lends, Use};
 use super::pages::Pages;
 use super::patience;
@@ -20,7 +19,6 @@ use super::ring::Staging;
 use crate::error::{Error, Result};
 use bytemuck::Pod;
 use cuda_std::emulator::Mode;
-use cuda_std::launch::{Entry, Grid, Words};
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -442,28 +440,6 @@ impl Device {
             }
             Ok(to)
         })
-    }
-
-    /// Makes a launch: one of a step's, or else waits for it.
-    ///
-    /// # Safety
-    /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive until what is
-    /// called next.
-    pub(crate) unsafe fn launch(
-        &self,
-        of_step: Option<&Launches>,
-        (entry, grid, words): (Entry, Grid, Words),
-        deadline: Duration,
-    ) -> Result<()> {
-        let deadline = patience::of_launch(deadline);
-        // SAFETY: what this function asks for is what the driver asks for: the lane makes the call before any that is made next. Recorded
-        // memory is pinned by the rehearsal.
-        let launch = move |driver: &dyn Driver| unsafe { driver.launch(&entry, grid, &words) };
-        let launch = move |driver: &dyn Driver| launch(driver).map_err(|error| error.of_kernel(entry.name));
-        match of_step {
-            Some(launches) => launches.push(self, deadline, launch),
-            None => self.call("launch", deadline, launch),
-        }
     }
 
     /// Whether a launch does no more than queue.

@@ -8,13 +8,12 @@
 //! on; of any other driver it is waited for. Invariant: behind a posted launch that failed none of the same step runs, and
 //! [`Launches::settle`] tells of it; at most [`AHEAD`] stand on the lane, so that a lane that is stuck costs one deadline.
 
-#![forbid(unsafe_code)]
-
 use super::calls::Driver;
 use super::device::Device;
 use super::lane;
 use super::patience;
 use crate::error::{Error, Result};
+use cuda_std::launch::{Entry, Grid, Words};
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -39,6 +38,30 @@ struct Made {
     count: AtomicU64,
     /// The first failure.
     failure: OnceLock<Error>,
+}
+
+impl Device {
+    /// Makes a launch: one of a step's, or else waits for it.
+    ///
+    /// # Safety
+    /// The kernel's contract accepted these arguments for this grid; their memory is of this device or a parent's, and alive until what is
+    /// called next.
+    pub(crate) unsafe fn launch(
+        &self,
+        of_step: Option<&Launches>,
+        (entry, grid, words): (Entry, Grid, Words),
+        deadline: Duration,
+    ) -> Result<()> {
+        let deadline = patience::of_launch(deadline);
+        // SAFETY: what this function asks for is what the driver asks for: the lane makes the call before any that is made next. Recorded
+        // memory is pinned by the rehearsal.
+        let launch = move |driver: &dyn Driver| unsafe { driver.launch(&entry, grid, &words) };
+        let launch = move |driver: &dyn Driver| launch(driver).map_err(|error| error.of_kernel(entry.name));
+        match of_step {
+            Some(launches) => launches.push(self, deadline, launch),
+            None => self.call("launch", deadline, launch),
+        }
+    }
 }
 
 impl Made {

@@ -22,6 +22,7 @@ mod lane;
 mod launches;
 mod lends;
 mod links;
+mod page_copies;
 mod pages;
 pub(crate) mod patience;
 mod pins;

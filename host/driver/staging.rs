@@ -2,7 +2,7 @@
 //!
 //! A copy from pageable memory runs on the caller's thread for as long as the driver likes, and one from a mapped file can
 //! stall on the disk inside the driver. So every source is first written into a slot, and the device copies from there, piece
-//! by piece; but for page-locked memory of the caller's (`pages`), which is as good as a slot. Invariant: a slot is written again
+//! by piece; but for page-locked memory of the caller's (`page_copies`), which is as good as a slot. Invariant: a slot is written again
 //! only when the device has passed the fence behind its last copy; that wait has a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
