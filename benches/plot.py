@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "stepscope"
 # What the README shows, by precision.
 FRONT = {
-    "f32": "2026-11-21-h200-step.json",
+    "f32": "2026-11-25-h200-step.json",
     "TF32": "2026-11-21-h200-step-tf32.json",
     "BF16": "2026-11-21-h200-step-bf16.json",
 }
