@@ -8,7 +8,7 @@
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::{replace_file_by, sweep};
-use crate::finite::Numbers;
+use crate::finite::{Numbers, all_finite};
 use crate::memory::{Buffer, PIECE_BYTES};
 use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Layout, LayoutEntry, Parameters};
@@ -328,7 +328,7 @@ impl NewFile<'_> {
 
     /// An error for numbers of a tensor that are not finite, if they should be.
     fn check(&self, part: &Part<'_>, values: &[f32]) -> Result<()> {
-        let finite = || (part.name.clone(), values.iter().all(|value| value.is_finite()));
+        let finite = || (part.name.clone(), all_finite(bytemuck::cast_slice(values)));
         self.numbers.check((self.update, part.quantity), std::iter::once_with(finite))
     }
 

@@ -6,6 +6,12 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Quantity, Result};
+use rayon::prelude::*;
+
+/// Bytes that a thread looks at, one part after another.
+const PART_BYTES: usize = 1 << 20;
+/// Bytes between two looks at whether there is something to tell: within them nothing branches.
+const RUN_BYTES: usize = 4 << 10;
 
 /// Which numbers losses, gradients, weights and moments may hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,5 +35,40 @@ impl Numbers {
     ) -> Result<()> {
         let first = if self == Self::Any { None } else { tensors.into_iter().find(|(_, finite)| !finite) };
         first.map_or(Ok(()), |(name, _)| Err(Error::NotFinite { update, what, tensor: format!("`{name}`") }))
+    }
+}
+
+/// Whether all f32, little-endian, are finite. Large ones are looked at by all processors, for one alone is slower than the link to a GPU.
+pub(crate) fn all_finite(bytes: &[u8]) -> bool {
+    if bytes.len() <= PART_BYTES { part_is_finite(bytes) } else { bytes.par_chunks(PART_BYTES).all(part_is_finite) }
+}
+
+fn part_is_finite(part: &[u8]) -> bool {
+    part.chunks(RUN_BYTES).all(|run| {
+        let (words, _) = run.as_chunks();
+        words.iter().fold(true, |finite, &word| finite & f32::from_le_bytes(word).is_finite())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Alone at any place, in a text of several parts.
+    #[test]
+    fn one_number_is_found_wherever_it_is() {
+        let words = 2 * PART_BYTES / 4 + 13;
+        let mut values = vec![f32::MAX; words];
+        assert!(all_finite(bytemuck::cast_slice(&values)));
+        let run = RUN_BYTES / 4;
+        for at in [0, 1, run - 1, run, PART_BYTES / 4 - 1, PART_BYTES / 4, words - 1] {
+            for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let finite = std::mem::replace(&mut values[at], value);
+                assert!(!all_finite(bytemuck::cast_slice(&values)), "{value} at {at}");
+                assert!(all_finite(bytemuck::cast_slice(&values[..at])), "{at}");
+                values[at] = finite;
+            }
+        }
+        assert!(all_finite(&[]));
     }
 }

@@ -83,8 +83,9 @@ impl Made {
 impl Launches {
     /// Another step begins. What the one before left on the lane, when it panicked, tells nobody.
     pub(crate) fn begin(&self) {
-        self.posted.set(0);
-        *self.made.borrow_mut() = Arc::default();
+        if self.posted.replace(0) > 0 {
+            *self.made.borrow_mut() = Arc::default();
+        }
     }
 
     /// Makes one more launch.
@@ -121,6 +122,10 @@ impl Launches {
     /// # Errors
     /// That of the first that failed.
     pub(crate) fn settle(&self, device: &Device, deadline: Duration) -> Result<()> {
+        // A step without launches costs nothing here.
+        if self.posted.get() == 0 {
+            return Ok(());
+        }
         let waited = self.wait(device, 0, deadline);
         self.failure().and(waited)
     }

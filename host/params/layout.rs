@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result, short};
+use crate::finite::all_finite;
 use crate::initializer::Initializer;
 use crate::memory::ALIGN_BYTES;
 use crate::tensor::Shape;
@@ -308,13 +309,15 @@ impl Layout {
 
     /// The parameters of a flat region: the name, and whether each is finite.
     pub(crate) fn finite(&self, region: &[f32]) -> impl Iterator<Item = (String, bool)> {
-        let all = |values: &[f32]| values.iter().all(|value| value.is_finite());
+        let all = |values: &[f32]| all_finite(bytemuck::cast_slice(values));
         self.entries().iter().map(move |entry| (entry.name().to_owned(), all(&region[entry.range()])))
     }
 
     /// The same of each parameter's bytes, little-endian; `prefix` stands before the name.
     pub(crate) fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {
-        let all = |bytes: &[u8]| bytes.as_chunks().0.iter().all(|&word| f32::from_le_bytes(word).is_finite());
-        self.entries().iter().zip(region).map(move |(entry, bytes)| (format!("{prefix}{}", entry.name()), all(bytes)))
+        self.entries()
+            .iter()
+            .zip(region)
+            .map(move |(entry, bytes)| (format!("{prefix}{}", entry.name()), all_finite(bytes)))
     }
 }

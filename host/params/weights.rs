@@ -9,7 +9,7 @@ use super::layout::{Layout, LayoutEntry, Parameter, Stack};
 use crate::digest::hex;
 use crate::driver::Device;
 use crate::error::{Error, Quantity, Result, short};
-use crate::finite::Numbers;
+use crate::finite::{Numbers, all_finite};
 use crate::launch::launch_on;
 use crate::memory::Buffer;
 use crate::ops;
@@ -76,7 +76,7 @@ impl Flat {
     fn first_not_finite(&self) -> Result<Option<&str>> {
         for entry in self.layout.entries() {
             for piece in self.values.pieces(entry.range()) {
-                if !piece?.iter().all(|value| value.is_finite()) {
+                if !all_finite(bytemuck::cast_slice(&piece?)) {
                     return Ok(Some(entry.name()));
                 }
             }
