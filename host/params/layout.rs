@@ -11,6 +11,7 @@ use crate::initializer::Initializer;
 use crate::memory::ALIGN_BYTES;
 use crate::tensor::Shape;
 use crate::tensors::NOTES;
+use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -313,11 +314,11 @@ impl Layout {
         self.entries().iter().map(move |entry| (entry.name().to_owned(), all(&region[entry.range()])))
     }
 
-    /// The same of each parameter's bytes, little-endian; `prefix` stands before the name.
+    /// The first parameter that is not finite, of each one's bytes, little-endian, once somebody asks; `prefix` stands before the name. All
+    /// processors look: there may be many small ones.
     pub(crate) fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {
-        self.entries()
-            .iter()
-            .zip(region)
-            .map(move |(entry, bytes)| (format!("{prefix}{}", entry.name()), all_finite(bytes)))
+        let first = move || region.par_iter().position_first(|bytes| !all_finite(bytes));
+        let named = move |at: usize| (format!("{prefix}{}", self.entries()[at].name()), false);
+        std::iter::once_with(first).flatten().map(named)
     }
 }
