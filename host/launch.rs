@@ -14,19 +14,14 @@ pub(crate) fn launch_on<K: Contract>(device: &Device, kernel: &K) -> Result<()> 
     launch(device, None, kernel, device.deadline())
 }
 
-/// Queues a kernel of a step, which hears later whether the driver refused it: by [`Launches::settle`], or by the next launch.
+/// Queues a kernel, within the deadline. A step hears later whether the driver refused it: by [`Launches::settle`], or by the next launch.
 #[track_caller]
-pub(crate) fn launch_of<K: Contract>(
-    launches: &Launches,
+pub(crate) fn launch<K: Contract>(
     device: &Device,
+    of_step: Option<&Launches>,
     kernel: &K,
     deadline: Duration,
 ) -> Result<()> {
-    launch(device, Some(launches), kernel, deadline)
-}
-
-#[track_caller]
-fn launch<K: Contract>(device: &Device, of_step: Option<&Launches>, kernel: &K, deadline: Duration) -> Result<()> {
     let entry = kernel.entry().map_err(|violation| Error::Contract { kernel: K::NAME, violation })?;
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;

@@ -6,7 +6,7 @@
 
 use crate::driver::{Description, Device, Launch};
 use crate::error::{Error, Result};
-use crate::launch::launch_of;
+use crate::launch::launch;
 use crate::memory::{Arena, Aside, Buffer, Labels, Measured, Region, Turns};
 use crate::precision::Precision;
 use crate::report::Phase;
@@ -94,7 +94,7 @@ impl<'s> Step<'s> {
     /// [`Error::Timeout`] of this launch or one before it.
     #[track_caller]
     pub fn launch<K: Contract>(&self, kernel: K) -> Result<()> {
-        let launched = launch_of(self.region.launches(), self.device(), &kernel, self.region.time_left());
+        let launched = launch(self.device(), Some(self.region.launches()), &kernel, self.region.time_left());
         launched.map_err(|error| self.region.with_report(error))
     }
 

@@ -100,8 +100,8 @@ impl Launches {
             return device.call("launch", deadline, launch);
         }
         self.wait(device, AHEAD - 1, deadline)?;
-        self.failure()?;
         let made = self.made.borrow();
+        made.failure()?;
         let (before, after) = (Arc::clone(&made), Arc::clone(&made));
         let unless_failed = move |driver: &dyn Driver| before.failure().and_then(|()| launch(driver));
         device.post("launch", unless_failed, move |outcome| after.done(outcome))?;
@@ -117,24 +117,18 @@ impl Launches {
         lane::watch(AWAKE, caught_up).map_or_else(|| device.call("launch", deadline, |_| Ok(())), Ok)
     }
 
-    /// Waits until the driver has taken all launches.
+    /// What has become of a part of the step, once the driver has taken all launches.
     ///
     /// # Errors
-    /// That of the first that failed.
-    pub(crate) fn settle(&self, device: &Device, deadline: Duration) -> Result<()> {
+    /// That of the first launch that failed; else the part's own, which came before that of this wait.
+    pub(crate) fn settle<R>(&self, device: &Device, deadline: Duration, part: Result<R>) -> Result<R> {
         // A step without launches costs nothing here.
         if self.posted.get() == 0 {
-            return Ok(());
+            return part;
         }
         let waited = self.wait(device, 0, deadline);
-        self.failure().and(waited)
-    }
-
-    /// The first failure so far.
-    ///
-    /// # Errors
-    /// It.
-    pub(crate) fn failure(&self) -> Result<()> {
-        self.made.borrow().failure()
+        self.made.borrow().failure()?;
+        let part = part?;
+        waited.map(|()| part)
     }
 }

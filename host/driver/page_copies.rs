@@ -101,10 +101,8 @@ impl Device {
         });
         if let Some(block) = self.pages().around(from) {
             // What is unknown stays so when another thread's copy is queued.
-            block.copies = match (&queued, block.copies) {
-                (Ok(()), Copies::None | Copies::BeforeFence) => Copies::BeforeFence,
-                (Err(_), _) | (_, Copies::Unknown) => Copies::Unknown,
-            };
+            let unknown = queued.is_err() || block.copies == Copies::Unknown;
+            block.copies = if unknown { Copies::Unknown } else { Copies::BeforeFence };
         }
         queued.map(|()| true)
     }

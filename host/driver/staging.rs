@@ -3,7 +3,8 @@
 //! A copy from pageable memory runs on the caller's thread for as long as the driver likes, and one from a mapped file can
 //! stall on the disk inside the driver. So every source is first written into a slot, and the device copies from there, piece
 //! by piece; but for page-locked memory of the caller's (`page_copies`), which is as good as a slot. Invariant: a slot is written again
-//! only when the device has passed the fence behind its last copy; that wait has a deadline, and no other call here blocks. A call that fails leaves the ring as it was, so the next one tries again.
+//! only when the device has passed the fence behind its last copy; that wait has a deadline, and no other call here blocks. A call that
+//! fails leaves the ring as it was, so the next one tries again.
 
 use super::device::Device;
 use super::ring::{ALIGN_BYTES, Fill, RingSize, Slot, Staging};
@@ -21,9 +22,8 @@ impl Device {
     /// # Safety
     /// `to` is device memory of at least `from.len()` bytes, and so is `transit`, which nothing else names.
     pub(crate) unsafe fn stage(&self, to: u64, transit: Option<u64>, from: &[u8], deadline: Duration) -> Result<()> {
-        self.check("upload")?;
         // SAFETY: both places are as this function asks, which is the same.
-        if !self.rehearses() && unsafe { self.copy_from_pages(to, transit, from)? } {
+        if unsafe { self.copy_from_pages(to, transit, from)? } {
             return Ok(());
         }
         let fill = |offset: usize, place: &mut [u8]| place.copy_from_slice(&from[offset..][..place.len()]);

@@ -192,9 +192,8 @@ impl Region {
     /// What has become of a part of the running step, once the driver has taken all that it launched so far: of a launch that failed, its
     /// error, which came first.
     pub(crate) fn launched<R>(&self, result: Result<R>) -> Result<R> {
-        let settled = self.launches.settle(&self.device, self.time_left());
-        let result = self.launches.failure().and(result).and_then(|value| settled.map(|()| value));
-        result.map_err(|error| self.with_report(error))
+        let settled = self.launches.settle(&self.device, self.time_left(), result);
+        settled.map_err(|error| self.with_report(error))
     }
 
     /// Bytes at the end that no later step uses while the section is alive, and their address. Call it between steps.
