@@ -1,6 +1,5 @@
 //! The command line. A wrong value ends the program with exit code 2 and says what was wrong, before any work is done.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -11,6 +10,7 @@ use stepscope::ops::Precision;
 
 use crate::shared::log::Log;
 use crate::shared::ranks::RankArgs;
+use crate::shared::stored_as::StoredAs;
 
 /// Samples that are kept when neither bars nor a limit are given: enough to see it learn within a minute or two.
 pub(crate) const SYNTHETIC_LIMIT: usize = 2048;
@@ -139,24 +139,6 @@ pub(crate) enum Switch {
     On,
     /// It is not.
     Off,
-}
-
-/// What memory holds of activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum StoredAs {
-    /// f32.
-    F32,
-    /// BF16.
-    Bf16,
-}
-
-impl fmt::Display for StoredAs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        })
-    }
 }
 
 /// Where to train.

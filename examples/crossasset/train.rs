@@ -11,13 +11,14 @@ use stepscope::{
 };
 
 use crate::bars::shown;
-use crate::cli::{Args, StoredAs, Switch};
+use crate::cli::{Args, Switch};
 use crate::dataset::{Dataset, Fold};
 use crate::model::Model;
 use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
 use crate::shared::log::Log;
 use crate::shared::ranks::Rank;
+use crate::shared::stored_as::StoredAs;
 use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
 

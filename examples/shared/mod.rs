@@ -1,5 +1,5 @@
 //! What examples that train share: their log, their screen, the ranks of a group, the picture of the loss,
-//! and what memory and graphs were used.
+//! what memory holds, and what memory and graphs were used.
 
 #![allow(dead_code, reason = "each example uses its part")]
 
@@ -8,4 +8,5 @@ pub(crate) mod log;
 pub(crate) mod loss_svg;
 pub(crate) mod ranks;
 pub(crate) mod screen;
+pub(crate) mod stored_as;
 pub(crate) mod usage;

@@ -1,0 +1,23 @@
+//! What a command line says of the numbers in memory: of an example's activations, or of a bench's operands.
+
+use std::fmt;
+
+use clap::ValueEnum;
+
+/// What memory holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StoredAs {
+    /// f32.
+    F32,
+    /// BF16.
+    Bf16,
+}
+
+impl fmt::Display for StoredAs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
