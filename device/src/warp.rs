@@ -20,9 +20,9 @@
 //! A kernel that passes a row more than once reads it once, up to 1024 columns: its lanes hold their [`Share`]s in registers. Whether a
 //! share is held or read again, the operations and their order are the same.
 
+use crate::for_each_vector;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
-use crate::{for_each_vector, unroll};
 use cuda_std::{thread, warp};
 
 /// Lanes in a warp.
@@ -325,7 +325,7 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as the caller promises.
         let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
         // Distances that the compiler knows, so that it adds whole registers.
-        unroll!(halving < 5 => {
+        crate::unroll!(halving < 5 => {
             let distance = LANES as usize / 2 >> halving;
             if distance < lanes as usize {
                 for lane in 0..distance {

@@ -378,10 +378,10 @@ const LISTED: &[Listed] = &[
     each!(matmul::VARIANTS, |i, tile| products::product(i, tile), if |(_, tile)| !tile.is_on_cpu()),
     both!("sum_splits", <S>, |i| products::splits::<S>(i)),
     each!(matmul_tensor::VARIANTS, |i, (format, tile)| products::tensor_product(i, format, tile)),
-    each!(matmul_bf16::<'_, f32>::VARIANTS, |i, tile, stored| if stored == <bf16 as Element>::NAME {
-        products::bf16_product::<bf16>(i, tile)
+    each!(matmul_bf16::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
+        products::bf16_product::<bf16>(i, variant)
     } else {
-        products::bf16_product::<f32>(i, tile)
+        products::bf16_product::<f32>(i, variant)
     }),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {

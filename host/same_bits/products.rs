@@ -13,7 +13,7 @@ use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::format::Reduced;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, Tile as Bf16Tile, matmul_bf16};
+use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
@@ -186,10 +186,15 @@ const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
     (1, [9, 35, 8], ALL, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
 ];
 
-/// The case of a tile for BF16 tensors: [`product`], on whole numbers so small that every sum is exact, as for [`tensor_product`].
-pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
+/// The case of a kernel for BF16 tensors: [`product`]s of its form, on whole numbers so small that every sum is exact, as for
+/// [`tensor_product`].
+pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, variant: (of_bf16::Form, of_bf16::Tile)) -> Result<()> {
+    if variant.0 == of_bf16::Form::Summed {
+        return column_sums(i, variant);
+    }
     let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
-    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| exists::<S>(product.3)) {
+    let is_own = |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::Form::Plain);
+    for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
         let (a, b) = (i.whole(batches * m * k)?, i.whole(batches * k * n)?);
         let (a, b) = (ops::to_bf16(i.step, &a)?, ops::to_bf16(i.step, &b)?);
         let bias = if i.form == Form::Whole { i.whole(batches * n)? } else { i.normals([batches * n])? };
@@ -198,7 +203,7 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Res
         let mut pre = i.normals::<S>([length])?;
         let (c, written) = out.in_place();
         i.step.launch(matmul_bf16 {
-            tile,
+            variant,
             a: a.slice(),
             b: b.slice(),
             bias: unless_chunked(chunk < k, &bias),
@@ -224,12 +229,12 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Res
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
-    if <S as Element>::NAME == <f32 as Element>::NAME { column_sums(i, tile) } else { Ok(()) }
+    Ok(())
 }
 
 /// The sums of B's columns: a tile's second row of blocks, which has none of them; operands that fill stages and others; batches; chunks. The
 /// products are of numbers whose sums are not exact, and each GPU adds them in its own order: they are not kept.
-fn column_sums(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
+fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::Form, of_bf16::Tile)) -> Result<()> {
     const WHOLE: [Product; 4] = [
         (1, [129, 300, 101], ALL, 0, [1.0, 0.0]),
         (2, [8, 264, 168], ALL, ADD_TO_SUMS, [1.0, 0.0]),
@@ -247,7 +252,7 @@ fn column_sums(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
         let (mut out, mut sums) = (i.step.empty::<f32>([chunks, m, n])?, i.normals::<f32>([chunks, n])?);
         let (c, out) = out.in_place();
         i.step.launch(matmul_bf16 {
-            tile,
+            variant,
             a: a.slice(),
             b: b.slice(),
             bias: Slice::empty(),
@@ -269,7 +274,7 @@ fn column_sums(i: &Inputs<'_, '_>, tile: Bf16Tile) -> Result<()> {
             stride_bias: 0,
             alpha,
             beta,
-            flags: flags | TRANSPOSE_A | SUM_B,
+            flags,
         })?;
         i.keep(&sums)?;
     }

@@ -9,9 +9,9 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::activations::Activations as _;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, Form, matmul_bf16};
 use kernels::stored::Stored as _;
-use stepscope::{Arena, Capacity, Device, Element, Result, Saved, Source, Stored, Target, Tensor, bf16, ops};
+use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
 
 /// Extents with tails of every kind: less than a tile, a chunk, a stage; rows of 16 bytes and others.
 const EXTENTS: [[usize; 3]; 8] = [
@@ -316,7 +316,7 @@ on_each_device! {
                     let mut out = trial.upload(&old, [old.len()])?;
                     let (c, written) = out.in_place();
                     trial.launch(matmul_bf16 {
-                        tile,
+                        variant: (Form::Plain, tile),
                         a: a.slice(),
                         b: b.slice(),
                         bias: bias.slice(),
@@ -394,7 +394,7 @@ on_each_device! {
             let (halves, partials) = (trial.upload(&[bf16::ONE; 64], [64])?, trial.upload(&[1.0; 16], [16])?);
             let (c, mut out) = (trial.upload(&vec![S::narrow(1.0); c], [c])?, trial.empty::<S>([16])?);
             let product = trial.launch(matmul_bf16 {
-                tile: ops::BF16_TILES[0],
+                variant: (Form::Plain, ops::BF16_TILES[0]),
                 a: halves.slice(),
                 b: halves.slice(),
                 bias: Slice::empty(),
@@ -473,7 +473,7 @@ on_each_device! {
 }
 
 attack! {
-    matmul_bf16::matmul_bf16 by tile <S> {
+    matmul_bf16::matmul_bf16 by variant <S> {
         a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
         n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
         stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
@@ -486,11 +486,11 @@ fn column_sums_stay_in_their_place() {
     emulated(|step| {
         let (a, b) = (step.upload(&[bf16::ONE; 700], [700])?, step.upload(&[bf16::ONE; 840], [840])?);
         let (mut out, mut sums) = (step.upload(&[1.0; 120], [120])?, step.upload(&[1.0; 24], [24])?);
-        let of_f32 = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, _, stored)| *stored == <f32 as Element>::NAME);
-        for &(name, tile, _) in of_f32 {
+        let variants = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == Form::Summed);
+        for &(name, variant, _) in variants {
             hostile_launches(name, &[700, 840, 120, 24], |numbers, launch| {
                 let kernel = matmul_bf16::<'_, f32> {
-                    tile,
+                    variant,
                     a: a.slice(),
                     b: b.slice(),
                     bias: Slice::empty(),
@@ -512,7 +512,7 @@ fn column_sums_stay_in_their_place() {
                     stride_bias: numbers.next("stride_bias", 0),
                     alpha: 1.0,
                     beta: 0.0,
-                    flags: numbers.next("flags", TRANSPOSE_A | SUM_B | ADD_TO_SUMS),
+                    flags: numbers.next("flags", ADD_TO_SUMS),
                 };
                 match kernel.grid() {
                     Ok(_) if !launch => Ok(()),
@@ -520,43 +520,47 @@ fn column_sums_stay_in_their_place() {
                 }
             });
         }
-        // Only f32's kernels sum, and only of dy as it lies.
+        // Only into f32, and only of dy as it lies.
         let mut halves = step.upload(&[bf16::ONE; 120], [120])?;
-        for (flags, words) in [(TRANSPOSE_A | SUM_B, "f32"), (SUM_B, "[k, m]")] {
-            let (a, b, bias) = (a.slice(), b.slice(), Slice::empty());
-            let (tile, pre, sums) = (ops::BF16_TILES[0], PointerMut::empty(), sums.out());
-            let (c, out) = (Pointer::empty(), halves.out());
-            let (m, n, k, lda, ldb, ldc, chunk, batches) = (5, 6, 7, 7, 6, 6, 7, 1);
-            let (stride_a, stride_b, stride_c, stride_bias, alpha, beta) = (0, 0, 30, 0, 1.0, 0.0);
-            assert_refused(
-                step.launch(matmul_bf16 {
-                    tile,
-                    a,
-                    b,
-                    bias,
-                    c,
-                    out,
-                    pre,
-                    sums,
-                    m,
-                    n,
-                    k,
-                    lda,
-                    ldb,
-                    ldc,
-                    chunk,
-                    batches,
-                    stride_a,
-                    stride_b,
-                    stride_c,
-                    stride_bias,
-                    alpha,
-                    beta,
-                    flags,
-                }),
-                &[words],
-            );
-        }
+        let launched = summed(step, [&a, &b], &mut halves, &mut sums, 0);
+        assert_refused(launched, &["`variant`", "Summed"]);
+        let launched = summed(step, [&a, &b], &mut out, &mut sums, TRANSPOSE_B);
+        assert_refused(launched, &["`flags`: expected B as [k, n] where it is summed"]);
         Ok(())
     });
+}
+
+/// Launches a product whose B is summed: `[5, 7] [7, 6]`.
+fn summed<'s, S: Stored>(
+    step: &Step<'s>,
+    [a, b]: [&Tensor<'s, bf16>; 2],
+    out: &mut Tensor<'s, S>,
+    sums: &mut Tensor<'s>,
+    flags: u32,
+) -> Result<()> {
+    step.launch(matmul_bf16 {
+        variant: (Form::Summed, ops::BF16_TILES[0]),
+        a: a.slice(),
+        b: b.slice(),
+        bias: Slice::empty(),
+        c: Pointer::empty(),
+        out: out.out(),
+        pre: PointerMut::empty(),
+        sums: sums.out(),
+        m: 5,
+        n: 6,
+        k: 7,
+        lda: 5,
+        ldb: 6,
+        ldc: 6,
+        chunk: 7,
+        batches: 1,
+        stride_a: 0,
+        stride_b: 0,
+        stride_c: 30,
+        stride_bias: 0,
+        alpha: 1.0,
+        beta: 0.0,
+        flags,
+    })
 }

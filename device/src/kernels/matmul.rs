@@ -109,7 +109,7 @@ macro_rules! multiply {
 macro_rules! grid {
     ($p:ident, $tile:ident) => {{
         let chunks = sum_chunks!($p);
-        check_factors!($p);
+        check_factors!($p, $p.flags);
         check_outputs!($p, chunks);
         Grid::new(
             Size::of($p.m).div_ceil($tile.rows()).times(Size::of($p.n).div_ceil($tile.cols())),

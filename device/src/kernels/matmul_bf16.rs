@@ -12,11 +12,11 @@
 //! Products are exact. The emulator adds them to the f32 sum one by one, k ascending. A GPU's instruction adds sixteen at once, as
 //! [`mma`](crate::mma) says, so bits may differ there. On one device the bits depend neither on the tile nor on the grid nor on the run.
 //!
-//! Parameters are those of [`matmul`](super::matmul). `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
+//! Parameters are those of [`matmul`](super::matmul); but how A is stored says the [`Form`], and no flag. `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
 //! stage's k and S is f32.
 //!
-//! With [`SUM_B`] the sums of op(B)'s columns over k go to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient, for
-//! which dy is not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
+//! [`Form::Summed`] writes the sums of op(B)'s columns over k to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient,
+//! for which dy is not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
 //! same in every tile and on every device:
 //!
 //! ```text
@@ -30,10 +30,12 @@ mod operand;
 mod tile;
 
 #[cfg(not(target_arch = "nvptx64"))]
+use super::matmul::TRANSPOSE_A;
+#[cfg(not(target_arch = "nvptx64"))]
 use super::matmul::checks::{self, check_factors, check_outputs, sum_chunks};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{Chunk, Splits};
-use super::matmul::{Cost, TRANSPOSE_A, TRANSPOSE_B};
+use super::matmul::{Cost, TRANSPOSE_B};
 use crate::family;
 use block::{ColumnSums, Problem, compute};
 use cuda_std::prelude::*;
@@ -48,25 +50,43 @@ pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(2
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
 
-/// A flag of the kernels beside those of [`matmul`](super::matmul): `sums` gets the sums of B's columns. A is stored `[k, m]`, B `[k, n]`, with
-/// m at least 1; S is f32.
-pub const SUM_B: u32 = 1 << 30;
-/// These sums are added to what `sums` holds.
+/// A flag of [`Form::Summed`] beside those of [`matmul`](super::matmul): the sums of B's columns are added to what `sums` holds.
 pub const ADD_TO_SUMS: u32 = 1 << 31;
 
 /// Each of two warps sums half of B's columns that both multiply.
 const _: () =
     assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
 
+/// What a kernel multiplies. Not all in one: of more than two or three loops in a kernel `ptxas` puts the last ones' barrier behind half of the
+/// multiplies, where few are left to hide what is read behind it, and they take 7 to 15 % longer (docs/lab/matmul.md).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// A is stored `[m, k]`, B either way.
+    Plain,
+    /// A is stored `[k, m]`, B either way.
+    Transposed,
+    /// A is stored `[k, m]`, B `[k, n]`, and B's columns are summed; m is at least 1, S is f32.
+    Summed,
+}
+
 family! {
     /// A multiply of BF16 tensors; the parameters are the module's.
-    matmul_bf16<S: Stored>(tile: Tile as TILE) {
-        matmul_of_bf16_64x64_f32: f32 = T64X64;
-        matmul_of_bf16_128x128_f32: f32 = T128X128;
-        matmul_of_bf16_128x256_f32: f32 = T128X256;
-        matmul_of_bf16_64x64_bf16: bf16 = T64X64;
-        matmul_of_bf16_128x128_bf16: bf16 = T128X128;
-        matmul_of_bf16_128x256_bf16: bf16 = T128X256;
+    matmul_bf16<S: Stored>(variant: (Form, Tile) as VARIANT) {
+        matmul_of_bf16_64x64_f32: f32 = (Form::Plain, T64X64);
+        matmul_of_bf16_128x128_f32: f32 = (Form::Plain, T128X128);
+        matmul_of_bf16_128x256_f32: f32 = (Form::Plain, T128X256);
+        matmul_of_bf16_64x64_bf16: bf16 = (Form::Plain, T64X64);
+        matmul_of_bf16_128x128_bf16: bf16 = (Form::Plain, T128X128);
+        matmul_of_bf16_128x256_bf16: bf16 = (Form::Plain, T128X256);
+        matmul_of_bf16_transposed_64x64_f32: f32 = (Form::Transposed, T64X64);
+        matmul_of_bf16_transposed_128x128_f32: f32 = (Form::Transposed, T128X128);
+        matmul_of_bf16_transposed_128x256_f32: f32 = (Form::Transposed, T128X256);
+        matmul_of_bf16_summed_64x64_f32: f32 = (Form::Summed, T64X64);
+        matmul_of_bf16_summed_128x128_f32: f32 = (Form::Summed, T128X128);
+        matmul_of_bf16_summed_128x256_f32: f32 = (Form::Summed, T128X256);
+        matmul_of_bf16_transposed_64x64_bf16: bf16 = (Form::Transposed, T64X64);
+        matmul_of_bf16_transposed_128x128_bf16: bf16 = (Form::Transposed, T128X128);
+        matmul_of_bf16_transposed_128x256_bf16: bf16 = (Form::Transposed, T128X256);
     }
     unsafe fn(
         a: &[bf16],
@@ -96,16 +116,16 @@ family! {
         if z >= batches as usize {
             return;
         }
-        let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
-        let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
-        let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
+        const A_ALONG_K: bool = matches!(VARIANT.0, Form::Plain);
+        const SUMS: bool = matches!(VARIANT.0, Form::Summed);
+        let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
+        let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: flags & TRANSPOSE_B != 0 };
         // The grid has a layer along y for each chunk.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let columns = ColumnSums {
-            wanted: flags & SUM_B != 0,
             accumulate: flags & ADD_TO_SUMS,
             sums,
             start: (z * chunks + chunk_index as usize) * n as usize,
@@ -113,28 +133,29 @@ family! {
         let problem = Problem { a, b, epilogue, columns, k: [first, end] };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
+            const TILE: Tile = VARIANT.1;
             const ROWS: usize = TILE.each[0];
             const COLS: usize = TILE.each[1];
-            compute::<ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
+            compute::<A_ALONG_K, SUMS, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument; every matrix of a batch and chunk lies inside `out` (and `c`, `pre`,
     // `bias` where they are used), and none overlaps another. `sums` has a row of n for each of them, where it is used. A chunk of k begins with a stage. For what lies beyond rows, columns or k a
     // thread reads nothing and writes nothing.
-    contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| {
+    contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
+        let (form, tile) = VARIANT;
+        let of_a = if form == Form::Plain { 0 } else { TRANSPOSE_A };
         let chunks = sum_chunks!(p);
-        check_factors!(p);
+        check_factors!(p, of_a | p.flags & TRANSPOSE_B);
         check_outputs!(p, chunks);
-        if p.flags & SUM_B != 0 {
-            let form = p.flags & (TRANSPOSE_A | TRANSPOSE_B);
-            Violation::unless(form == TRANSPOSE_A, "flags", "A as [k, m] and B as [k, n] where B is summed", p.flags)?;
-            Violation::unless(size_of::<S>() == size_of::<f32>(), "out", "f32 where B is summed", "BF16")?;
+        if form == Form::Summed {
+            Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;
             Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
             let matrices = Size::of(p.batches).times(chunks);
             checks::holds("sums", p.sums.len(), matrices, p.n as usize, [1, p.n as usize], p.n as usize)?;
         }
         Violation::unless(chunks == 1 || p.chunk.is_multiple_of(DEPTH), "chunk", "whole stages of k", p.chunk)?;
-        Grid::new(Size::of(p.m).div_ceil(TILE.rows()).times(Size::of(p.n).div_ceil(TILE.cols())), chunks, p.batches)
+        Grid::new(Size::of(p.m).div_ceil(tile.rows()).times(Size::of(p.n).div_ceil(tile.cols())), chunks, p.batches)
     }
 }
 

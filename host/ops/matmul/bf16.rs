@@ -8,8 +8,8 @@ use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
-use kernels::matmul::{TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, SUM_B, TILES, Tile, chunk, matmul_bf16};
+use kernels::matmul::{TRANSPOSE_B, sum_splits};
+use kernels::matmul_bf16::{ADD_TO_SUMS, Form, TILES, Tile, chunk, matmul_bf16};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -128,17 +128,19 @@ fn multiply<S: Stored>(
     let GemmExtents { m, n, k, lda, ldb, chunk, batches, .. } = *extents;
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
     let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
-    for (flag, set) in [(TRANSPOSE_A, form.transpose_a), (TRANSPOSE_B, form.transpose_b)] {
-        flags |= if set { flag } else { 0 };
-    }
-    let (sums, of_sums) = sums.map_or_else(|| (PointerMut::empty(), 0), |(sums, add)| (sums, SUM_B | add));
-    flags |= of_sums;
+    flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
+    let (of, sums, add_to_sums) = match sums {
+        Some((sums, add)) => (Form::Summed, sums, add),
+        None if form.transpose_a => (Form::Transposed, PointerMut::empty(), 0),
+        None => (Form::Plain, PointerMut::empty(), 0),
+    };
+    flags |= add_to_sums;
     let processors = step.description().processors as usize;
     let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
         fastest(extents.of_a_chunk(), extents.matrices(), processors)
     })?;
     step.launch(matmul_bf16 {
-        tile,
+        variant: (of, tile),
         a,
         b,
         bias,

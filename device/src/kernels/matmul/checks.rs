@@ -25,10 +25,10 @@ pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bo
 
 /// Checks `a` and `b` of a multiply.
 macro_rules! check_factors {
-    ($p:ident) => {
+    ($p:ident, $flags:expr) => {
         let [m, n, k, lda, ldb] = [$p.m, $p.n, $p.k, $p.lda, $p.ldb].map(|x| x as usize);
-        let (a_rows, a_cols) = if $p.flags & TRANSPOSE_A != 0 { (k, m) } else { (m, k) };
-        let (b_rows, b_cols) = if $p.flags & TRANSPOSE_B != 0 { (n, k) } else { (k, n) };
+        let (a_rows, a_cols) = if $flags & TRANSPOSE_A != 0 { (k, m) } else { (m, k) };
+        let (b_rows, b_cols) = if $flags & TRANSPOSE_B != 0 { (n, k) } else { (k, n) };
         checks::holds("a", $p.a.len(), $p.batches, $p.stride_a, [a_rows, a_cols], lda)?;
         checks::holds("b", $p.b.len(), $p.batches, $p.stride_b, [b_rows, b_cols], ldb)?;
     };

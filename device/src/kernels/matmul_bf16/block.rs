@@ -42,10 +42,9 @@ pub(super) struct Problem<'p, S> {
     pub(super) k: [u32; 2],
 }
 
-/// Where the sums of B's columns go, if they are wanted.
+/// Where the sums of B's columns go, if there are any.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnSums {
-    pub(super) wanted: bool,
     /// Not 0: they are added to what is there.
     pub(super) accumulate: u32,
     pub(super) sums: *mut f32,
@@ -53,13 +52,15 @@ pub(super) struct ColumnSums {
     pub(super) start: usize,
 }
 
-/// Computes the block's tile. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES` along the columns.
-/// `A_PASSES` and `B_PASSES` are [`Tile::passes`].
+/// Computes the block's tile. A lies along k (`A_ALONG`) or across; with `SUMS` B lies across as well, and its columns are summed. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many
+/// `TILES` along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.
 #[inline(always)]
 pub(super) unsafe fn compute<
+    const A_ALONG: bool,
+    const SUMS: bool,
     const ROWS: usize,
     const COLS: usize,
     const TILES: usize,
@@ -78,25 +79,28 @@ pub(super) unsafe fn compute<
     let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
 
     // The first row of tiles has all columns.
-    let summed = size_of::<S>() == size_of::<f32>() && problem.columns.wanted && row == 0;
+    let summed = SUMS && row == 0;
 
     // On a GPU how the operands lie is a constant of the loop, and whether columns are summed.
     #[cfg(target_arch = "nvptx64")]
     macro_rules! sums {
-        ($a:literal, $b:literal, $summed:literal) => {
+        ($b:literal, $summed:literal) => {
             // SAFETY: the contract has accepted the problem, whose operands lie so.
             unsafe {
-                sum::<$a, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(problem, tile, first, origin, $summed)
+                sum::<A_ALONG, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(
+                    problem, tile, first, origin, $summed,
+                )
             }
         };
     }
     #[cfg(target_arch = "nvptx64")]
-    let sums = match (problem.a.along_k, problem.b.along_k) {
-        (true, true) => sums!(true, true, false),
-        (true, false) => sums!(true, false, false),
-        (false, true) => sums!(false, true, false),
-        (false, false) if summed => sums!(false, false, true),
-        (false, false) => sums!(false, false, false),
+    // Of a kernel that sums, the loop that does it stands first: `ptxas` orders the other one badly, see [`Form`](super::Form).
+    let sums = if summed {
+        sums!(false, true)
+    } else if !SUMS && problem.b.along_k {
+        sums!(true, false)
+    } else {
+        sums!(false, false)
     };
     // SAFETY: the contract has accepted the problem.
     #[cfg(not(target_arch = "nvptx64"))]
@@ -180,12 +184,8 @@ unsafe fn sum<
     thread::sync_threads();
     #[cfg(target_arch = "nvptx64")]
     {
-        let mut of_left = Source::<A_ALONG>::left(rows, origin[0]);
-        let mut of_right = Source::<B_ALONG>::right(cols, origin[1]);
-        // Kernels that may sum columns have two loops of the same form.
-        if size_of::<S>() == size_of::<f32>() {
-            (of_left, of_right) = (of_left.of_one_loop(), of_right.of_one_loop());
-        }
+        let of_left = Source::<A_ALONG>::left(rows, origin[0]);
+        let of_right = Source::<B_ALONG>::right(cols, origin[1]);
         let read = |stage: u32, step: u32| {
             let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
             let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);

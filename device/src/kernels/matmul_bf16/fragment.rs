@@ -21,8 +21,6 @@ use super::operand::place;
 #[cfg(target_arch = "nvptx64")]
 use super::tile::DEPTH;
 use super::tile::{CHUNK, CHUNK_WORDS};
-#[cfg(target_arch = "nvptx64")]
-use crate::block::opaque;
 use crate::tile::SharedTile;
 use crate::vector::F4;
 use cuda_std::warp;
@@ -68,12 +66,6 @@ impl<const ALONG_K: bool> Source<ALONG_K> {
             place(false, width, 8 * along + r, first / CHUNK + across)
         };
         Self { word: word * CHUNK_WORDS, width }
-    }
-
-    /// The same, of which the compiler knows nothing: a word that two loops shared would be made an address in every turn of both.
-    #[inline(always)]
-    pub(super) fn of_one_loop(self) -> Self {
-        Self { word: opaque(self.word), ..self }
     }
 
     /// The lane's words of a square.
