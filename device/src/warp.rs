@@ -326,7 +326,7 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
         // Distances that the compiler knows, so that it adds whole registers.
         crate::unroll!(halving < 5 => {
-            let distance = LANES as usize / 2 >> halving;
+            let distance = LANES as usize >> (halving + 1);
             if distance < lanes as usize {
                 for lane in 0..distance {
                     values[lane] = combine(values[lane], values[lane + distance]);
