@@ -66,7 +66,7 @@ pub(crate) const LAYER_NORM_BACKWARD: File = "2026-11-23-h200-layer-norm.json";
 
 /// The bench of products: of f32 tensors, in a precision, or of BF16 tensors (`--stored bf16`).
 pub(crate) const PRODUCTS: [(Factors, File); 4] = [
-    (Factors::F32(Ieee), "2026-11-24-h200-matmul.json"),
+    (Factors::F32(Ieee), "2026-11-25-h200-matmul.json"),
     (Factors::F32(Tf32), "2026-11-24-h200-matmul-tf32.json"),
     (Factors::F32(Bf16), "2026-11-21-h200-matmul-bf16.json"),
     (Factors::Bf16, "2026-11-25-h200-matmul-stored-bf16.json"),

@@ -125,6 +125,9 @@ fn activated<'s, S: Factor<S>>(
 
 /// `out = alpha A B + bias + beta out`, in place, for any strides; see [`Gemm`].
 ///
+/// Scratch: that of [`matmul`]; and in f32, where B is stored `[n, k]`, packed and one, B as `[k, n]`, if it has up to 64 MiB and the product at
+/// least 4,096 rows and 2^33 multiply-adds.
+///
 /// # Errors
 /// [`Error::Contract`] when a matrix does not lie inside its tensor; [`Error::Misuse`] for extents beyond 2^32.
 #[track_caller]
