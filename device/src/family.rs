@@ -30,7 +30,7 @@
 //! }
 //! ```
 //! Here the tensors' type chooses the kernel: `step.launch(tanh_forward { x, y })`. A family may differ in both: `matmul_bf16<S:
-//! Stored>(variant: (Left, Tile) as VARIANT) { matmul_of_bf16_64x64_f32: f32 = (Left::Plain, T64X64); .. }`.
+//! Stored>(variant: (Form, Tile) as VARIANT) { matmul_of_bf16_64x64_f32: f32 = (Form::Plain, T64X64); .. }`.
 //!
 //! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
 

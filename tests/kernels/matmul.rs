@@ -8,10 +8,11 @@ use crate::hostile::attack;
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
-use crate::trial::{Trial, assert_refused, assert_same, trial};
+use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::Slice;
 use kernels::math;
 use kernels::matmul::*;
+use std::ops::Range;
 use stepscope::ops::{self, Gemm};
 use stepscope::{Device, DeviceKind, Result, Source, Target, Tensor};
 
@@ -374,6 +375,31 @@ on_each_device! {
             closeness.check(format_args!("{shape:?}"), &sums, &case.exact());
         }
         closeness.finish();
+    }
+
+    /// Of many rows B is transposed first, of half as many it is not: each row has the same bits.
+    fn a_transposed_b_changes_no_bit(device: &Device) {
+        let [m, n, k] = [4096, 2048, 1024];
+        assert_eq!(chunk(m, n, k), chunk(m / 2, n, k));
+        let [a, b, bias, old] = [m * k, n * k, n, m * n].map(|count| Random::new(count as u64).normals(count));
+        let product = |rows: Range<usize>| {
+            trial_of_one(device, |trial| {
+                let (a, b) = (trial.upload(&a[rows.start * k..rows.end * k], [rows.len(), k])?, trial.upload(&b, [n, k])?);
+                let bias = trial.upload(&bias, [n])?;
+                let mut out = trial.upload(&old[rows.start * n..rows.end * n], [rows.len(), n])?;
+                let form = Gemm { beta: 0.5, ..Gemm::new(rows.len(), n, k).transpose_b().scaled(2.0) };
+                let mut done = Ok(());
+                let names = launched(|| done = ops::gemm_into(trial, &form, &a, &b, Some(&bias), &mut out));
+                assert_eq!(names.contains("transpose_f32"), rows.len() == m, "{names:?}");
+                done?;
+                if rows.len() == m {
+                    trial.with_scratch(|| trial.empty::<f32>([k, n]).map(Some))?;
+                }
+                trial.output(&out)
+            })
+        };
+        let halves = [product(0..m / 2), product(m / 2..m)].concat();
+        assert_same("4096 rows", &product(0..m), &halves);
     }
 
     fn interleaved_batches(device: &Device) {

@@ -474,9 +474,9 @@ on_each_device! {
 
 attack! {
     matmul_bf16::matmul_bf16 by variant <S> {
-        a: halves 70, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
+        a: halves 98, b: halves 84, bias: f32s 12, c: stored_pointer 60, out: out_stored 60, pre: out_stored 60, sums: out 12, m: number 5,
         n: number 6, k: number 7, lda: number 7, ldb: number 6, ldc: number 6, chunk: number 7, batches: number 2,
-        stride_a: number 35, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
+        stride_a: number 49, stride_b: number 42, stride_c: number 30, stride_bias: number 6, alpha: float 0.5, beta: float 1.0, flags: number 12,
     }
 }
 
@@ -551,7 +551,7 @@ fn summed<'s, S: Stored>(
         n: 6,
         k: 7,
         lda: 5,
-        ldb: 6,
+        ldb: 7,
         ldc: 6,
         chunk: 7,
         batches: 1,
