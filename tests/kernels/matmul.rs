@@ -393,7 +393,7 @@ on_each_device! {
                 assert_eq!(names.contains("transpose_f32"), rows.len() == m, "{names:?}");
                 done?;
                 if rows.len() == m {
-                    trial.with_scratch(|| trial.empty::<f32>([k, n]).map(Some))?;
+                    trial.with_scratch(|| trial.empty::<f32>([k, n]))?;
                 }
                 trial.output(&out)
             })
