@@ -45,6 +45,32 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap()
 }
 
+/// Behind the barrier of a stage warps read the next one, and only multiplies that stand there hide it: loops with few of them took 7 to 15 % longer
+/// (docs/lab/matmul.md). `ptxas` moves them when a kernel gets one loop more, or when another kind of code follows.
+#[test]
+fn the_barriers_of_products_stand_early() {
+    let code: Value = serde_json::from_str(include_str!("../examples/predict/code.json")).unwrap();
+    let mut loops = 0;
+    for (arch, kernels) in code.as_object().unwrap() {
+        let products = kernels.as_object().unwrap().iter().filter(|(name, _)| name.starts_with("matmul"));
+        for (name, turn) in products
+            .flat_map(|(name, code)| code["ahead"].as_array().into_iter().flatten().map(move |turn| (name, turn)))
+        {
+            let (all, ahead) = (number(&turn[0]), number(&turn[1]));
+            // A warp of a small tile has few, of which the first reads take some.
+            if all >= 32.0 {
+                assert!(3.0 * ahead < all, "{arch}, {name}: {ahead} of {all} multiplies before the barrier");
+                loops += 1;
+            }
+        }
+    }
+    assert_eq!(
+        loops,
+        2 * (6 + 18),
+        "six kernels of rounded factors; eight of BF16 tensors, two loops each, and two more"
+    );
+}
+
 #[test]
 fn a_slower_copy_slows_what_memory_binds_by_as_much() {
     let step = "--gpu gb10 --model gpt --precision bf16";

@@ -103,18 +103,27 @@ impl Stored for bf16 {
 
     #[inline(always)]
     unsafe fn write4(out: *mut Self, values: [f32; 4]) {
-        let [low, high] = Bf16::words(values);
         // SAFETY: the four elements may be written and lie on 8 bytes, as the caller promises.
-        unsafe {
-            // As for f32.
-            #[cfg(target_arch = "nvptx64")]
-            core::arch::asm!(
-                "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
-                "st.global.v2.b32 [%global], {{{1}, {2}}}; }}",
-                in(reg64) out, in(reg32) low, in(reg32) high, options(nostack)
-            );
-            #[cfg(not(target_arch = "nvptx64"))]
-            out.cast::<Words>().write(Words([low, high]));
-        }
+        unsafe { write_words(out, Bf16::words(values)) };
+    }
+}
+
+/// Writes four BF16, two in each word, in one access.
+///
+/// # Safety
+/// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four elements.
+#[inline(always)]
+pub(crate) unsafe fn write_words(out: *mut bf16, [low, high]: [u32; 2]) {
+    // SAFETY: the four elements may be written and lie on 8 bytes, as the caller promises.
+    unsafe {
+        // As for f32.
+        #[cfg(target_arch = "nvptx64")]
+        core::arch::asm!(
+            "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
+            "st.global.v2.b32 [%global], {{{1}, {2}}}; }}",
+            in(reg64) out, in(reg32) low, in(reg32) high, options(nostack)
+        );
+        #[cfg(not(target_arch = "nvptx64"))]
+        out.cast::<Words>().write(Words([low, high]));
     }
 }

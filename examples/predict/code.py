@@ -8,6 +8,7 @@ most matrix instructions, else the most multiply-adds; `copy`, what else the loo
 shortest that passes all that multiplies, and those copies. `conflicts` are multiply-adds that read two registers of one bank (of two, even and odd), after the
 operand that `.reuse` keeps; each takes one cycle more. `alone` are the cycles of a warp that nothing disturbs, and that finds in no time what it reads from
 memory; `memory` is how often it waits for memory, one time after another.
+`ahead` has the multiplies of each loop of a product's stages, and how many of them stand before its barrier.
 `nvdisasm` comes with `pip install nvidia-cuda-nvdisasm`.
 """
 
@@ -186,6 +187,17 @@ def hot_loop(instructions):
     return max(leaves, key=order, default=None)
 
 
+def ahead(instructions):
+    """Of each loop that copies stages and multiplies them by matrix instructions: its multiplies, and those that stand before its barrier."""
+    found = []
+    for first, last in sorted(loops_of(instructions)):
+        names = [operation(text) for _, text, _ in instructions[first : last + 1]]
+        kinds = lambda names: sum(name in KINDS["mma"] for name in names)
+        if kinds(names) and "LDGSTS" in names and names.count("BAR") == 1:
+            found.append([kinds(names), kinds(names[: names.index("BAR")])])
+    return found
+
+
 def code(registers, instructions):
     """Of a kernel."""
     blocks, follows = blocks_of(instructions)
@@ -229,6 +241,8 @@ def code(registers, instructions):
         if most:
             goals_of_tail = [{at for at in inner if stores(at) == most}, {inner[-1]}]
             found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, inner[0])))
+    if loops := ahead(instructions):
+        found["ahead"] = loops
     exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
     found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
     return found

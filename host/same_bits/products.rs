@@ -13,7 +13,7 @@ use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::format::Reduced;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, SILU, TRANSPOSE_A, TRANSPOSE_B, Tile, matmul, sum_splits};
-use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, matmul_bf16};
+use kernels::matmul_bf16::{self as of_bf16, ADD_TO_SUMS, SUM_B, matmul_bf16};
 use kernels::matmul_tensor::{Tile as TensorTile, matmul_tensor};
 use kernels::mma::Side;
 use kernels::precision::{Rounding, round};
@@ -162,7 +162,7 @@ pub(super) fn tensor_product(i: &Inputs<'_, '_>, format: Reduced, tile: TensorTi
 }
 
 /// Products of BF16 tensors with and without tails, each way to store and to end them; rows that are no multiple of 16 bytes.
-const BF16_PRODUCTS: [Product; 8] = [
+const BF16_PRODUCTS: [Product; 11] = [
     (1, [1, 8, 8], ALL, 0, [1.0, 0.0]),
     (1, [64, 64, 64], ALL, TRANSPOSE_A, [1.0, 1.0]),
     (3, [136, 72, 24], ALL, TRANSPOSE_A | TRANSPOSE_B, [1.0, 0.0]),
@@ -171,27 +171,27 @@ const BF16_PRODUCTS: [Product; 8] = [
     (1, [70, 131, 9], ALL, SILU | KEEP, [0.3, 0.5]),
     (2, [70, 132, 9], ALL, GATE | KEEP, [0.3, 0.0]),
     (2, [70, 131, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
+    (1, [150, 276, 41], ALL, GELU | KEEP, [1.0, 0.5]),
+    (1, [70, 132, 9], ALL, TRANSPOSE_A | SILU | KEEP, [0.3, 0.5]),
+    (2, [70, 132, 9], ALL, TRANSPOSE_B | GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
 ];
 
 /// Four blocks of the largest tile, and enough of GELU; whole stages and cut ones, of both kinds of rows; the ring more than once; chunks.
 const SMALLEST_BF16_PRODUCTS: [Product; 9] = [
-    (1, [129, 257, 24], ALL, GELU, [1.0, 0.0]),
+    (1, [129, 260, 24], ALL, GELU, [1.0, 0.0]),
     (1, [256, 256, 168], ALL, TRANSPOSE_A, [1.0, 0.0]),
     (2, [12, 24, 168], ALL, TRANSPOSE_B | GELU | KEEP, [1.0, 0.5]),
     (1, [3, 7, 9], ALL, TRANSPOSE_A | TRANSPOSE_B | GELU, [1.0, 0.0]),
     (1, [9, 35, 8], ALL, SILU, [0.3, 0.5]),
     (1, [9, 36, 8], ALL, GATE | KEEP, [0.3, 0.0]),
     (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
-    (1, [40, 132, 8], ALL, TRANSPOSE_B | GELU_DERIVATIVE, [1.0, 0.0]),
+    (1, [72, 132, 8], ALL, TRANSPOSE_B | GELU_DERIVATIVE, [1.0, 0.0]),
     (1, [9, 35, 8], ALL, GELU_DERIVATIVE | KEEP, [0.3, 0.0]),
 ];
 
 /// The case of a kernel for BF16 tensors: [`product`]s of its form, on whole numbers so small that every sum is exact, as for
 /// [`tensor_product`].
 pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, variant: (of_bf16::Form, of_bf16::Tile)) -> Result<()> {
-    if variant.0 == of_bf16::Form::Summed {
-        return column_sums(i, variant);
-    }
     let products = i.by_form(&BF16_PRODUCTS[..], &SMALLEST_BF16_PRODUCTS).iter();
     let is_own = |flags: u32| exists::<S>(flags) && (flags & TRANSPOSE_A == 0) == (variant.0 == of_bf16::Form::Plain);
     for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in products.filter(|product| is_own(product.3)) {
@@ -229,22 +229,26 @@ pub(super) fn bf16_product<S: Stored>(i: &Inputs<'_, '_>, variant: (of_bf16::For
         })?;
         keep_outputs(i, flags, &out, &pre)?;
     }
-    Ok(())
+    if size_of::<S>() == size_of::<f32>() && variant.0 == of_bf16::Form::Transposed {
+        column_sums(i, variant)
+    } else {
+        Ok(())
+    }
 }
 
 /// The sums of B's columns: a tile's second row of blocks, which has none of them; operands that fill stages and others; batches; chunks. The
 /// products are of numbers whose sums are not exact, and each GPU adds them in its own order: they are not kept.
 fn column_sums(i: &Inputs<'_, '_>, variant: (of_bf16::Form, of_bf16::Tile)) -> Result<()> {
     const WHOLE: [Product; 4] = [
-        (1, [129, 300, 101], ALL, 0, [1.0, 0.0]),
-        (2, [8, 264, 168], ALL, ADD_TO_SUMS, [1.0, 0.0]),
-        (1, [256, 512, 328], ALL, 0, [1.0, 0.0]),
-        (1, [128, 256, 680], 256, 0, [1.0, 0.0]),
+        (1, [129, 300, 101], ALL, SUM_B, [1.0, 0.0]),
+        (2, [8, 264, 168], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 512, 328], ALL, SUM_B, [1.0, 0.0]),
+        (1, [128, 256, 680], 256, SUM_B, [1.0, 0.0]),
     ];
     const SMALLEST: [Product; 3] = [
-        (2, [9, 20, 41], ALL, ADD_TO_SUMS, [1.0, 0.0]),
-        (1, [256, 256, 168], ALL, 0, [1.0, 0.0]),
-        (1, [4, 8, 80], 32, 0, [1.0, 0.0]),
+        (2, [9, 20, 41], ALL, SUM_B | ADD_TO_SUMS, [1.0, 0.0]),
+        (1, [256, 256, 168], ALL, SUM_B, [1.0, 0.0]),
+        (1, [4, 8, 80], 32, SUM_B, [1.0, 0.0]),
     ];
     for &(batches, [m, n, k], chunk, flags, [alpha, beta]) in i.by_form(&WHOLE[..], &SMALLEST) {
         let (a, b) = (i.normals::<bf16>([batches, k, m])?, i.normals::<bf16>([batches, k, n])?);

@@ -9,7 +9,7 @@ use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::{Contract as _, Pointer, PointerMut, Slice};
 use kernels::activations::Activations as _;
 use kernels::matmul::{GATE, GELU, GELU_DERIVATIVE, KEEP, TRANSPOSE_A, TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, Form, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, Form, SUM_B, matmul_bf16};
 use kernels::stored::Stored as _;
 use stepscope::{Arena, Capacity, Device, Result, Saved, Source, Step, Stored, Target, Tensor, bf16, ops};
 
@@ -486,7 +486,7 @@ fn column_sums_stay_in_their_place() {
     emulated(|step| {
         let (a, b) = (step.upload(&[bf16::ONE; 700], [700])?, step.upload(&[bf16::ONE; 840], [840])?);
         let (mut out, mut sums) = (step.upload(&[1.0; 120], [120])?, step.upload(&[1.0; 24], [24])?);
-        let variants = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == Form::Summed);
+        let variants = matmul_bf16::<'_, f32>::VARIANTS.iter().filter(|(_, (form, _), _)| *form == Form::Transposed);
         for &(name, variant, _) in variants {
             hostile_launches(name, &[700, 840, 120, 24], |numbers, launch| {
                 let kernel = matmul_bf16::<'_, f32> {
@@ -512,7 +512,7 @@ fn column_sums_stay_in_their_place() {
                     stride_bias: numbers.next("stride_bias", 0),
                     alpha: 1.0,
                     beta: 0.0,
-                    flags: numbers.next("flags", ADD_TO_SUMS),
+                    flags: numbers.next("flags", SUM_B | ADD_TO_SUMS),
                 };
                 match kernel.grid() {
                     Ok(_) if !launch => Ok(()),
@@ -520,11 +520,12 @@ fn column_sums_stay_in_their_place() {
                 }
             });
         }
-        // Only into f32, and only of dy as it lies.
+        // Only into f32, beside a transposed A, and only of dy as it lies.
         let mut halves = step.upload(&[bf16::ONE; 120], [120])?;
-        let launched = summed(step, [&a, &b], &mut halves, &mut sums, 0);
-        assert_refused(launched, &["`variant`", "Summed"]);
-        let launched = summed(step, [&a, &b], &mut out, &mut sums, TRANSPOSE_B);
+        let refused = "`flags`: expected sums of B only beside a transposed A, into f32";
+        assert_refused(summed(step, [&a, &b], &mut halves, &mut sums, (Form::Transposed, 0)), &["_bf16`", refused]);
+        assert_refused(summed(step, [&a, &b], &mut out, &mut sums, (Form::Plain, 0)), &["_f32`", refused]);
+        let launched = summed(step, [&a, &b], &mut out, &mut sums, (Form::Transposed, TRANSPOSE_B));
         assert_refused(launched, &["`flags`: expected B as [k, n] where it is summed"]);
         Ok(())
     });
@@ -536,10 +537,10 @@ fn summed<'s, S: Stored>(
     [a, b]: [&Tensor<'s, bf16>; 2],
     out: &mut Tensor<'s, S>,
     sums: &mut Tensor<'s>,
-    flags: u32,
+    (form, flags): (Form, u32),
 ) -> Result<()> {
     step.launch(matmul_bf16 {
-        variant: (Form::Summed, ops::BF16_TILES[0]),
+        variant: (form, ops::BF16_TILES[0]),
         a: a.slice(),
         b: b.slice(),
         bias: Slice::empty(),
@@ -550,7 +551,7 @@ fn summed<'s, S: Stored>(
         m: 5,
         n: 6,
         k: 7,
-        lda: 5,
+        lda: if form == Form::Plain { 7 } else { 5 },
         ldb: 7,
         ldc: 6,
         chunk: 7,
@@ -561,6 +562,6 @@ fn summed<'s, S: Stored>(
         stride_bias: 0,
         alpha: 1.0,
         beta: 0.0,
-        flags,
+        flags: flags | SUM_B,
     })
 }

@@ -15,8 +15,8 @@
 //! Parameters are those of [`matmul`](super::matmul); but how A is stored says the [`Form`], and no flag. `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
 //! stage's k and S is f32.
 //!
-//! [`Form::Summed`] writes the sums of op(B)'s columns over k to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient,
-//! for which dy is not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
+//! With [`SUM_B`] the sums of B's columns over k go to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient, for which dy is
+//! not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
 //! same in every tile and on every device:
 //!
 //! ```text
@@ -25,6 +25,7 @@
 //! ```
 
 mod block;
+mod finish;
 mod fragment;
 mod operand;
 mod tile;
@@ -50,7 +51,10 @@ pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(2
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
 
-/// A flag of [`Form::Summed`] beside those of [`matmul`](super::matmul): the sums of B's columns are added to what `sums` holds.
+/// A flag beside those of [`matmul`](super::matmul): B's columns are summed. Only of [`Form::Transposed`] into f32, with B stored `[k, n]` and m at
+/// least 1.
+pub const SUM_B: u32 = 1 << 30;
+/// With [`SUM_B`]: its sums are added to what `sums` holds.
 pub const ADD_TO_SUMS: u32 = 1 << 31;
 
 /// Each of two warps sums half of B's columns that both multiply.
@@ -65,8 +69,6 @@ pub enum Form {
     Plain,
     /// A is stored `[k, m]`, B either way.
     Transposed,
-    /// A is stored `[k, m]`, B `[k, n]`, and B's columns are summed; m is at least 1, S is f32.
-    Summed,
 }
 
 family! {
@@ -81,9 +83,6 @@ family! {
         matmul_of_bf16_transposed_64x64_f32: f32 = (Form::Transposed, T64X64);
         matmul_of_bf16_transposed_128x128_f32: f32 = (Form::Transposed, T128X128);
         matmul_of_bf16_transposed_128x256_f32: f32 = (Form::Transposed, T128X256);
-        matmul_of_bf16_summed_64x64_f32: f32 = (Form::Summed, T64X64);
-        matmul_of_bf16_summed_128x128_f32: f32 = (Form::Summed, T128X128);
-        matmul_of_bf16_summed_128x256_f32: f32 = (Form::Summed, T128X256);
         matmul_of_bf16_transposed_64x64_bf16: bf16 = (Form::Transposed, T64X64);
         matmul_of_bf16_transposed_128x128_bf16: bf16 = (Form::Transposed, T128X128);
         matmul_of_bf16_transposed_128x256_bf16: bf16 = (Form::Transposed, T128X256);
@@ -117,7 +116,6 @@ family! {
             return;
         }
         const A_ALONG_K: bool = matches!(VARIANT.0, Form::Plain);
-        const SUMS: bool = matches!(VARIANT.0, Form::Summed);
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: flags & TRANSPOSE_B != 0 };
         // The grid has a layer along y for each chunk.
@@ -126,6 +124,7 @@ family! {
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let columns = ColumnSums {
+            wanted: flags & SUM_B != 0,
             accumulate: flags & ADD_TO_SUMS,
             sums,
             start: (z * chunks + chunk_index as usize) * n as usize,
@@ -136,7 +135,7 @@ family! {
             const TILE: Tile = VARIANT.1;
             const ROWS: usize = TILE.each[0];
             const COLS: usize = TILE.each[1];
-            compute::<A_ALONG_K, SUMS, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
+            compute::<A_ALONG_K, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument; every matrix of a batch and chunk lies inside `out` (and `c`, `pre`,
@@ -148,7 +147,9 @@ family! {
         let chunks = sum_chunks!(p);
         check_factors!(p, of_a | p.flags & TRANSPOSE_B);
         check_outputs!(p, chunks);
-        if form == Form::Summed {
+        if p.flags & SUM_B != 0 {
+            let sums_b = form == Form::Transposed && size_of::<S>() == size_of::<f32>();
+            Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", p.flags)?;
             Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;
             Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
             let matrices = Size::of(p.batches).times(chunks);

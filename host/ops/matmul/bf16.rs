@@ -9,7 +9,7 @@ use crate::tensor::{Source, Stored, Target, Tensor};
 use cuda_std::launch::{Pointer, PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{TRANSPOSE_B, sum_splits};
-use kernels::matmul_bf16::{ADD_TO_SUMS, Form, TILES, Tile, chunk, matmul_bf16};
+use kernels::matmul_bf16::{ADD_TO_SUMS, Form, SUM_B, TILES, Tile, chunk, matmul_bf16};
 
 #[track_caller]
 pub(super) fn queue<'s, S: Stored>(
@@ -84,14 +84,14 @@ pub(super) fn queue_weight_gradients<'s>(
     let (old, db) = db.in_place();
     let splits = extents.k.div_ceil(extents.chunk);
     if splits < 2 {
-        let add = if accumulate { ADD_TO_SUMS } else { 0 };
-        return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, add)));
+        let how = if accumulate { SUM_B | ADD_TO_SUMS } else { SUM_B };
+        return multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((db, how)));
     }
     step.workspace(|step| {
         let mut partials = step.empty([batches * splits as usize, n])?;
         let sums = partials.out();
         let part = |outputs: Outputs<'_, f32>| {
-            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, 0)))
+            multiply(step, &form, &extents, x.slice(), dy.slice(), outputs, Some((sums, SUM_B)))
         };
         in_chunks(step, &form, &extents, outputs, |_| Ok(()), part)?;
         step.launch(sum_splits {
@@ -129,18 +129,14 @@ fn multiply<S: Stored>(
     let Gemm { stride_a, stride_b, stride_bias, .. } = *form;
     let Outputs { bias, c, out, pre, ldc, stride_c, alpha, beta, mut flags } = outputs;
     flags |= if form.transpose_b { TRANSPOSE_B } else { 0 };
-    let (of, sums, add_to_sums) = match sums {
-        Some((sums, add)) => (Form::Summed, sums, add),
-        None if form.transpose_a => (Form::Transposed, PointerMut::empty(), 0),
-        None => (Form::Plain, PointerMut::empty(), 0),
-    };
-    flags |= add_to_sums;
+    let (sums, how) = sums.unwrap_or((PointerMut::empty(), 0));
+    flags |= how;
     let processors = step.description().processors as usize;
     let tile = split::tile_of(form.bf16_tile, &TILES, "ops::BF16_TILES", || {
         fastest(extents.of_a_chunk(), extents.matrices(), processors)
     })?;
     step.launch(matmul_bf16 {
-        variant: (of, tile),
+        variant: (if form.transpose_a { Form::Transposed } else { Form::Plain }, tile),
         a,
         b,
         bias,

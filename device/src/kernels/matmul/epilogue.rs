@@ -68,6 +68,16 @@ impl<const GROUPS: usize> Places<GROUPS> {
 }
 
 impl<S: Stored> Epilogue<'_, S> {
+    /// Whether all of these rows and columns exist, and vectors of them lie on their boundaries.
+    #[inline(always)]
+    pub(crate) fn has_whole(&self, first: [u32; 2], extent: [u32; 2]) -> bool {
+        let Self { bias, bias_start, start, m, n, ldc, .. } = *self;
+        first[0] + extent[0] <= m
+            && first[1] + extent[1] <= n
+            && (start | ldc as usize).is_multiple_of(F4::LEN)
+            && (bias.is_empty() || bias_start.is_multiple_of(F4::LEN))
+    }
+
     /// Finishes a thread's sums. Those that lie outside the output are dropped.
     ///
     /// # Safety

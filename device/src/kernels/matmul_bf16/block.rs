@@ -11,17 +11,18 @@
 //! ```
 //! Invariant: the products of an output are added in the same order in every tile.
 
-use super::fragment::{STEP, Sums, quads, quads_place, total_of_column};
+use super::finish::finish;
+use super::fragment::{STEP, Sums, total_of_column};
 #[cfg(target_arch = "nvptx64")]
 use super::fragment::{Source, add_columns, multiply};
 use super::operand::{Operand, Part};
 use super::tile::{DEPTH, STAGES, Tile};
-use crate::matmul::epilogue::{Epilogue, Places};
+use crate::matmul::epilogue::Epilogue;
 use crate::matmul::tile::place;
 use crate::stored::Stored;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
 use crate::unroll_on_gpu;
-use crate::vector::{F4, put};
+use crate::vector::put;
 #[cfg(target_arch = "nvptx64")]
 use crate::warp::stay_together;
 use cuda_std::{thread, warp};
@@ -45,6 +46,7 @@ pub(super) struct Problem<'p, S> {
 /// Where the sums of B's columns go, if there are any.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnSums {
+    pub(super) wanted: bool,
     /// Not 0: they are added to what is there.
     pub(super) accumulate: u32,
     pub(super) sums: *mut f32,
@@ -52,7 +54,7 @@ pub(super) struct ColumnSums {
     pub(super) start: usize,
 }
 
-/// Computes the block's tile. A lies along k (`A_ALONG`) or across; with `SUMS` B lies across as well, and its columns are summed. A warp has
+/// Computes the block's tile. A lies along k (`A_ALONG`) or across. A warp has
 /// `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES` along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
@@ -60,7 +62,6 @@ pub(super) struct ColumnSums {
 #[inline(always)]
 pub(super) unsafe fn compute<
     const A_ALONG: bool,
-    const SUMS: bool,
     const ROWS: usize,
     const COLS: usize,
     const TILES: usize,
@@ -78,8 +79,8 @@ pub(super) unsafe fn compute<
     let warp = thread::thread_idx_x() / 32;
     let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
 
-    // The first row of tiles has all columns.
-    let summed = SUMS && row == 0;
+    // The first row of tiles has all columns. Other kernels have no code for it.
+    let summed = const { !A_ALONG && size_of::<S>() == size_of::<f32>() } && problem.columns.wanted && row == 0;
 
     // On a GPU how the operands lie is a constant of the loop, and whether columns are summed.
     #[cfg(target_arch = "nvptx64")]
@@ -94,10 +95,9 @@ pub(super) unsafe fn compute<
         };
     }
     #[cfg(target_arch = "nvptx64")]
-    // Of a kernel that sums, the loop that does it stands first: `ptxas` orders the other one badly, see [`Form`](super::Form).
     let sums = if summed {
         sums!(false, true)
-    } else if !SUMS && problem.b.along_k {
+    } else if problem.b.along_k {
         sums!(true, false)
     } else {
         sums!(false, false)
@@ -290,31 +290,4 @@ unsafe fn finish_columns<const TILES: usize>(columns: ColumnSums, first: u32, co
             }
         }
     });
-}
-
-/// Finishes a warp's sums and writes them; its first row and column are given.
-///
-/// # Safety
-/// The contract has accepted the problem.
-#[inline(always)]
-unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
-    epilogue: Epilogue<'_, S>,
-    first: [u32; 2],
-    mut sums: Sums<ROWS, TILES>,
-) {
-    const { assert!(TILES == 2 * PAIRS) };
-    let [line, column] = quads_place();
-    // One row of tiles at a time; then the next takes its place. The epilogue is long code, and so it is there once.
-    for row in 0..ROWS as u32 {
-        let (mut rows, mut columns) = ([[F4::splat(0.0); PAIRS]; 2], [0; PAIRS]);
-        unroll_on_gpu!(pair < PAIRS => {
-            // SAFETY: all lanes are here, and nothing in this loop parts them before.
-            [rows[0][pair], rows[1][pair]] = unsafe { quads([sums[0][2 * pair], sums[0][2 * pair + 1]]) };
-            columns[pair] = first[1] + 16 * pair as u32 + column;
-        });
-        let places = Places { row: first[0] + 16 * row + line, apart: 8, columns, width: F4::LEN as u32 };
-        // SAFETY: the contract has accepted the problem.
-        unsafe { epilogue.finish(places, rows) };
-        unroll_on_gpu!(at < ROWS - 1 => { sums[at] = sums[at + 1]; });
-    }
 }

@@ -21,9 +21,17 @@ use super::operand::place;
 #[cfg(target_arch = "nvptx64")]
 use super::tile::DEPTH;
 use super::tile::{CHUNK, CHUNK_WORDS};
+use crate::format::{Bf16, Format};
+#[cfg(target_arch = "nvptx64")]
+use crate::stored::write_words;
 use crate::tile::SharedTile;
+#[cfg(target_arch = "nvptx64")]
+use crate::unroll;
 use crate::vector::F4;
+#[cfg(target_arch = "nvptx64")]
+use crate::vector::load_pair;
 use cuda_std::warp;
+use half::bf16;
 
 /// The k of one instruction.
 pub(super) const STEP: u32 = 16;
@@ -97,8 +105,6 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
     a: &[[u32; 4]; ROWS],
     b: &[[u32; 4]; COLS],
 ) {
-    use crate::format::{Bf16, Format};
-    use crate::unroll;
     unroll!(row < ROWS => {
         unroll!(tile < TILES => {
             let [b0, b1, b2, b3] = b[tile / 2];
@@ -114,7 +120,6 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u32; 4]; COLS], half: u32) {
-    use crate::unroll;
     unroll!(tile < COLS => {
         let second = b[tile / 2 + COLS / 2];
         let [near, far] = [0, 1].map(|at| {
@@ -148,23 +153,104 @@ pub(super) unsafe fn total_of_column(sum: f32) -> f32 {
 pub(super) unsafe fn quads(tiles: [[f32; 4]; 2]) -> [F4; 2] {
     #[cfg(target_arch = "nvptx64")]
     {
-        // By masks: a condition would become a branch, and part the lanes.
-        let odd = (warp::lane_id() % 2).wrapping_neg();
-        let choose = |if_odd: u32, if_even: u32| if_odd & odd | if_even & !odd;
         let [left, right] = tiles.map(|tile| tile.map(f32::to_bits));
-        // Two columns of a row: an odd lane gives those of the left tile for its neighbour's of the right.
-        let row = |at: usize| {
-            let sent = [choose(left[at], right[at]), choose(left[at + 1], right[at + 1])];
+        [0, 2].map(|at| {
             // SAFETY: all lanes are here, as the caller promises.
-            let [x, y] = unsafe { crate::warp::of_other_lane(u32::MAX, sent, 1) };
-            let own = [choose(right[at], left[at]), choose(right[at + 1], left[at + 1])];
-            F4([choose(x, own[0]), choose(y, own[1]), choose(own[0], x), choose(own[1], y)].map(f32::from_bits))
-        };
-        [row(0), row(2)]
+            let [near, far] = unsafe { exchanged([left[at], left[at + 1]], [right[at], right[at + 1]]) };
+            F4([near[0], near[1], far[0], far[1]].map(f32::from_bits))
+        })
     }
     // The emulator's lanes have summed them so.
     #[cfg(not(target_arch = "nvptx64"))]
     tiles.map(F4)
+}
+
+/// Two columns of a row in the left tile, and two in the right, as words, to four neighbours of one of them: an odd lane gives those of the left
+/// tile for its neighbour's of the right.
+///
+/// # Safety
+/// All lanes of the warp make the call, with words of the same row.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+unsafe fn exchanged<const WORDS: usize>(left: [u32; WORDS], right: [u32; WORDS]) -> [[u32; WORDS]; 2] {
+    // By masks: a condition would become a branch, and part the lanes.
+    let odd = (warp::lane_id() % 2).wrapping_neg();
+    let choose = |if_odd: [u32; WORDS], if_even: [u32; WORDS]| -> [u32; WORDS] {
+        core::array::from_fn(|at| if_even[at] ^ (if_odd[at] ^ if_even[at]) & odd)
+    };
+    let own = choose(right, left);
+    // SAFETY: all lanes are here, as the caller promises.
+    let given = unsafe { crate::warp::of_other_lane(u32::MAX, choose(left, right), 1) };
+    [choose(given, own), choose(own, given)]
+}
+
+/// Writes [`quads`], rounded, to `out`, in rows whose 16 columns begin at these places.
+///
+/// # Safety
+/// As for [`quads`]; and the columns may be written, and begin on a boundary of four elements.
+#[inline(always)]
+pub(super) unsafe fn write_quads(tiles: [[f32; 4]; 2], out: *mut bf16, at: [usize; 2]) {
+    let at = at.map(|at| at + quads_place()[1] as usize);
+    #[cfg(target_arch = "nvptx64")]
+    {
+        // Rounded first: a word has two columns, and lanes exchange half as many.
+        let [left, right] = tiles.map(Bf16::words);
+        unroll!(row < 2 => {
+            // SAFETY: all lanes are here, and the place may be written, as the caller promises.
+            unsafe {
+                let [[near], [far]] = exchanged([left[row]], [right[row]]);
+                write_words(out.add(at[row]), [near, far]);
+            }
+        });
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    for (tile, at) in tiles.into_iter().zip(at) {
+        // SAFETY: the place may be written, as the caller promises.
+        unsafe { F4(tile).store(out, at) };
+    }
+}
+
+/// What memory holds in the place of a lane's sums of a tile: BF16, two in a word.
+pub(super) type Words = [u32; 2];
+
+/// What `c` holds in the place of a lane's sums of two tiles side by side, in rows whose 16 columns begin at these places.
+///
+/// # Safety
+/// The columns may be read, and begin on a boundary of four elements.
+#[inline(always)]
+pub(super) unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
+    // SAFETY: the columns may be read, and begin on such a boundary, as the caller promises.
+    unsafe {
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let pair = 2 * (warp::lane_id() % 4) as usize;
+            [0, 8].map(|tile| at.map(|at| c.add(at + tile + pair).cast::<u32>().read()))
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        at.map(|at| Bf16::words(F4::load_raw(c, at + quads_place()[1] as usize).0))
+    }
+}
+
+/// The bias of a lane's sums of two tiles side by side, whose 16 columns begin at this place.
+///
+/// # Safety
+/// The columns lie inside `bias`, and begin on a boundary of four elements.
+#[inline(always)]
+pub(super) unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
+    // SAFETY: as the caller promises.
+    unsafe {
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let pair = 2 * (warp::lane_id() % 4) as usize;
+            [0, 8].map(|tile| {
+                let [near, far] = load_pair(bias, at + tile + pair);
+                // Of two rows.
+                [near, far, near, far]
+            })
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        [F4::load(bias, at + quads_place()[1] as usize).0; 2]
+    }
 }
 
 /// The first row and the first column of a lane's [`quads`] in two tiles of 16 x 8 side by side; the other row is eight further down.

@@ -1,0 +1,170 @@
+//! What a warp's sums become: scale, bias, old content, activation or gate, and the write.
+//!
+//! A warp whose outputs all exist, in BF16, finishes them as the instructions gave them. What C holds of a row of squares is on its way while the row
+//! before is computed. Lanes exchange only what they write, when it is rounded.
+//!
+//! ```text
+//! sums of ROWS x PAIRS squares    alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
+//!                                 all        all       all         a row of squares in turn
+//! ```
+//! The other warps go through [`Epilogue::finish`].
+//!
+//! Invariant: the same steps in the same order as there, so the same bits.
+
+use super::fragment::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
+use crate::block::opaque;
+use crate::format::{Bf16, Format};
+use crate::matmul::epilogue::{Epilogue, Places};
+use crate::matmul::{ACTIVATIONS, GATE, GELU, GELU_DERIVATIVE, KEEP, SILU};
+use crate::stored::Stored;
+use crate::unroll_on_gpu;
+use crate::vector::F4;
+use cuda_std::GpuFloat;
+use half::bf16;
+
+/// Finishes a warp's sums and writes them; its first row and column are given.
+///
+/// # Safety
+/// All lanes of the warp make the call, and the contract has accepted the problem.
+#[inline(always)]
+pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    sums: Sums<ROWS, TILES>,
+) {
+    const { assert!(TILES == 2 * PAIRS) };
+    // SAFETY: all lanes are here, and the contract has accepted the problem, as the caller promises.
+    unsafe {
+        if const { size_of::<S>() == size_of::<bf16>() }
+            && epilogue.has_whole(first, [16 * ROWS as u32, 16 * PAIRS as u32])
+        {
+            finish_whole::<ROWS, TILES, PAIRS, S>(epilogue, first, sums);
+        } else {
+            finish_any::<ROWS, TILES, PAIRS, S>(epilogue, first, sums);
+        }
+    }
+}
+
+/// The same where S is BF16, and all of the warp's outputs exist.
+///
+/// # Safety
+/// As for [`finish`].
+#[inline(always)]
+unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    mut sums: Sums<ROWS, TILES>,
+) {
+    let Epilogue { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = epilogue;
+    let (c, out, pre) = (c.cast::<bf16>(), out.cast::<bf16>(), pre.cast::<bf16>());
+    // Where the two rows of a lane begin in a square.
+    let place = |row: usize, pair: usize| {
+        let i = first[0] + 16 * row as u32 + quads_place()[0];
+        [i, i + 8].map(|i| start + i as usize * ldc as usize + first[1] as usize + 16 * pair)
+    };
+    macro_rules! write_row {
+        ($of:expr, $to:expr, $row:expr) => {
+            unroll_on_gpu!(pair < PAIRS => { write_quads([$of[2 * pair], $of[2 * pair + 1]], $to, place($row, pair)); })
+        };
+    }
+    // What C holds in the place of a row of squares.
+    macro_rules! read_row {
+        ($row:expr) => {{
+            let mut words = [[0; 2]; TILES];
+            unroll_on_gpu!(pair < PAIRS => { [words[2 * pair], words[2 * pair + 1]] = read_words(c, place($row, pair)); });
+            words
+        }};
+    }
+    macro_rules! for_each {
+        (|$tile:ident, $at:ident| $body:expr) => {
+            unroll_on_gpu!($tile < TILES => { unroll_on_gpu!($at < 4 => { $body }); })
+        };
+    }
+    let value = |words: &Words, at: usize| Bf16::value(words[at / 2], at as u32 % 2);
+    // SAFETY: all lanes are here. The outputs exist, so they lie in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
+    // checked it. They hold S, which is BF16.
+    unsafe {
+        if alpha != 1.0 {
+            unroll_on_gpu!(row < ROWS => { for_each!(|tile, at| sums[row][tile][at] *= alpha); });
+        }
+        if !bias.is_empty() {
+            unroll_on_gpu!(pair < PAIRS => {
+                let biases = read_bias(bias, bias_start + first[1] as usize + 16 * pair);
+                unroll_on_gpu!(row < ROWS => {
+                    unroll_on_gpu!(side < 2 => {
+                        unroll_on_gpu!(at < 4 => { sums[row][2 * pair + side][at] += biases[side][at]; });
+                    });
+                });
+            });
+        }
+        if beta != 0.0 {
+            let mut next = read_row!(0);
+            unroll_on_gpu!(row < ROWS => {
+                let old = next;
+                if row + 1 < ROWS {
+                    next = read_row!(row + 1);
+                }
+                for_each!(|tile, at| {
+                    sums[row][tile][at] = GpuFloat::mul_add(beta, value(&old[tile], at), sums[row][tile][at]);
+                });
+            });
+        }
+        if flags & (KEEP | ACTIVATIONS) == 0 {
+            unroll_on_gpu!(row < ROWS => { write_row!(sums[row], out, row); });
+            return;
+        }
+        let reads = flags & (GATE | GELU_DERIVATIVE) != 0;
+        let mut next = [[0; 2]; TILES];
+        if reads {
+            next = read_row!(0);
+        }
+        // A row of squares in turn, then the others move up: an activation is long code, and so it is there once.
+        for row in 0..opaque(ROWS as u32) as usize {
+            let inputs = next;
+            if reads && row + 1 < ROWS {
+                next = read_row!(row + 1);
+            }
+            let mut done = sums[0];
+            if flags & KEEP != 0 {
+                write_row!(done, pre, row);
+            }
+            if flags & GELU != 0 {
+                for_each!(|tile, at| done[tile][at] = S::gelu(done[tile][at]));
+            } else if flags & GELU_DERIVATIVE != 0 {
+                for_each!(|tile, at| done[tile][at] *= S::gelu_derivative(value(&inputs[tile], at)));
+            } else if flags & GATE != 0 {
+                for_each!(|tile, at| done[tile][at] *= S::silu(value(&inputs[tile], at)));
+            } else if flags & SILU != 0 {
+                for_each!(|tile, at| done[tile][at] = S::silu(done[tile][at]));
+            }
+            write_row!(done, out, row);
+            unroll_on_gpu!(row < ROWS - 1 => { sums[row] = sums[row + 1]; });
+        }
+    }
+}
+
+/// The same, one row of squares after another.
+///
+/// # Safety
+/// As for [`finish`].
+#[inline(always)]
+unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
+    epilogue: Epilogue<'_, S>,
+    first: [u32; 2],
+    mut sums: Sums<ROWS, TILES>,
+) {
+    let [line, column] = quads_place();
+    // Then the next row takes its place. The epilogue is long code, and so it is there once.
+    for row in 0..ROWS as u32 {
+        let (mut rows, mut columns) = ([[F4::splat(0.0); PAIRS]; 2], [0; PAIRS]);
+        unroll_on_gpu!(pair < PAIRS => {
+            // SAFETY: all lanes are here, and nothing in this loop parts them before.
+            [rows[0][pair], rows[1][pair]] = unsafe { quads([sums[0][2 * pair], sums[0][2 * pair + 1]]) };
+            columns[pair] = first[1] + 16 * pair as u32 + column;
+        });
+        let places = Places { row: first[0] + 16 * row + line, apart: 8, columns, width: F4::LEN as u32 };
+        // SAFETY: the contract has accepted the problem.
+        unsafe { epilogue.finish(places, rows) };
+        unroll_on_gpu!(at < ROWS - 1 => { sums[at] = sums[at + 1]; });
+    }
+}
