@@ -126,7 +126,7 @@ fn a_bad_argument_is_refused_with_exit_code_2() {
         (&["--batch", "0"], "'--batch <SAMPLES>'"),
         (&["--copy=-1"], "give a finite number above zero"),
         (&["--precision", "fp8"], "--precision"),
-        (&["--against", "no/such/folder"], "no/such/folder/2026-11-21-h200-step.json: "),
+        (&["--against", "no/such/folder"], "no/such/folder/2026-11-25-h200-step.json: "),
         (&["--against", RUNS, "--gpu", "gb10"], "cannot be used with"),
         (&["--beside", "no/such/file.json"], "no/such/file.json: "),
         (&["--beside", KERNELS], "a file of the step bench expected"),
@@ -165,7 +165,7 @@ fn recorded_lines_that_were_near_stay_near() {
         (of_group.iter().filter(|error| **error <= limit).count(), of_group.len())
     };
     for (group, ten, twenty, all) in
-        [("step", 11, 12, 15), ("kernel", 85, 106, 129), ("product", 151, 216, 236), ("attention", 2, 9, 16)]
+        [("step", 11, 12, 15), ("kernel", 85, 106, 129), ("product", 157, 216, 236), ("attention", 2, 9, 16)]
     {
         let found = (within(group, 0.1), within(group, 0.2));
         assert_eq!(found.0.1, all, "{group}");

@@ -232,19 +232,19 @@ def code(registers, instructions):
         last = min(filter(is_last, loops_of(instructions)), default=None) if first else None
         if last:
             found["last"] = count(instructions[last[0] : last[1] + 1])
-    # Behind it a loop stores what was summed up, some outputs a turn.
+    if loops := ahead(instructions):
+        found["ahead"] = loops
+    exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
+    found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
+    # Behind it a loop stores what was summed up, some outputs a turn; unless the way has stored all, and only what is not whole needs the loop.
     stores = lambda at: count(take([at])).get("stores", 0)
     tail = max(loops_of(instructions, end), key=lambda loop: loop[1] - loop[0], default=None)
-    if loop and tail:
+    if loop and tail and not ("mma" in found["hot"] and "stores" in found["way"]):
         inner = [at for at, (first, last) in enumerate(blocks) if tail[0] <= first and last <= tail[1] + 1]
         most = max(map(stores, inner))
         if most:
             goals_of_tail = [{at for at in inner if stores(at) == most}, {inner[-1]}]
             found["tail"] = count(take(way_through(blocks, follows, goals_of_tail, inner[0])))
-    if loops := ahead(instructions):
-        found["ahead"] = loops
-    exits = {at for at, (_, last) in enumerate(blocks) if re.match("EXIT", instructions[last - 1][1])}
-    found["way"] = count(take(way_through(blocks, follows, [*goals, exits])))
     return found
 
 

@@ -11,7 +11,7 @@ pub(crate) type File = &'static str;
 
 /// The step bench: `--precision`.
 pub(crate) const STEPS: [(Precision, File); 3] = [
-    (Ieee, "2026-11-21-h200-step.json"),
+    (Ieee, "2026-11-25-h200-step.json"),
     (Tf32, "2026-11-21-h200-step-tf32.json"),
     (Bf16, "2026-11-21-h200-step-bf16.json"),
 ];
@@ -28,15 +28,11 @@ pub(crate) struct Gpt {
     pub(crate) seconds: &'static str,
 }
 
-const GPT2: File = "2026-11-24-h200-gpt2.json";
-const THREE_PRECISIONS: File = "2026-11-25-h200-gpt2-three-precisions.json";
+const GPT2: File = "2026-11-25-h200-gpt2.json";
 
 pub(crate) const GPT: [Gpt; 6] = [
     gpt(Size::Small, Ieee, 16, false, "/runs/--size 124m --precision ieee --batch 16/seconds_of_updates"),
-    Gpt {
-        file: THREE_PRECISIONS,
-        ..gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates")
-    },
+    gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates"),
     gpt(Size::Small, Bf16, 16, false, "/runs/--size 124m --precision bf16 --batch 16/seconds_of_updates"),
     gpt(Size::Small, Bf16, 16, true, "/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates"),
     gpt(Size::Small, Bf16, 64, true, "/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates"),

@@ -120,7 +120,8 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     // Two rows of a thread at once, or 16 of a warp, or a block of 32 x 32.
     let outputs = rows * cols / threads;
     let tail = code.tail.unwrap_or_default();
-    let tails = if is_f32 { outputs / 16.0 } else { outputs / 32.0 };
+    // Without a loop all are stored on the way.
+    let tails = code.tail.map_or(1.0, |_| outputs / if is_f32 { 16.0 } else { 32.0 });
     // Of the turns that copy the first stages, one is on the way.
     let first = code.first.unwrap_or_default();
     work.ends = code.way.all - hot.all + (stages - 1.0) * first.all + tails * tail.all;
