@@ -61,8 +61,8 @@ pub const ADD_TO_SUMS: u32 = 1 << 31;
 const _: () =
     assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
 
-/// What a kernel multiplies. Not all in one: of more than two or three loops in a kernel `ptxas` puts the last ones' barrier behind half of the
-/// multiplies, where few are left to hide what is read behind it, and they take 7 to 15 % longer (docs/lab/matmul.md).
+/// What a kernel multiplies. Not all in one: of four or five loops in a kernel `ptxas` puts the barrier of one or two behind half of the multiplies,
+/// where few are left to hide what is read behind it, and they take 7 to 15 % longer (docs/lab/matmul.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// A is stored `[m, k]`, B either way.

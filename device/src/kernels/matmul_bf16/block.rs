@@ -54,8 +54,8 @@ pub(super) struct ColumnSums {
     pub(super) start: usize,
 }
 
-/// Computes the block's tile. A lies along k (`A_ALONG`) or across. A warp has
-/// `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES` along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
+/// Computes the block's tile. A lies along k (`A_ALONG`) or across. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES`
+/// along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
 /// The contract has accepted the problem, and these are the constants of `tile`.

@@ -22,14 +22,12 @@ use super::operand::place;
 use super::tile::DEPTH;
 use super::tile::{CHUNK, CHUNK_WORDS};
 use crate::format::{Bf16, Format};
-#[cfg(target_arch = "nvptx64")]
-use crate::stored::write_words;
 use crate::tile::SharedTile;
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
 use crate::vector::F4;
 #[cfg(target_arch = "nvptx64")]
-use crate::vector::load_pair;
+use crate::vector::{load_pair, load_word, store_words};
 use cuda_std::warp;
 use half::bf16;
 
@@ -199,7 +197,7 @@ pub(super) unsafe fn write_quads(tiles: [[f32; 4]; 2], out: *mut bf16, at: [usiz
             // SAFETY: all lanes are here, and the place may be written, as the caller promises.
             unsafe {
                 let [[near], [far]] = exchanged([left[row]], [right[row]]);
-                write_words(out.add(at[row]), [near, far]);
+                store_words(out, at[row], [near, far]);
             }
         });
     }
@@ -224,7 +222,7 @@ pub(super) unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
         #[cfg(target_arch = "nvptx64")]
         {
             let pair = 2 * (warp::lane_id() % 4) as usize;
-            [0, 8].map(|tile| at.map(|at| c.add(at + tile + pair).cast::<u32>().read()))
+            [0, 8].map(|tile| at.map(|at| load_word(c, at + tile + pair)))
         }
         #[cfg(not(target_arch = "nvptx64"))]
         at.map(|at| Bf16::words(F4::load_raw(c, at + quads_place()[1] as usize).0))
