@@ -15,14 +15,11 @@
 //! argument. On the GPU nothing is checked.
 
 use crate::map4;
-use crate::stored::Stored;
-#[cfg(target_arch = "nvptx64")]
-use crate::stored::write_words;
+use crate::stored::{Stored, write_words};
 use core::ops::{Add, Div, Mul, Neg, Sub};
 use cuda_std::GpuFloat;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::emulator::{Kind, access};
-#[cfg(target_arch = "nvptx64")]
 use half::bf16;
 
 /// Four floats. In memory they may be any [`Stored`] type: they are widened on the way in, and rounded on the way out.
@@ -324,8 +321,8 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 ///
 /// # Safety
 /// `x` is valid for reads of elements `index` and `index + 1`, which lie on 4 bytes.
-#[cfg(target_arch = "nvptx64")]
 #[inline(always)]
+#[track_caller]
 pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
     reads(x, index, 2);
     // SAFETY: both may be read, and lie on 4 bytes, as the caller promises.
@@ -336,8 +333,8 @@ pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
 ///
 /// # Safety
 /// `out` is valid for writes of elements `index..index + 4`, in global memory, and `out + index` lies on a boundary of four elements.
-#[cfg(target_arch = "nvptx64")]
 #[inline(always)]
+#[track_caller]
 pub unsafe fn store_words(out: *mut bf16, index: usize, words: [u32; 2]) {
     writes(out, index, F4::LEN);
     // SAFETY: the elements may be written and lie on 8 bytes, as the caller promises.

@@ -25,9 +25,10 @@ use crate::format::{Bf16, Format};
 use crate::tile::SharedTile;
 #[cfg(target_arch = "nvptx64")]
 use crate::unroll;
-use crate::vector::F4;
+use crate::unroll_on_gpu;
 #[cfg(target_arch = "nvptx64")]
-use crate::vector::{load_pair, load_word, store_words};
+use crate::vector::load_pair;
+use crate::vector::{F4, load_word, store_words};
 use cuda_std::warp;
 use half::bf16;
 
@@ -189,23 +190,19 @@ unsafe fn exchanged<const WORDS: usize>(left: [u32; WORDS], right: [u32; WORDS])
 #[inline(always)]
 pub(super) unsafe fn write_quads(tiles: [[f32; 4]; 2], out: *mut bf16, at: [usize; 2]) {
     let at = at.map(|at| at + quads_place()[1] as usize);
-    #[cfg(target_arch = "nvptx64")]
-    {
-        // Rounded first: a word has two columns, and lanes exchange half as many.
-        let [left, right] = tiles.map(Bf16::words);
-        unroll!(row < 2 => {
-            // SAFETY: all lanes are here, and the place may be written, as the caller promises.
-            unsafe {
-                let [[near], [far]] = exchanged([left[row]], [right[row]]);
-                store_words(out, at[row], [near, far]);
-            }
-        });
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    for (tile, at) in tiles.into_iter().zip(at) {
-        // SAFETY: the place may be written, as the caller promises.
-        unsafe { F4(tile).store(out, at) };
-    }
+    // Rounded first: a word has two columns, and lanes exchange half as many.
+    let [left, right] = tiles.map(Bf16::words);
+    unroll_on_gpu!(row < 2 => {
+        // SAFETY: all lanes are here, and the columns may be written, as the caller promises.
+        unsafe {
+            #[cfg(target_arch = "nvptx64")]
+            let [[near], [far]] = exchanged([left[row]], [right[row]]);
+            // The emulator's lanes have summed them so.
+            #[cfg(not(target_arch = "nvptx64"))]
+            let [near, far] = [left, right][row];
+            store_words(out, at[row], [near, far]);
+        }
+    });
 }
 
 /// What memory holds in the place of a lane's sums of a tile: BF16, two in a word.
@@ -225,7 +222,7 @@ pub(super) unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
             [0, 8].map(|tile| at.map(|at| load_word(c, at + tile + pair)))
         }
         #[cfg(not(target_arch = "nvptx64"))]
-        at.map(|at| Bf16::words(F4::load_raw(c, at + quads_place()[1] as usize).0))
+        at.map(|at| [0, 2].map(|pair| load_word(c, at + quads_place()[1] as usize + pair)))
     }
 }
 
