@@ -120,12 +120,14 @@ fn steps(folder: &Path, processors: u32) -> Outcome<Vec<Line>> {
     for (precision, file) in recorded::STEPS {
         add_steps(&read(&folder.join(file))?, processors, precision, &mut found)?;
     }
-    for Gpt { size, precision, batch, recompute, file, seconds } in recorded::GPT {
-        let run = read(&folder.join(file))?;
-        let samples = run.pointer(seconds).and_then(median);
-        let measured_us = samples.ok_or_else(|| format!("{file}: no samples at {seconds}"))? * 1e6;
-        let work = Work::Gpt { sizes: Sizes::new(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
+    let runs = read(&folder.join(recorded::GPT2))?;
+    for Gpt { size, precision, batch, recompute } in recorded::GPT {
         let name = if size == Size::Medium { "350M" } else { "124M" };
+        let option = if recompute { " --recompute" } else { "" };
+        let arguments = format!("--size {} --precision {precision} --batch {batch}{option}", name.to_lowercase());
+        let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
+        let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
+        let work = Work::Gpt { sizes: Sizes::new(size, Arch::Gpt2, 50_304, CONTEXT), recompute };
         let again = if recompute { ", recompute" } else { "" };
         found.push(step_line(
             format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),

@@ -23,24 +23,22 @@ pub(crate) struct Gpt {
     pub(crate) precision: Precision,
     pub(crate) batch: usize,
     pub(crate) recompute: bool,
-    pub(crate) file: File,
-    /// Where in it the seconds of the updates are: a JSON pointer.
-    pub(crate) seconds: &'static str,
 }
 
-const GPT2: File = "2026-11-25-h200-gpt2.json";
+/// `runs`: the arguments of each, with its `seconds_of_updates`.
+pub(crate) const GPT2: File = "2026-11-25-h200-gpt2.json";
 
 pub(crate) const GPT: [Gpt; 6] = [
-    gpt(Size::Small, Ieee, 16, false, "/runs/--size 124m --precision ieee --batch 16/seconds_of_updates"),
-    gpt(Size::Small, Tf32, 16, false, "/runs/--size 124m --precision tf32 --batch 16/seconds_of_updates"),
-    gpt(Size::Small, Bf16, 16, false, "/runs/--size 124m --precision bf16 --batch 16/seconds_of_updates"),
-    gpt(Size::Small, Bf16, 16, true, "/runs/--size 124m --precision bf16 --batch 16 --recompute/seconds_of_updates"),
-    gpt(Size::Small, Bf16, 64, true, "/runs/--size 124m --precision bf16 --batch 64 --recompute/seconds_of_updates"),
-    gpt(Size::Medium, Bf16, 8, false, "/runs/--size 350m --precision bf16 --batch 8/seconds_of_updates"),
+    gpt(Size::Small, Ieee, 16, false),
+    gpt(Size::Small, Tf32, 16, false),
+    gpt(Size::Small, Bf16, 16, false),
+    gpt(Size::Small, Bf16, 16, true),
+    gpt(Size::Small, Bf16, 64, true),
+    gpt(Size::Medium, Bf16, 8, false),
 ];
 
-const fn gpt(size: Size, precision: Precision, batch: usize, recompute: bool, seconds: &'static str) -> Gpt {
-    Gpt { size, precision, batch, recompute, file: GPT2, seconds }
+const fn gpt(size: Size, precision: Precision, batch: usize, recompute: bool) -> Gpt {
+    Gpt { size, precision, batch, recompute }
 }
 
 /// Whether a kernel's lines are taken from a run, by the kernel's name.
