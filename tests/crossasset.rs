@@ -1,6 +1,6 @@
 //! The unit tests of `examples/crossasset`'s data side: bars, features, labels, folds, command line, report.
 //!
-//! Cargo builds an example either as a program or as its tests. `tests/bars.rs` runs the program, so the modules are
+//! Cargo builds an example either as a program or as its tests. `tests/programs/bars.rs` runs the program, so the modules are
 //! compiled a second time here, for the tests inside them.
 
 #![forbid(unsafe_code)]

@@ -1,6 +1,6 @@
 //! What facts mean: one table of checks, each a function of the facts alone.
 //!
-//! Invariant: what is not known is never called well. A new check is a function and a row of `CHECKS`; `tests/doctor.rs` then asks for a
+//! Invariant: what is not known is never called well. A new check is a function and a row of `CHECKS`; `tests/programs/doctor.rs` then asks for a
 //! fixture that triggers it.
 
 mod gpu;

@@ -1,8 +1,8 @@
 //! A perceptron whose forward and backward are written out, so that what is kept between them can be kept anywhere:
 //! in saved tensors, or in a pool with ztensor's bug.
 
-use crate::pool::Pool;
-use crate::run::Run;
+use super::pool::Pool;
+use super::run::Run;
 use crate::support::Random;
 use stepscope::{
     Arena, Buffer, Capacity, Device, Eager, Gradients, Initializer, Layout, Lent, Parameter, Parameters, Result, Saved,

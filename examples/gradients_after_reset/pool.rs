@@ -3,7 +3,7 @@
 //! As ztensor's pool was: slots that are free are handed out again, the last one first, and pins, by slot, tell what backward
 //! still needs. The bug is in one line, [`Pool::pin_all`]: after the first reset, pins are lost.
 
-use crate::perceptron::{Keeper, ROWS, WIDTH};
+use super::perceptron::{Keeper, ROWS, WIDTH};
 use stepscope::{Buffer, Device, Result, Source, Step, Tensor, ops};
 
 /// A free list of slots, each of `[ROWS, WIDTH]`.

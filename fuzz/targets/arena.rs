@@ -6,17 +6,15 @@
 
 #![no_main]
 
-#[path = "../../tests/memory_model/program.rs"]
+#[path = "../../tests/memory/memory_model/program.rs"]
 #[allow(dead_code, reason = "what stalls is not drawn here")]
 mod program;
-#[path = "../../tests/memory_model/reference.rs"]
+#[path = "../../tests/memory/memory_model/reference.rs"]
 mod reference;
-#[path = "../../tests/memory_model/rules.rs"]
+#[path = "../../tests/memory/memory_model/rules.rs"]
 #[allow(dead_code, reason = "no bug is planted here, and nothing is counted")]
 mod rules;
-#[path = "../../tests/support/witness.rs"]
-mod witness;
-#[path = "../../tests/memory_model/world.rs"]
+#[path = "../../tests/memory/memory_model/world.rs"]
 mod world;
 
 use libfuzzer_sys::fuzz_target;
@@ -29,6 +27,9 @@ use world::{Rig, World};
 
 /// What the programs draw their choices from: here, the fuzzer's bytes.
 mod support {
+    #[path = "../../../tests/support/witness.rs"]
+    pub(crate) mod witness;
+
     /// Chooses by bytes, and by zeros when they are used up.
     pub(crate) struct Random(std::vec::IntoIter<u8>);
 

@@ -1,4 +1,4 @@
-//! The kernels of checked mode's guards; `tests/checked.rs` shows what they find.
+//! The kernels of checked mode's guards; `tests/memory/checked.rs` shows what they find.
 
 use crate::hostile::attack;
 

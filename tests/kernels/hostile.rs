@@ -3,7 +3,7 @@
 //! Every kernel of the library is launched with small honest buffers while its numbers, one or two at a time, are hostile: near
 //! powers of two, near `usize::MAX`, and such that products of them wrap to the length of a buffer. Each launch must be refused by
 //! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
-//! that wraps panics, and that is no refusal; `tests/downstream` uses this file in a build where it is not.
+//! that wraps panics, and that is no refusal; `ci/test` runs these tests in a release build too, where it does not panic.
 
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Scalar, inventory};

@@ -4,10 +4,14 @@
 
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses its own part")]
 
+pub(crate) mod cable;
 pub(crate) mod example;
 pub(crate) mod forged;
+pub(crate) mod moments;
 pub(crate) mod points;
+pub(crate) mod rank_threads;
 pub(crate) mod tokenizer_json;
+pub(crate) mod witness;
 
 /// Makes each test a module of two: `name::emulated`, and `name::cuda` in a build with CUDA.
 ///

@@ -1,6 +1,8 @@
 //! A launch with a planted bug, for tests of checked mode: it is told that a tensor is one element longer than it is, and writes
 //! that element, which lies in the guard. Less would be an error of the emulator's.
 
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
 use cuda_std::launch::{Contract, Entry, Grid, PointerMut, Violation};
 use cuda_std::prelude::*;
 

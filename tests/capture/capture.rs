@@ -1,0 +1,596 @@
+//! Captured steps on each device: the same bits as eager ones, memory of their own, and nothing they should not reach.
+//!
+//! Invariant: every refusal leaves the arena and the device usable, which each test shows by a step afterwards.
+//! `tests/capture/capture_faults.rs` has what the driver may do meanwhile.
+
+use crate::overrun::one_too_far;
+use crate::support::{Random, bits, on_each_device};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use stepscope::faults::{Call, FaultPlan};
+use stepscope::{
+    AdamW, AdamWConfig, Arena, Buffer, Capacity, Captured, Device, DeviceKind, Error, Gradients, Growth, Initializer,
+    Inputs, Layout, Output, Overflow, Parameter, Parameters, Record, Result, Saved, Slots, Step, Tape, Target, ops,
+};
+
+const ROWS: usize = 5;
+const COLS: usize = 7;
+const CLASSES: usize = 3;
+
+/// A small classifier and what trains it.
+struct Model {
+    w: Parameter,
+    b: Parameter,
+    weights: Parameters,
+    gradients: Gradients,
+    adamw: AdamW,
+}
+
+impl Model {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [COLS, CLASSES], Initializer::fan_in(COLS));
+        let b = layout.add("b", [CLASSES], Initializer::Constant(0.1));
+        let weights = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let gradients = Gradients::zeros(&weights).unwrap();
+        let config = AdamWConfig { learning_rate: 0.05, clip: Some(1.0), ..AdamWConfig::default() };
+        let adamw = AdamW::new(&weights, config).unwrap();
+        Self { w, b, weights, gradients, adamw }
+    }
+
+    /// Forward, backward, clipping and the update; the mean loss.
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<Saved<'s>> {
+        self.gradients.zero(step)?;
+        let tape = Tape::new(step, &self.weights);
+        let logits = tape.linear(&tape.input(x), self.w, Some(self.b))?;
+        let loss = tape.cross_entropy(&logits, labels, 1.0 / x.shape().extents()[0] as f32)?;
+        tape.backward(&loss, &mut self.gradients)?;
+        self.adamw.apply(step, &mut self.weights, &self.gradients)?;
+        Ok(*loss.value())
+    }
+}
+
+fn train<'s>(step: &mut Step<'s>, model: &mut Model, slots: &Slots<'s>) -> Result<Output> {
+    let loss = model.train(step, slots.input(0)?, slots.input(1)?)?;
+    Ok(slots.output(&loss))
+}
+
+fn train_borrowed<'s>(step: &mut Step<'s>, model: &mut &mut Model, slots: &Slots<'s>) -> Result<Output> {
+    train(step, model, slots)
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
+}
+
+/// Batches of different sizes, the last of which is short.
+fn batches() -> Vec<(Vec<f32>, Vec<u32>)> {
+    let mut random = Random::new(11);
+    let mut batch = |rows| (random.normals(rows * COLS), random.belows(rows, CLASSES as u32));
+    [ROWS, ROWS, 2, ROWS, 2, ROWS].into_iter().map(&mut batch).collect()
+}
+
+fn inputs<'i>((x, labels): &'i (Vec<f32>, Vec<u32>)) -> Inputs<'i> {
+    Inputs::new().with(x, [labels.len(), COLS]).unwrap().with(labels, [labels.len()]).unwrap()
+}
+
+/// A step still works.
+#[track_caller]
+fn works(arena: &mut Arena, len: usize) {
+    let values = arena.step(|step| step.read(&ops::fill(step, [len], 2.5)?)).unwrap();
+    assert_eq!(values, vec![2.5; len]);
+}
+
+/// Another capture still works.
+#[track_caller]
+fn captures(arena: &mut Arena) {
+    let x = [1.0f32, -2.0];
+    let inputs = Inputs::new().with(&x, [2]).unwrap();
+    let record: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input(0)?, 3.0)?));
+    let mut captured = arena.capture((), &inputs, record).unwrap();
+    let replay = captured.replay(&inputs).unwrap();
+    assert_eq!(replay.read(*replay.outputs()).unwrap(), [3.0, -6.0]);
+}
+
+/// The loss of one replay.
+#[track_caller]
+fn loss(captured: &mut Captured<Model, Output>, batch: &(Vec<f32>, Vec<u32>)) -> f32 {
+    let replay = captured.replay(&inputs(batch)).unwrap();
+    replay.read_scalar(*replay.outputs()).unwrap()
+}
+
+const TOWER_ROWS: usize = 2;
+
+/// 50 matrices of 256x1024, half of them stored as 1024x256: 25 residual blocks.
+struct Tower {
+    blocks: Vec<[Parameter; 2]>,
+    weights: Parameters,
+    gradients: Gradients,
+    adamw: AdamW,
+}
+
+impl Tower {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let mut matrix = |name, number, shape: [usize; 2]| {
+            layout.add(format!("{name}{number}"), shape, Initializer::Uniform { bound: 0.02 })
+        };
+        let blocks =
+            (0..25).map(|number| [matrix("up", number, [256, 1024]), matrix("down", number, [1024, 256])]).collect();
+        let weights = Parameters::new(device, &layout.build().unwrap(), 5).unwrap();
+        let gradients = Gradients::zeros(&weights).unwrap();
+        let adamw = AdamW::new(&weights, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() }).unwrap();
+        Self { blocks, weights, gradients, adamw }
+    }
+
+    fn train<'s>(&mut self, step: &Step<'s>, x: Saved<'s>, labels: Saved<'s, u32>) -> Result<()> {
+        self.gradients.zero(step)?;
+        let tape = Tape::new(step, &self.weights);
+        let mut h = tape.input(x);
+        for [up, down] in &self.blocks {
+            h = tape.linear_residual(&tape.linear_gelu(&h, *up, None)?, *down, None, &h)?;
+        }
+        let loss = tape.cross_entropy(&h, labels, 0.5)?;
+        tape.backward(&loss, &mut self.gradients)?;
+        self.adamw.apply(step, &mut self.weights, &self.gradients)
+    }
+}
+
+on_each_device! {
+    fn a_captured_step_trains_with_the_bits_of_an_eager_one(device: &Device) {
+        let mut model = Model::new(device);
+        let mut eager = Vec::new();
+        let mut memory = arena(device);
+        for (x, labels) in &batches() {
+            model.adamw.advance().unwrap();
+            eager.push(memory.step(|step| {
+                let x = step.upload(x, [labels.len(), COLS])?.save();
+                let labels = step.upload(labels, [labels.len()])?.save();
+                step.read_scalar(&model.train(step, x, labels)?)
+            }).unwrap());
+        }
+        let digest = model.weights.sha256().unwrap();
+
+        let mut memory = arena(device);
+        let batches = batches();
+        let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+        let mut losses = Vec::new();
+        for batch in &batches {
+            captured.state_mut().adamw.advance().unwrap();
+            let replay = captured.replay(&inputs(batch)).unwrap();
+            losses.push(replay.read_scalar(*replay.outputs()).unwrap());
+        }
+        assert_eq!(crate::support::bits(&losses), crate::support::bits(&eager));
+        assert_eq!(captured.state().weights.sha256().unwrap(), digest);
+        let report = captured.report();
+        assert_eq!((report.recordings, report.replays), (2, 6), "one recording for each of two shapes");
+        assert!(report.nodes > 5 && report.bytes_owned > 0 && report.record_seconds > 0.0, "{report:?}");
+    }
+
+    /// Bug C's small case: a 4x4 product.
+    fn a_small_product_is_the_same_captured(device: &Device) {
+        let (a, b) = (Random::new(1).normals(16), Random::new(2).normals(16));
+        let mut memory = arena(device);
+        let eager = memory.step(|step| {
+            let (a, b) = (step.upload(&a, [4, 4])?, step.upload(&b, [4, 4])?);
+            step.read(&ops::matmul(step, &a, &b)?)
+        }).unwrap();
+        let inputs = Inputs::new().with(&a, [4, 4]).unwrap().with(&b, [4, 4]).unwrap();
+        let mut captured = memory.capture((), &inputs, |step, (), slots| {
+            Ok(slots.output(&ops::matmul(step, &slots.input(0)?, &slots.input(1)?)?))
+        }).unwrap();
+        for _ in 0..3 {
+            let replay = captured.replay(&inputs).unwrap();
+            assert_eq!(bits(&replay.read::<f32>(*replay.outputs()).unwrap()), bits(&eager));
+        }
+    }
+
+    /// Bug C's case: 50 weights of 256x1024 are uploaded, the step over all of them is captured and trains.
+    fn fifty_uploaded_matrices_train_with_the_same_bits_captured(device: &Device) {
+        let digest = |capture: bool| {
+            let mut memory = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+            let mut tower = Tower::new(device);
+            let (x, labels) = (Random::new(8).normals(TOWER_ROWS * 256), [3u32, 200]);
+            let inputs = Inputs::new().with(&x, [TOWER_ROWS, 256]).unwrap().with(&labels, [TOWER_ROWS]).unwrap();
+            if capture {
+                let mut captured = memory.capture(tower, &inputs, |step, tower, slots| {
+                    tower.train(step, slots.input(0)?, slots.input(1)?)
+                }).unwrap();
+                for _ in 0..3 {
+                    captured.state_mut().adamw.advance().unwrap();
+                    captured.replay(&inputs).unwrap();
+                }
+                assert_eq!(captured.report().replays, 3);
+                tower = captured.into_state();
+            } else {
+                for _ in 0..3 {
+                    tower.adamw.advance().unwrap();
+                    memory.step(|step| {
+                        let x = step.upload(&x, [TOWER_ROWS, 256])?.save();
+                        let labels = step.upload(&labels, [TOWER_ROWS])?.save();
+                        tower.train(step, x, labels)
+                    }).unwrap();
+                }
+            }
+            tower.weights.sha256().unwrap()
+        };
+        assert_eq!(digest(true), digest(false));
+    }
+
+    fn steps_between_replays_cannot_touch_a_graphs_memory(device: &Device) {
+        let mut memory = arena(device);
+        let capacity = memory.report().capacity_bytes;
+        let batches = batches();
+        let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+        let owned = captured.report().bytes_owned;
+        let report = memory.report();
+        assert_eq!((report.capacity_bytes, report.captured_bytes), (capacity - owned, owned));
+        let mut undisturbed = arena(device).capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+        for batch in &batches {
+            for captured in [&mut captured, &mut undisturbed] {
+                captured.state_mut().adamw.advance().unwrap();
+            }
+            let want = loss(&mut undisturbed, batch);
+            let replay = captured.replay(&inputs(batch)).unwrap();
+            // All that a step can have, overwritten while the replay's results are not yet read.
+            memory.step(|step| ops::fill(step, [(capacity - owned) / 4], f32::NAN).map(drop)).unwrap();
+            assert_eq!(replay.read_scalar(*replay.outputs()).unwrap().to_bits(), want.to_bits());
+        }
+        drop(captured);
+        memory.step(|step| ops::fill(step, [capacity / 4], 1.0).map(drop)).expect("the whole arena is a step's again");
+        assert_eq!(memory.report().captured_bytes, 0);
+    }
+
+    /// `bytes` is what it takes: with it the capture succeeds, with less it does not, and the driver hears nothing.
+    fn an_arena_that_is_too_small_is_told_before_the_driver_is_called(device: &Device) {
+        let kind = device.description().kind;
+        let plan = FaultPlan::new();
+        let device = Device::builder(kind).faults(plan.clone()).open().unwrap();
+        let batches = batches();
+        let mut small = Arena::builder(&device).capacity(Capacity::Bytes(1024)).build().unwrap();
+        let mut model = Model::new(&device);
+        let before = Call::ALL.map(|call| plan.count(call));
+        let error = small.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
+        assert_eq!(Call::ALL.map(|call| plan.count(call)), before, "no call of the driver: {:?}", Call::ALL);
+        let Error::CaptureNeeds { bytes, available, overflow_bytes } = error else { panic!("{error}") };
+        assert_eq!((available, overflow_bytes), (1024, 0));
+        assert!(error.to_string().contains(&bytes.to_string()), "{error}");
+        works(&mut small, 100);
+        let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes - 256)).build().unwrap();
+        let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
+        assert_eq!(error, Error::CaptureNeeds { bytes, available: bytes - 256, overflow_bytes: 0 });
+        // An overflow is no help, which the error says.
+        let overflow = Overflow::pool(1 << 20);
+        let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(1024)).overflow(overflow).build().unwrap();
+        let error = memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap_err();
+        assert_eq!(error, Error::CaptureNeeds { bytes, available: 1024, overflow_bytes: 1 << 20 });
+        assert!(error.to_string().contains("steps that are not captured"), "{error}");
+        let mut memory = Arena::builder(&device).capacity(Capacity::Bytes(bytes)).build().unwrap();
+        memory.capture(&mut model, &inputs(&batches[0]), train_borrowed).unwrap();
+        works(&mut memory, 100);
+    }
+
+    fn the_report_tells_the_most_in_use_with_captured_steps(device: &Device) {
+        let mut memory = arena(device);
+        let fills = |memory: &mut Arena, bytes: usize| {
+            memory.step(|step| ops::fill(step, [bytes / 4], 1.0).map(drop)).unwrap();
+            memory.report()
+        };
+        assert_eq!(fills(&mut memory, 4096).peak_bytes, 4096);
+        let captured = memory.capture((), &Inputs::new(), |step, (), slots| {
+            Ok(slots.output(&ops::fill(step, [256], 1.0)?))
+        }).unwrap();
+        assert_eq!((memory.report().captured_bytes, memory.report().peak_bytes), (1024, 4096), "not both at once");
+        let beside = fills(&mut memory, 8192);
+        assert_eq!((beside.high_water_bytes, beside.peak_bytes), (8192, 9216));
+        drop(captured);
+        let after = fills(&mut memory, 256);
+        assert_eq!((after.captured_bytes, after.high_water_bytes, after.peak_bytes), (0, 8192, 9216));
+    }
+
+    /// A step that needs more the second time it is run cannot leave its part of the arena either.
+    fn a_step_that_changes_its_mind_is_refused(device: &Device) {
+        let mut memory = arena(device);
+        let mut runs = 0;
+        let error = memory.capture(&mut runs, &Inputs::new(), |step, runs, _| {
+            **runs += 1;
+            ops::fill(step, [64 * **runs], 1.0).map(drop)
+        }).unwrap_err();
+        assert_eq!(error, Error::CaptureNeeds { bytes: 512, available: 256, overflow_bytes: 0 });
+        works(&mut memory, 100);
+    }
+
+    fn an_error_in_the_closure_ends_the_capture(device: &Device) {
+        for fails_at in 1..=2 {
+            let mut memory = arena(device);
+            let mut runs = 0;
+            let error = memory.capture((&mut runs, fails_at), &Inputs::new(), |step, (runs, fails_at), _| {
+                **runs += 1;
+                let x = ops::fill(step, [8], 1.0)?;
+                if **runs == *fails_at { x.reshape([9]).map(drop) } else { Ok(()) }
+            }).unwrap_err();
+            assert!(matches!(error, Error::Misuse { op: "reshape", .. }), "{error}");
+            assert_eq!((runs, memory.report().captured_bytes), (fails_at, 0));
+            works(&mut memory, 100);
+            captures(&mut memory);
+        }
+    }
+
+    fn a_panic_in_the_closure_ends_the_capture(device: &Device) {
+        for panics_at in 1..=2 {
+            let mut memory = arena(device);
+            let mut runs = 0;
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                memory.capture((&mut runs, panics_at), &Inputs::new(), |step, (runs, panics_at), _| {
+                    **runs += 1;
+                    ops::fill(step, [8], 1.0)?;
+                    assert!(**runs != *panics_at, "planted");
+                    Ok(())
+                }).map(drop)
+            }));
+            assert!(panicked.is_err());
+            assert_eq!((runs, memory.report().captured_bytes), (panics_at, 0));
+            works(&mut memory, 100);
+            captures(&mut memory);
+        }
+    }
+
+    /// What the types cannot forbid, since a state may hold a device or a buffer, is refused when it happens.
+    fn nothing_but_the_step_reaches_the_device_while_it_is_recorded(device: &Device) {
+        struct Reach<'d> {
+            device: &'d Device,
+            buffer: Buffer<f32>,
+            other: Arena,
+        }
+        let attempts: [(&str, Record<Reach<'_>, ()>); 5] = [
+            ("allocate", |_, reach, _| Buffer::from_slice(reach.device, &[1.0f32]).map(drop)),
+            ("upload", |_, reach, _| reach.buffer.write(0, &[1.0])),
+            ("synchronize", |_, reach, _| reach.buffer.read().map(drop)),
+            ("step", |_, reach, _| reach.other.step(|_| Ok(()))),
+            ("capture", |_, reach, _| reach.other.capture((), &Inputs::new(), |_, (), _| Ok(())).map(drop)),
+        ];
+        let mut memory = arena(device);
+        for (call, attempt) in attempts {
+            let buffer = Buffer::from_slice(device, &[4.0f32; 4]).unwrap();
+            let reach = Reach { device, buffer, other: arena(device) };
+            let error = memory.capture(reach, &Inputs::new(), attempt).unwrap_err();
+            assert!(matches!(error, Error::Misuse { op: "capture", .. }), "{error}");
+            assert!(error.to_string().contains(&format!("`{call}` on the device")), "{error}");
+            works(&mut memory, 100);
+            captures(&mut memory);
+        }
+    }
+
+    /// The whole call makes no call of the driver but those of a capture.
+    fn a_capture_calls_nothing_but_the_captures_own_functions(device: &Device) {
+        let plan = FaultPlan::new();
+        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let (mut memory, model, batches) = (arena(&device), Model::new(&device), batches());
+        let before = Call::ALL.map(|call| plan.count(call));
+        let captured = memory.capture(model, &inputs(&batches[0]), train).unwrap();
+        let nodes = captured.report().nodes as u64;
+        for (call, before) in Call::ALL.into_iter().zip(before) {
+            let made = plan.count(call) - before;
+            match call {
+                Call::Load => assert!(made > 5 && made < nodes, "each kernel once: {made} of {nodes}"),
+                Call::BeginCapture | Call::EndCapture | Call::GraphNodes | Call::Instantiate => assert_eq!(made, 1, "{call:?}"),
+                Call::Record => assert_eq!(made, nodes),
+                other => assert_eq!(made, 0, "{other:?}"),
+            }
+        }
+        drop(captured);
+        assert_eq!(plan.count(Call::DestroyGraph), 1);
+    }
+
+    fn new_shapes_are_recorded_within_what_the_capture_owns(device: &Device) {
+        let mut memory = arena(device);
+        let batches = batches();
+        let (long, short) = (&batches[0], &batches[2]);
+        let mut captured = memory.capture(Model::new(device), &inputs(short), train).unwrap();
+        let owned = captured.report().bytes_owned;
+        let mut random = Random::new(5);
+        let longer = (random.normals(64 * COLS), random.belows(64, CLASSES as u32));
+        let error = captured.replay(&inputs(&longer)).unwrap_err();
+        assert!(matches!(error, Error::CaptureNeeds { bytes, available, .. } if available == owned && bytes > owned), "{error}");
+        captured.state_mut().adamw.advance().unwrap();
+        loss(&mut captured, short);
+        drop(captured);
+
+        let mut captured = memory.capture(Model::new(device), &inputs(long), train).unwrap().keep(1);
+        for (batch, recordings) in [(long, 1), (long, 1), (short, 2), (long, 3), (long, 3)] {
+            captured.state_mut().adamw.advance().unwrap();
+            loss(&mut captured, batch);
+            assert_eq!(captured.report().recordings, recordings, "one is kept");
+        }
+        assert_eq!(captured.report().replays, 5);
+    }
+
+    fn an_output_that_is_given_back_keeps_its_values(device: &Device) {
+        fn run<'s>(step: &mut Step<'s>, _: &mut (), slots: &Slots<'s>) -> Result<[Output; 2]> {
+            let x: Saved<'s> = slots.input(0)?;
+            let [doubled, lost] = [ops::scale(step, &x, 2.0)?, ops::scale(step, &x, 3.0)?];
+            let output = slots.output(&doubled);
+            step.give_back(doubled);
+            step.give_back(lost);
+            // The first has the place of what was lost, the second one of its own.
+            let four = ops::scale(step, &x, 4.0)?;
+            ops::scale(step, &x, 5.0)?;
+            Ok([output, slots.output(&four)])
+        }
+        let mut arena = arena(device);
+        let inputs = [1.0f32; 100];
+        let inputs = Inputs::new().with(&inputs, [100]).unwrap();
+        let mut captured = arena.capture((), &inputs, run).unwrap();
+        assert_eq!(captured.report().bytes_owned, 4 * 512, "{:?}", captured.report());
+        let replay = captured.replay(&inputs).unwrap();
+        let [doubled, four] = replay.outputs().map(|output| replay.read(output).unwrap());
+        assert_eq!([doubled, four], [vec![2.0; 100], vec![4.0; 100]]);
+    }
+
+    fn a_graph_repeats_on_the_inputs_that_it_has(device: &Device) {
+        let mut memory = arena(device);
+        let record: Record<Buffer<f32>, Output> = |step, sum, slots| {
+            let mut sum = step.lend_mut(sum, [2])?;
+            ops::add_assign(step, &mut sum, &slots.input(0)?)?;
+            Ok(slots.output(&sum))
+        };
+        let (x, sum) = ([1.0f32, -2.0], Buffer::zeros(device, 2).unwrap());
+        let inputs = Inputs::new().with(&x, [2]).unwrap();
+        let mut captured = memory.capture(sum, &inputs, record).unwrap();
+        captured.replay(&inputs).unwrap();
+        let replay = captured.repeat().unwrap();
+        assert_eq!(replay.read(*replay.outputs()).unwrap(), [2.0, -4.0]);
+        assert_eq!(captured.state().read().unwrap(), [2.0, -4.0]);
+    }
+
+    /// A replay may still run when the next one's inputs are on their way: each is added once, whole, and none to another's sum.
+    fn large_inputs_arrive_in_order_while_replays_run(device: &Device) {
+        const LEN: usize = 1 << 16;
+        let mut memory = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
+        let record: Record<[Buffer<f32>; 2], ()> = |step, [sum, small], slots| {
+            let mut sum = step.lend_mut(sum, [LEN])?;
+            for _ in 0..20 {
+                ops::add_assign(step, &mut sum, &slots.input(0)?)?;
+            }
+            ops::add_assign(step, &mut step.lend_mut(small, [1])?, &slots.input(1)?)
+        };
+        // Powers of two: a sum tells which inputs are in it, and how often.
+        let rounds: Vec<_> = (0..18).map(|round| (vec![(1u32 << round) as f32; LEN], [(1u32 << round) as f32])).collect();
+        fn inputs((x, one): &(Vec<f32>, [f32; 1])) -> Inputs<'_> {
+            Inputs::new().with(x, [LEN]).unwrap().with(one, [1]).unwrap()
+        }
+        let state = [Buffer::zeros(device, LEN).unwrap(), Buffer::zeros(device, 1).unwrap()];
+        let mut captured = memory.capture(state, &inputs(&rounds[0]), record).unwrap();
+        for round in &rounds {
+            captured.replay(&inputs(round)).unwrap();
+        }
+        let total = ((1u32 << rounds.len()) - 1) as f32;
+        assert_eq!(captured.state()[0].read().unwrap(), vec![20.0 * total; LEN]);
+        assert_eq!(captured.state()[1].read().unwrap(), [total]);
+        let [sum, _] = captured.into_state();
+        works(&mut memory, LEN);
+        assert_eq!(sum.read().unwrap(), vec![20.0 * total; LEN]);
+    }
+
+    fn variants_are_recorded_on_their_own(device: &Device) {
+        let mut memory = arena(device);
+        let mut captured = memory.capture((), &Inputs::new(), |step, (), slots| {
+            Ok(slots.output(&ops::fill(step, [1], slots.variant() as f32)?))
+        }).unwrap();
+        for variant in [0u64, 7, 0, 9, 7] {
+            let replay = captured.replay(&Inputs::new().variant(variant)).unwrap();
+            assert_eq!(replay.read_scalar::<f32>(*replay.outputs()).unwrap(), variant as f32);
+        }
+        assert_eq!(captured.report().recordings, 3);
+    }
+
+    fn slots_and_outputs_are_checked(device: &Device) {
+        let mut memory = arena(device);
+        let x = [1.0f32, 2.0];
+        let inputs = Inputs::new().with(&x, [2]).unwrap();
+        assert!(matches!(Inputs::new().with(&x, [3]), Err(Error::Misuse { op: "inputs", .. })));
+        let absent: Record<(), ()> = |_, (), slots| slots.input::<f32>(1).map(drop);
+        let other: Record<(), ()> = |_, (), slots| slots.input::<u32>(0).map(drop);
+        for (record, words) in [(absent, "one of 1 inputs"), (other, "input 0 of u32 elements")] {
+            let error = memory.capture((), &inputs, record).unwrap_err();
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        let double: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::scale(step, &slots.input(0)?, 2.0)?));
+        let mut captured = memory.capture((), &inputs, double).unwrap();
+        let mut another = memory.capture((), &inputs, double).unwrap();
+        let foreign = *another.replay(&inputs).unwrap().outputs();
+        let replay = captured.replay(&inputs).unwrap();
+        assert_eq!(replay.read(*replay.outputs()).unwrap(), [2.0, 4.0]);
+        assert!(matches!(replay.read(foreign), Err(Error::Misuse { op: "replay.read", .. })));
+        assert!(matches!(replay.read_scalar(*replay.outputs()), Err(Error::Misuse { op: "read_scalar", .. })));
+    }
+
+    /// The graph's addresses stay the graph's, whatever becomes of what was at them.
+    fn memory_that_a_graph_names_is_not_freed_under_it(device: &Device) {
+        let plan = FaultPlan::new();
+        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let mut memory = arena(&device);
+        let buffer = Buffer::from_slice(&device, &[3.0f32; 1000]).unwrap();
+        let mut captured = memory.capture(buffer, &Inputs::new(), |step, buffer, slots| {
+            Ok(slots.output(&ops::scale(step, &step.lend(buffer, [1000])?, 2.0)?))
+        }).unwrap();
+        let freed = plan.count(Call::Free);
+        drop(std::mem::replace(captured.state_mut(), Buffer::from_slice(&device, &[0.0f32]).unwrap()));
+        drop(memory);
+        assert_eq!(plan.count(Call::Free), freed, "the buffer and the arena wait for the graph");
+        let replay = captured.replay(&Inputs::new()).unwrap();
+        assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [6.0; 1000]);
+        drop(captured);
+        assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate), "nothing leaks");
+    }
+
+    /// A buffer that is made before and dropped within the closure is freed when the recording is over.
+    fn memory_dropped_in_the_closure_is_freed_later(device: &Device) {
+        let plan = FaultPlan::new();
+        let device = Device::builder(device.description().kind).faults(plan.clone()).open().unwrap();
+        let mut memory = arena(&device);
+        let buffer = Buffer::from_slice(&device, &[3.0f32; 10]).unwrap();
+        let freed = plan.count(Call::Free);
+        let captured = memory.capture(Some(buffer), &Inputs::new(), |_, buffer, _| {
+            drop(buffer.take());
+            Ok(())
+        }).unwrap();
+        assert_eq!(plan.count(Call::Free), freed + 1);
+        drop((captured, memory));
+        assert_eq!(plan.count(Call::Free), plan.count(Call::Allocate));
+    }
+
+    fn an_arena_that_grows_leaves_a_graph_its_memory(device: &Device) {
+        let mut memory = Arena::builder(device).capacity(Capacity::Bytes(64 << 10))
+            .growth(Growth::AtBoundary { max_bytes: 8 << 20 }).build().unwrap();
+        let batches = batches();
+        let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+        let mut undisturbed = arena(device).capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+        for batch in &batches {
+            for captured in [&mut captured, &mut undisturbed] {
+                captured.state_mut().adamw.advance().unwrap();
+            }
+            let want = loss(&mut undisturbed, batch);
+            assert_eq!(loss(&mut captured, batch).to_bits(), want.to_bits());
+            // The first of these does not fit, and the arena grows at its end.
+            let _ = memory.step(|step| ops::fill(step, [100_000], f32::NAN).map(drop));
+        }
+        let report = memory.report();
+        assert_eq!((report.growths, report.captured_bytes), (1, 0), "the new memory is all the steps'");
+    }
+
+    fn checks_go_into_the_graph_and_change_no_bit(device: &Device) {
+        let losses = |checked: bool| -> (Vec<f32>, String) {
+            let mut memory = Arena::builder(device).capacity(Capacity::mib(2)).checked(checked).build().unwrap();
+            let batches = batches();
+            let mut captured = memory.capture(Model::new(device), &inputs(&batches[0]), train).unwrap();
+            let losses = batches.iter().map(|batch| {
+                captured.state_mut().adamw.advance().unwrap();
+                loss(&mut captured, batch)
+            }).collect();
+            (losses, captured.state().weights.sha256().unwrap())
+        };
+        assert_eq!(losses(true), losses(false));
+    }
+}
+
+/// A write behind a tensor is found at each replay that makes it.
+#[test]
+fn an_overrun_in_a_graph_is_named_at_the_replay() {
+    let device = crate::support::open(DeviceKind::Emulated);
+    let mut memory = Arena::builder(&device).capacity(Capacity::mib(1)).checked(true).build().unwrap();
+    let inputs = [Inputs::new(), Inputs::new().variant(1)];
+    let mut captured = memory
+        .capture((), &inputs[0], |step, (), slots| {
+            let mut x = ops::fill(step, [100], 1.0)?;
+            if slots.variant() == 1 { step.launch(one_too_far(x.out())) } else { Ok(()) }
+        })
+        .unwrap();
+    captured.replay(&inputs[0]).unwrap();
+    for _ in 0..2 {
+        let error = captured.replay(&inputs[1]).unwrap_err();
+        let Error::Overrun { tensor, site, offset_bytes, .. } = &error else { panic!("{error}") };
+        assert_eq!((tensor.as_str(), *offset_bytes), ("f32[100]", 400));
+        assert!(site.contains("tests/capture/capture.rs"), "{site}");
+        captured.replay(&inputs[0]).unwrap();
+    }
+}

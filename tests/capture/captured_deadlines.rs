@@ -1,0 +1,119 @@
+//! Captured training with a driver one of whose calls never returns: each call there is, one after the other.
+//!
+//! Invariant: a run of training, from its first buffer to the drop of its device, lasts no longer than it does with a driver that
+//! answers, plus one deadline and [`SLACK`], extended by the machine's own pauses ([`witness`]) and by nothing else; it ends
+//! with a typed error if there is somebody to tell. Afterwards this process ends, with a stuck thread for each call.
+
+#![forbid(unsafe_code)]
+
+use crate::support::witness::{AT_ONCE, SLACK, Watch};
+use crate::support::{Random, on_each_device};
+use std::time::Duration;
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::nn::Linear;
+use stepscope::{
+    AdamWConfig, Arena, Batch, Capacity, Device, DeviceKind, EpochProgress, Error, Inputs, Layout, Learner, Model,
+    Overflow, Result, Samples, Tape, Trainer, Var, ops,
+};
+
+const DEADLINE: Duration = Duration::from_millis(100);
+const FAR: Duration = Duration::from_secs(20);
+const SLOT_BYTES: usize = 4096;
+const SAMPLES: usize = 64;
+const INPUTS: usize = 8;
+/// The calls of a group, which `tests/group/group.rs` makes.
+const GROUP: [Call; 4] = [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink];
+
+struct Classifier(Linear);
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+struct Points {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Points {
+    fn new() -> Self {
+        let mut random = Random::new(3);
+        Self { x: random.normals(SAMPLES * INPUTS), labels: random.belows(SAMPLES, 2) }
+    }
+}
+
+impl Samples for Points {
+    fn len(&self) -> usize {
+        SAMPLES
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        Inputs::new().with(&self.x, [SAMPLES, INPUTS])?.with(&self.labels, [SAMPLES])
+    }
+}
+
+/// Trains by replays, then overflows once and trims: every call of the driver is made, most of them more than once.
+fn run(device: Device) -> Result<()> {
+    let mut layout = Layout::builder();
+    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
+    let learner = Learner::new(&device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline: device.deadline() };
+    let mut arena =
+        Arena::builder(&device).capacity(Capacity::Bytes(1 << 18)).overflow(pool).reserve_bytes(0).build()?;
+    let mut trainer = Trainer::captured(&mut arena, learner, &Points::new())?;
+    let batches = (0..6).map(|_| Ok(vec![Points::new()]));
+    trainer.epoch(batches, &mut EpochProgress::default(), &mut ())?;
+    trainer.evaluate(&Points::new(), |_, _| Ok(()))?;
+    drop(trainer);
+    arena.step(|step| step.read(&ops::fill(step, [1 << 17], 1.0)?))?;
+    arena.trim()
+}
+
+fn open(kind: DeviceKind, deadline: Duration, plan: &FaultPlan) -> Device {
+    Device::builder(kind).deadline(deadline).staging(2, SLOT_BYTES).faults(plan.clone()).open().unwrap()
+}
+
+on_each_device! {
+    fn each_call_that_never_returns_costs_one_deadline(device: &Device) {
+        let kind = device.description().kind;
+        let counted = FaultPlan::new();
+        let sound = open(kind, FAR, &counted);
+        let watch = Watch::start();
+        run(sound).unwrap();
+        let usual = watch.elapsed();
+        for call in Call::ALL.into_iter().filter(|call| !GROUP.contains(call)) {
+            let count = counted.count(call);
+            assert!(count > 0, "{call:?} is not made");
+            // How often a driver is looked at depends on time.
+            let looks = matches!(call, Call::Poll | Call::PollFence);
+            let mut numbers = if looks { vec![1] } else { vec![1, count.div_ceil(2), count] };
+            numbers.dedup();
+            for number in numbers {
+                let meets = || {
+                    let plan = FaultPlan::new().on(call, number, Fault::Never);
+                    let device = open(kind, DEADLINE, &plan);
+                    let watch = Watch::start();
+                    let outcome = run(device);
+                    let late = watch.exceeds(usual + DEADLINE + SLACK);
+                    // What the last call waited is the deadline less what the work before it took, next to nothing.
+                    let told = !matches!(&outcome, Err(Error::Timeout { waited, .. }) if *waited + AT_ONCE < DEADLINE);
+                    (outcome, watch.elapsed(), !late && told, plan)
+                };
+                // The emulator's own threads may be kept waiting, too, which no witness sees: a machine that is busy gets another try.
+                let (outcome, took, in_time, plan) = (0..4).map(|_| meets()).find(|(_, _, in_time, _)| *in_time).unwrap_or_else(meets);
+                assert!(in_time, "{call:?} {number} of {count}: {outcome:?} after {took:?}, usually {usual:?}");
+                assert!(plan.count(call) >= number, "{call:?} {number} was never made");
+                assert!(took >= DEADLINE, "{call:?} {number}: {outcome:?} after {took:?}");
+                match outcome {
+                    Err(Error::Timeout { .. }) => {}
+                    Err(Error::DeviceLost { cause }) => assert!(cause.contains("had not ended"), "{cause}"),
+                    // What is given back at the end has nobody to tell.
+                    Ok(()) => {}
+                    Err(error) => panic!("{call:?} {number}: {error}"),
+                }
+            }
+        }
+    }
+}

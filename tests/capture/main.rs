@@ -1,0 +1,13 @@
+//! Captured steps, deadlines, device faults and the self-test of a device.
+
+#[path = "../support/overrun.rs"]
+mod overrun;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod capture;
+mod capture_crossasset;
+mod capture_faults;
+mod captured_deadlines;
+mod deadlines;
+mod self_test;

@@ -1,0 +1,313 @@
+//! Groups on the emulator, their ranks threads of this process: the same bits for any number of ranks, the tree over the shards, resumed
+//! with other ranks, and errors that reach every rank.
+
+#![forbid(unsafe_code)]
+
+use crate::support::rank_threads::*;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::*;
+
+#[test]
+fn any_number_of_ranks_gives_the_same_bits() {
+    let batches = uneven();
+    for more in [false, true] {
+        let one = said(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
+        assert!(one.0[3].loss < 0.9 * one.0[0].loss, "it learns: {:?}", one.0);
+        assert!(one.0.iter().all(|update| update.watched_l2.is_some_and(|norm| norm > 0.0)));
+        for ranks in [1, 2, 4, 8] {
+            for captured in [false, true] {
+                let plan = Plan { ranks, shards: 8, captured, more };
+                assert!(said(plan, &batches, None) == one, "{plan:?}");
+            }
+        }
+        let other = said(Plan { ranks: 1, shards: 4, captured: false, more }, &batches, None);
+        assert!(other.1 != one.1, "the shards are part of a run's numbers");
+    }
+}
+
+#[test]
+fn one_shard_is_as_no_group() {
+    let batches = uneven();
+    for more in [false, true] {
+        let plan = Plan { ranks: 1, shards: 1, captured: false, more };
+        let alone = train(plan, &Device::open(DeviceKind::Emulated).unwrap(), None, &batches, None).unwrap();
+        assert!(said(plan, &batches, None) == alone);
+        assert!(said(Plan { captured: true, ..plan }, &batches, None) == alone);
+    }
+}
+
+#[test]
+fn gradients_are_summed_in_one_tree_over_the_shards() {
+    fn tree(shards: &[Vec<f32>]) -> Vec<f32> {
+        match shards {
+            [shard] => shard.clone(),
+            _ => {
+                let (left, right) = shards.split_at(shards.len() / 2);
+                tree(left).iter().zip(tree(right)).map(|(left, right)| left + right).collect()
+            }
+        }
+    }
+    let batch = &batches(|_| 4)[0];
+    let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false };
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    // The gradient of each shard alone. A sixteenth of it is the same bits, as the loss is divided by 64 samples and not by 4.
+    let alone: Vec<Vec<f32>> = batch
+        .iter()
+        .map(|shard| {
+            let mut arena = arena(&device);
+            let mut trainer = Trainer::eager(&mut arena, plan(1).learner(&device).unwrap());
+            trainer.accumulate(std::slice::from_ref(shard)).unwrap();
+            let gradients = trainer.learner().gradients.flat().read().unwrap();
+            gradients.into_iter().map(|gradient| gradient / PARTS as f32).collect()
+        })
+        .collect();
+    let want = tree(&alone);
+    for ranks in [1, 2, 8] {
+        let updated = on_ranks((DeviceKind::Emulated, ranks), DEADLINE, |device, group| {
+            let mut arena = arena(device);
+            let learner = plan(ranks).learner(device)?.in_group(&group, PARTS)?;
+            let mut trainer = Trainer::eager(&mut arena, learner);
+            trainer.accumulate(batch)?;
+            let got = trainer.learner().gradients.flat().read()?;
+            let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
+            assert_eq!(different, None, "{ranks} ranks: a gradient");
+            trainer.apply()?;
+            trainer.learner().parameters.sha256()
+        });
+        let updated: Vec<String> = updated.into_iter().map(|sha| sha.unwrap()).collect();
+        let whole = said(plan(1), std::slice::from_ref(batch), None).1;
+        assert!(updated.iter().all(|sha| *sha == whole), "{ranks} ranks: the update behind `accumulate`");
+    }
+}
+
+#[test]
+fn a_checkpoint_does_not_know_the_number_of_ranks() {
+    let batches = uneven();
+    let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true };
+    let (_, whole, _) = said(plan(2), &batches, None);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint.safetensors");
+    let mut digests = Vec::new();
+    for (made, ranks) in [4, 1, 8, 2, 4].into_iter().enumerate() {
+        let (updates, sha, _) = said(plan(ranks), &batches[..=made], Some(&path));
+        assert_eq!(updates.len(), 1, "{ranks} ranks go on behind update {made}");
+        digests.push(sha);
+    }
+    assert_eq!(digests[4], whole);
+    // One device alone takes it, too.
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut learner = plan(1).learner(&device).unwrap();
+    Checkpoint::load(&path).unwrap().restore(&mut learner.parameters, Some(&mut learner.optimizer)).unwrap();
+    assert_eq!((learner.parameters.sha256().unwrap(), learner.optimizer.updates()), (whole, 5));
+}
+
+#[test]
+fn a_stop_on_one_rank_stops_all_behind_the_same_update() {
+    let batches = uneven();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint.safetensors");
+    let plan = Plan { ranks: 4, shards: 4, captured: true, more: false };
+    let ended = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| {
+        let (flag, rank) = (AtomicBool::new(false), group.rank());
+        let mut arena = arena(device);
+        let learner = plan.learner(device)?.in_group(&group, 4)?;
+        let mut trainer = Trainer::captured(&mut arena, learner, &batches[0][1])?.checkpoint(&path, None);
+        trainer = trainer.stop_when(&flag);
+        let mut progress = EpochProgress::default();
+        let given = batches.iter().enumerate().map(|(number, batch)| {
+            flag.store(rank == 2 && number == 1, Ordering::Relaxed);
+            Ok(batch.clone())
+        });
+        Ok((trainer.epoch(given, &mut progress, &mut ())?, progress.updates))
+    });
+    for ended in ended {
+        assert_eq!(ended.unwrap(), (Ended::Stopped, 2));
+    }
+    assert_eq!(EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates, 2);
+}
+
+#[test]
+fn shards_of_another_learner_or_of_none_are_refused() {
+    let batch = &batches(|_| 2)[0];
+    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let refused = |made: Result<_>, word: &str| {
+            let error = made.map(drop).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        };
+        for shards in [0, 1, 3, 6, usize::MAX] {
+            refused(plan.learner(device)?.in_group(&group, shards).map(drop), "a power of two that the ranks divide");
+        }
+        // The optimiser of one that is in no group has the state of all weights.
+        let learner = Learner { shards: plan.learner(device)?.in_group(&group, 4)?.shards, ..plan.learner(device)? };
+        let mut arena = arena(device);
+        refused(Trainer::eager(&mut arena, learner).update(batch).map(drop), "another learner's");
+        Ok(())
+    });
+    said.into_iter().for_each(|said| said.unwrap());
+}
+
+/// A machine with other work may be late.
+const BUSY: Duration = Duration::from_secs(20);
+
+/// One update, of a group of two whose second rank's device has this plan: what both say, and how long they took.
+fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Result<String>>, Duration) {
+    let batch = &batches(|_| 2)[0];
+    let start = Instant::now();
+    let said = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
+        let way = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let mut arena = arena(device);
+        let mut trainer = Trainer::eager(&mut arena, way.learner(device)?.in_group(&group, 4)?);
+        trainer.update(batch)?;
+        trainer.learner().parameters.sha256()
+    });
+    (said, start.elapsed())
+}
+
+fn a_call_of_a_link_never_returns(kind: DeviceKind) {
+    const DEADLINE: Duration = Duration::from_secs(3);
+    let counted = FaultPlan::new();
+    let sound = one_update(kind, &counted, self::DEADLINE).0;
+    let digest = sound[0].clone().unwrap();
+    for call in [Call::JoinLink, Call::Exchange, Call::FollowExchanges, Call::LeaveLink] {
+        let count = counted.count(call);
+        assert!(count > 0, "{call:?} is not made");
+        let mut numbers = vec![1, count];
+        numbers.dedup();
+        for number in numbers {
+            let plan = FaultPlan::new().on(call, number, Fault::Never);
+            let (said, took) = one_update(kind, &plan, DEADLINE);
+            println!("{call:?} {number} of {count}: {said:?} after {took:?}");
+            assert!(plan.count(call) >= number, "{call:?} {number} was never made");
+            if call == Call::LeaveLink {
+                // It gives back at the end, with nobody to tell.
+                assert!(said.iter().all(|said| said.as_ref() == Ok(&digest)), "{said:?}");
+                continue;
+            }
+            assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
+            for said in said {
+                let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
+                // Two GPUs wait for each other in step: who gives up first cannot tell which of them it is, and says so.
+                let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
+                assert!(stuck || (fault.rank, &fault.kind) == (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
+                // Where the group is joined, or where it is used.
+                let lines = ["tests/support/rank_threads.rs:", "tests/group/group.rs:"];
+                assert!(lines.iter().any(|line| fault.location.contains(line)), "{fault}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
+    a_call_of_a_link_never_returns(DeviceKind::Emulated);
+}
+
+/// What a device waits for may be another rank, whatever the device's own deadline.
+#[test]
+fn a_wait_for_the_device_ends_with_the_groups_deadline() {
+    const PATIENCE: Duration = Duration::from_secs(3);
+    let batch = &batches(|_| 2)[0];
+    for captured in [false, true] {
+        let plan = FaultPlan::new();
+        let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+            let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
+            let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).faults(faults).open()?;
+            let group = Group::join(&device, &config.deadline(PATIENCE))?;
+            let learner = Plan { ranks: 2, shards: 4, captured, more: false }.learner(&device)?.in_group(&group, 4)?;
+            let mut arena = arena(&device);
+            let mut trainer = match captured {
+                true => Trainer::captured(&mut arena, learner, &batch[0])?,
+                false => Trainer::eager(&mut arena, learner),
+            };
+            trainer.update(batch)?;
+            if rank == 0 {
+                for look in [Call::Poll, Call::PollFence] {
+                    drop(plan.clone().on(look, plan.count(look) + 1, Fault::Stalls));
+                }
+            }
+            let start = Instant::now();
+            let error = trainer.update(batch).unwrap_err();
+            assert!(start.elapsed() < PATIENCE + Duration::from_secs(1) + BUSY, "{error}");
+            Err::<(), _>(error)
+        });
+        for (rank, (said, _)) in said.into_iter().enumerate() {
+            let Err(Error::Rank(fault)) = said else { panic!("rank {rank}: {said:?}") };
+            // Who looks first cannot tell whether it is the device.
+            assert!(fault.rank == 0 && fault.location.contains("tests/group/group.rs:"), "rank {rank}: {fault}");
+        }
+    }
+}
+
+/// A rank that waits for its device, and not for the others, would learn of a fault at its deadline.
+#[test]
+fn the_link_ends_as_soon_as_another_rank_has_failed() {
+    let plans = [FaultPlan::new(), FaultPlan::new()];
+    let said = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let mut batch = batches(|_| 2).swap_remove(0);
+        let mut arena = arena(device);
+        let mut trainer = Trainer::eager(&mut arena, plan.learner(device)?.in_group(&group, 4)?);
+        trainer.update(&batch)?;
+        assert!(group.rank() == 0, "planted");
+        let start = Instant::now();
+        while plans[0].count(Call::LeaveLink) == 0 {
+            assert!(start.elapsed() < DEADLINE, "the link stays");
+            thread::sleep(Duration::from_millis(5));
+        }
+        // What it finds of its own is no reason any more.
+        batch[0].labels[0] = 99;
+        let error = trainer.update(&batch).unwrap_err().to_string();
+        assert!(error.contains("rank 1 of 2 has failed") && error.contains("it panicked"), "{error}");
+        Ok(())
+    });
+    assert_eq!(said[0], Ok(()));
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn any_number_of_ranks_gives_the_emulators_bits() {
+        let batches = uneven();
+        for more in [false, true] {
+            let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more };
+            let want = said(plan(2, false), &batches, None);
+            for ranks in [1, 2] {
+                for captured in [false, true] {
+                    let got = said_on(DeviceKind::Cuda, plan(ranks, captured), &batches, None);
+                    assert!(got == want, "{:?}: {got:?} is not {want:?}", plan(ranks, captured));
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_call_of_a_link_that_never_returns_ends_all_and_names_the_rank() {
+        a_call_of_a_link_never_returns(DeviceKind::Cuda);
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_checkpoint_of_two_gpus_goes_on_on_one_and_on_the_emulator() {
+        let batches = uneven();
+        let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true };
+        let (_, whole, _) = said(plan(1), &batches, None);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("checkpoint.safetensors");
+        let mut digest = String::new();
+        let runs = [(DeviceKind::Cuda, 2), (DeviceKind::Emulated, 4), (DeviceKind::Cuda, 1), (DeviceKind::Cuda, 2)];
+        for (made, (kind, ranks)) in runs.into_iter().enumerate() {
+            digest = said_on(kind, plan(ranks), &batches[..=made], Some(&path)).1;
+        }
+        assert!(digest != whole);
+        assert_eq!(said_on(DeviceKind::Cuda, plan(2), &batches, Some(&path)).1, whole);
+    }
+}

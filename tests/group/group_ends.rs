@@ -1,0 +1,277 @@
+//! Groups of processes, of which one ends or stands still at a random moment: all others end within the deadline and say which one it was,
+//! and those that are left go on to the weights of a run that was never disturbed.
+
+#![cfg(unix)]
+#![forbid(unsafe_code)]
+
+use crate::support::Random;
+use crate::support::cable::free_port;
+use crate::support::example::{command, text};
+use crate::support::moments::{MARGIN, moments, tell};
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+use stepscope::DeviceKind;
+
+/// Two epochs of five updates by 8 samples in 4 shards, a checkpoint behind each update.
+const RUN: [&str; 16] = [
+    "--limit",
+    "50",
+    "--horizon",
+    "2",
+    "--batch",
+    "8",
+    "--shards",
+    "4",
+    "--folds",
+    "1",
+    "--epochs",
+    "2",
+    "--checkpoint-every",
+    "1",
+    "--arena-mib",
+    "64",
+];
+/// How long a rank waits for the others, where one stands still: longer than they take to start on a machine with other work.
+const SOON: Duration = Duration::from_secs(6);
+/// The same on GPUs: to start with NCCL takes longer.
+const SOON_BY_NCCL: Duration = Duration::from_secs(9);
+/// The same where none does.
+const LATE: Duration = Duration::from_secs(60);
+/// On a machine with other work a process may be late to be run at all.
+const BUSY: Duration = Duration::from_secs(10);
+
+/// A program's rank.
+struct Rank(Child);
+
+impl Rank {
+    fn signal(&self, signal: &str) {
+        Command::new("kill").args([signal, &self.0.id().to_string()]).stderr(Stdio::null()).status().unwrap();
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_some()
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // One that stands still would outlive the test.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a rank as `torchrun` would. It goes on from the checkpoint in `out`, if there is one.
+fn start(out: &Path, (port, deadline): (u16, Duration), rank: usize, ranks: usize, more: &[&str]) -> Rank {
+    start_on(DeviceKind::Emulated, out, (port, deadline), rank, ranks, more)
+}
+
+fn start_on(
+    kind: DeviceKind,
+    out: &Path,
+    (port, deadline): (u16, Duration),
+    rank: usize,
+    ranks: usize,
+    more: &[&str],
+) -> Rank {
+    let mut command = command("crossasset", &crate::support::open(kind), &RUN);
+    for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_PORT", port.into())] {
+        command.env(name, value.to_string());
+    }
+    command.env("MASTER_ADDR", "127.0.0.1").env("STEPSCOPE_GROUP_SECRET", "the secret of this test");
+    command.arg("--deadline").arg(deadline.as_secs().to_string()).arg("--out").arg(out).args(more);
+    let checkpoint = checkpoint(out);
+    if checkpoint.exists() {
+        command.arg("--resume").arg(checkpoint);
+    }
+    Rank(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+fn checkpoint(out: &Path) -> PathBuf {
+    out.join("model.safetensors")
+}
+
+fn started(kind: DeviceKind, out: &Path, ranks: usize, deadline: Duration) -> Vec<Rank> {
+    let port = free_port();
+    (0..ranks).map(|rank| start_on(kind, out, (port, deadline), rank, ranks, &[])).collect()
+}
+
+/// Waits for all of these to end, and returns what they said.
+fn ended(ranks: Vec<Rank>, within: Duration) -> Vec<String> {
+    let begun = Instant::now();
+    let wait = |mut rank: Rank| {
+        while !rank.has_ended() {
+            assert!(begun.elapsed() < within, "a rank has not ended after {:?}", begun.elapsed());
+            sleep(Duration::from_millis(5));
+        }
+        let mut said = String::new();
+        std::io::Read::read_to_string(&mut rank.0.stderr.take().unwrap(), &mut said).unwrap();
+        said
+    };
+    ranks.into_iter().map(wait).collect()
+}
+
+/// Runs to the end by so many ranks, and returns the digest of the weights.
+#[track_caller]
+fn digest(kind: DeviceKind, out: &Path, ranks: usize) -> String {
+    let said = ended(started(kind, out, ranks, LATE), Duration::from_secs(600));
+    let report = fs::read(out.join("report.json")).unwrap_or_else(|error| panic!("{error}: {said:?}"));
+    let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+    report["weights_sha256"].as_str().unwrap().to_owned()
+}
+
+/// Groups of which one gets this signal at a random moment behind the first checkpoint, by the number of ranks.
+fn one_gets(signal: &str, kind: DeviceKind, of: usize, usual: u64) {
+    // A connection that closes is noticed at once.
+    let soon = if kind == DeviceKind::Emulated { SOON } else { SOON_BY_NCCL };
+    let (deadline, within) = if signal == "-STOP" { (soon, soon) } else { (LATE, Duration::ZERO) };
+    let straight = tempfile::tempdir().unwrap();
+    let expected = digest(kind, straight.path(), of);
+    let of_one = digest(DeviceKind::Emulated, tempfile::tempdir().unwrap().path(), 1);
+    assert_eq!(of_one, expected, "neither the number of ranks nor the device changes anything");
+    let mut all = Vec::new();
+    let at = |moment: u64, out: &Path| {
+        let mut random = Random::new(1000 * moment + of as u64);
+        let mut ranks = started(kind, out, of, deadline);
+        let begun = Instant::now();
+        while !checkpoint(out).exists() {
+            assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint");
+            sleep(Duration::from_millis(2));
+        }
+        sleep(Duration::from_millis(random.below(150).into()));
+        let victim = random.below(of as u32) as usize;
+        let struck = ranks.remove(victim);
+        let (at, finished) = (Instant::now(), ranks.iter_mut().any(Rank::has_ended));
+        struck.signal(signal);
+        let said = ended(ranks, within + MARGIN + BUSY);
+        let took = at.elapsed();
+        let in_time = !finished && !out.join("report.json").exists();
+        if in_time {
+            let named = format!("rank {victim} of {of}");
+            for said in &said {
+                // The op's name and number, and its line.
+                assert!(
+                    said.contains(&named)
+                        && said.contains("(number ")
+                        && said.contains("examples/crossasset/train.rs:"),
+                    "moment {moment}: {said}"
+                );
+                assert!(!said.contains("panicked"), "{said}");
+            }
+            println!("{signal} of {of}, seed {moment}: {took:?}: {}", said[0].trim());
+        }
+        in_time.then_some(took)
+    };
+    thread::scope(|scope| {
+        for moment in moments(usual) {
+            let folder = tempfile::tempdir().unwrap();
+            all.extend(at(moment, folder.path()));
+            let expected = &expected;
+            let left = move || {
+                let got = digest(kind, folder.path(), of / 2);
+                assert_eq!(got, *expected, "moment {moment}: those that are left come to the same weights");
+            };
+            // Programs on GPUs take seconds to start, in which the next group does.
+            if kind == DeviceKind::Emulated { left() } else { drop(scope.spawn(left)) }
+        }
+    });
+    tell(if signal == "-STOP" { "SIGSTOP" } else { "kill -9" }, of, within, all);
+}
+
+#[test]
+fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
+    one_gets("-KILL", DeviceKind::Emulated, 2, 2);
+}
+
+#[test]
+fn a_killed_rank_of_four_is_named_and_two_go_on() {
+    one_gets("-KILL", DeviceKind::Emulated, 4, 1);
+}
+
+#[test]
+fn a_rank_that_stands_still_is_named_within_the_deadline() {
+    one_gets("-STOP", DeviceKind::Emulated, 2, 1);
+}
+
+#[test]
+fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
+    one_gets("-STOP", DeviceKind::Emulated, 4, 1);
+}
+
+/// What the program said, and its exit code.
+fn output(mut rank: Rank) -> Output {
+    let mut stderr = Vec::new();
+    std::io::Read::read_to_end(&mut rank.0.stderr.take().unwrap(), &mut stderr).unwrap();
+    Output { status: rank.0.wait().unwrap(), stdout: Vec::new(), stderr }
+}
+
+#[test]
+fn a_group_that_does_not_meet_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path();
+    // Another secret.
+    let port = free_port();
+    let first = start(out, (port, SOON), 0, 2, &[]);
+    let mut other = command("crossasset", &crate::support::open(DeviceKind::Emulated), &RUN);
+    for (name, value) in [("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")] {
+        other.env(name, value);
+    }
+    other.env("MASTER_PORT", port.to_string()).env("STEPSCOPE_GROUP_SECRET", "the secret of another group");
+    other.arg("--deadline").arg(SOON.as_secs().to_string()).arg("--out").arg(out);
+    let other = Rank(other.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap());
+    for (rank, word) in [(first, "rank 1"), (other, "secret")] {
+        let output = output(rank);
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains(word) && !said.contains("panicked"), "{said}");
+    }
+    // A port that somebody has.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let said = text(&output(start(out, (port, SOON), 0, 2, &[])).stderr);
+    assert!(said.contains(&port.to_string()), "{said}");
+    // Another model on one rank.
+    let port = free_port();
+    let ranks = [start(out, (port, SOON), 0, 2, &[]), start(out, (port, SOON), 1, 2, &["--seed", "8"])];
+    let said = ranks.map(|rank| text(&output(rank).stderr));
+    assert!(said.iter().all(|said| said.contains("weights")), "{said:?}");
+}
+
+/// The same by NCCL, of four.
+#[cfg(feature = "cuda")]
+mod four_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs four NVIDIA GPUs"]
+    fn a_killed_rank_of_four_is_named_and_two_go_on() {
+        one_gets("-KILL", DeviceKind::Cuda, 4, 3);
+    }
+
+    #[test]
+    #[ignore = "needs four NVIDIA GPUs"]
+    fn one_of_four_ranks_that_stands_still_is_named_within_the_deadline() {
+        one_gets("-STOP", DeviceKind::Cuda, 4, 3);
+    }
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_killed_rank_of_two_is_named_and_the_other_goes_on() {
+        one_gets("-KILL", DeviceKind::Cuda, 2, 3);
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_rank_that_stands_still_is_named_within_the_deadline() {
+        one_gets("-STOP", DeviceKind::Cuda, 2, 3);
+    }
+}

@@ -1,0 +1,506 @@
+//! Groups of threads, in which something goes wrong at a random moment: all other ranks end within the deadline and name the rank, the op
+//! and its line, and half of the ranks go on from the checkpoint to the weights of a run that was never disturbed.
+
+#![forbid(unsafe_code)]
+
+use crate::support::Random;
+use crate::support::cable::{Cable, free_port};
+use crate::support::moments::{MARGIN, moments, tell};
+use crate::support::rank_threads::*;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::*;
+
+/// How long a rank waits for the others.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The same of ranks that are to meet.
+const TO_MEET: Duration = Duration::from_secs(2);
+/// A machine with other work may be late.
+const BUSY: Duration = Duration::from_secs(20);
+const SHARDS: usize = 8;
+
+/// What goes wrong, on a rank or between two.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Wrong {
+    /// A part of its batch has another number of samples.
+    Samples,
+    /// It writes a checkpoint where the others train.
+    Saves,
+    /// It trains where the others write a checkpoint.
+    SavesNot,
+    /// Its program ends.
+    Ends,
+    /// Its samples cannot be read.
+    Fails,
+    /// It panics.
+    Panics,
+    /// A label is no class.
+    Label,
+    /// A call of its device's driver fails.
+    Driver,
+    /// Its connection to rank 0 is cut.
+    Cut,
+    /// It does nothing more, for longer than the deadline.
+    Sleeps,
+}
+
+/// The faults that the tests are named after, and the ways in which each comes.
+const SHAPE: (&str, &[Wrong]) = ("another shape", &[Wrong::Samples]);
+const LEFT_OUT: (&str, &[Wrong]) = ("a collective left out", &[Wrong::SavesNot, Wrong::Saves, Wrong::Ends]);
+const EXCEPTION: (&str, &[Wrong]) = ("an exception", &[Wrong::Fails, Wrong::Panics, Wrong::Label, Wrong::Driver]);
+const CUT: (&str, &[Wrong]) = ("a cut connection", &[Wrong::Cut]);
+const LATE: (&str, &[Wrong]) = ("a rank that sleeps", &[Wrong::Sleeps]);
+
+impl Wrong {
+    /// What the others say of it.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Samples | Self::Saves | Self::SavesNot => "calls something else",
+            Self::Ends => "has left the group",
+            Self::Fails => "no more samples",
+            Self::Panics => "it panicked",
+            Self::Label => "the label 77",
+            Self::Driver => "planted on ",
+            Self::Cut => "is gone",
+            Self::Sleeps => "is late",
+        }
+    }
+}
+
+/// When, where and how something goes wrong.
+#[derive(Clone, Debug)]
+struct Moment {
+    seed: u64,
+    wrong: Wrong,
+    plan: Plan,
+    /// Behind how many updates each is a checkpoint.
+    every: u64,
+    /// The rank whose part it is, and of a connection that is cut the one that is not rank 0.
+    culprit: usize,
+    update: usize,
+    /// The part of the batch: one of the culprit's. Where a connection is cut, anybody's.
+    part: usize,
+    /// The call of the driver that fails, counted from that part.
+    call: (Call, u64),
+}
+
+impl Moment {
+    fn new(seed: u64, ranks: usize, ways: &[Wrong]) -> Self {
+        let mut random = Random::new(1000 * seed + 10 * ranks as u64 + ways[0] as u64);
+        let mut below = |bound: usize| random.below(bound as u32) as usize;
+        let number = seed as usize;
+        let wrong = ways[number % ways.len()];
+        // Each way comes eager and captured.
+        let captured = (number % ways.len() + number / ways.len()).is_multiple_of(2);
+        let culprit = if wrong == Wrong::Cut { 1 + below(ranks - 1) } else { below(ranks) };
+        let own = PARTS / ranks;
+        let part = if wrong == Wrong::Cut { below(PARTS) } else { culprit * own + below(own) };
+        // Those that leave the others' way must have finished what was queued.
+        let every = if matches!(wrong, Wrong::SavesNot | Wrong::Saves | Wrong::Ends) { 1 } else { 1 + below(3) as u64 };
+        // As many of each come behind any part of an update.
+        let call =
+            if below(2) == 0 { (Call::Exchange, 1 + below(3) as u64) } else { (Call::Launch, 1 + below(2) as u64) };
+        let plan = Plan { ranks, shards: SHARDS, captured, more: false };
+        Self { seed, wrong, plan, every, culprit, update: below(UPDATES), part, call }
+    }
+
+    /// Of which ranks the others name one.
+    fn named(&self) -> Vec<usize> {
+        match self.wrong {
+            Wrong::Cut => vec![0, self.culprit],
+            // Of two that call different things nobody knows which is right.
+            Wrong::Samples | Wrong::Saves | Wrong::SavesNot if self.plan.ranks == 2 => vec![1],
+            _ => vec![self.culprit],
+        }
+    }
+
+    /// Who must end in time, and say why.
+    fn others(&self) -> impl Iterator<Item = usize> {
+        (0..self.plan.ranks).filter(|rank| self.wrong == Wrong::Cut || *rank != self.culprit)
+    }
+}
+
+/// What all ranks of a run share.
+struct Run<'r> {
+    kind: DeviceKind,
+    moment: &'r Moment,
+    batches: &'r [Vec<Points>],
+    folder: &'r Path,
+    /// When it went wrong.
+    at: OnceLock<Instant>,
+    /// How many of the others have been told of it.
+    told: AtomicUsize,
+    plans: Vec<FaultPlan>,
+    cable: Option<Cable>,
+}
+
+/// A part of a batch, and what is to go wrong when its values are asked for.
+struct Part<'r>(Points, Option<&'r Run<'r>>);
+
+impl Samples for Part<'_> {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        self.1.map_or(Ok(()), Run::strike)?;
+        self.0.inputs()
+    }
+}
+
+impl Run<'_> {
+    /// Notes that it goes wrong now.
+    fn now(&self) {
+        self.at.set(Instant::now()).expect("once");
+    }
+
+    /// What goes wrong at a part of the batch.
+    fn strike(&self) -> Result<()> {
+        self.now();
+        match self.moment.wrong {
+            Wrong::Fails => {
+                return Err(Error::Misuse { op: "test", expected: "samples".into(), got: "no more samples".into() });
+            }
+            Wrong::Panics => panic!("planted"),
+            Wrong::Driver => {
+                let (call, behind) = self.moment.call;
+                let plan = &self.plans[self.moment.culprit];
+                drop(plan.clone().on(call, plan.count(call) + behind, Fault::Fail));
+            }
+            Wrong::Cut => self.cable.as_ref().expect("one to cut").cut(),
+            Wrong::Sleeps => {
+                let others = self.moment.others().count();
+                while self.told.load(Ordering::Relaxed) < others && self.at.get().expect("now").elapsed() < DEADLINE {
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Batch `number` as a rank has it.
+    fn batch(&self, rank: usize, number: usize) -> Vec<Part<'_>> {
+        let Moment { wrong, culprit, update, part, .. } = *self.moment;
+        let mut batch: Vec<_> = self.batches[number].iter().map(|points| Part(points.clone(), None)).collect();
+        let strikes_here =
+            if wrong == Wrong::Cut { part * self.moment.plan.ranks / PARTS == rank } else { rank == culprit };
+        if number != update || !strikes_here {
+            return batch;
+        }
+        let Part(points, strikes) = &mut batch[part];
+        match wrong {
+            Wrong::Samples => {
+                self.now();
+                *points = points.clone().twice();
+            }
+            Wrong::Saves | Wrong::SavesNot | Wrong::Ends => {}
+            _ => *strikes = Some(self),
+        }
+        if wrong == Wrong::Label {
+            batch[part].0.labels[1] = 77;
+        }
+        batch
+    }
+
+    /// A rank's program.
+    fn train(&self, device: &Device, group: &Group) -> Result<()> {
+        let Moment { wrong, plan, every, culprit, update, .. } = *self.moment;
+        let rank = group.rank();
+        let path = self.folder.join("checkpoint.safetensors");
+        let mut arena = arena(device);
+        let learner = plan.learner(device)?.in_group(group, plan.shards)?;
+        let trainer = match plan.captured {
+            true => Trainer::captured(&mut arena, learner, &self.batches[0][1])?,
+            false => Trainer::eager(&mut arena, learner),
+        };
+        let mut trainer = trainer.checkpoint(&path, Some(every));
+        let mut progress = EpochProgress::default();
+        // The ranks' calls must come from one line.
+        let ended = |trainer: &mut Trainer<'_, _>, progress: &mut EpochProgress, numbers: Range<usize>| {
+            trainer.epoch(numbers.map(|number| Ok(self.batch(rank, number))), progress, &mut ())
+        };
+        let all = self.batches.len();
+        if rank == culprit && matches!(wrong, Wrong::Saves | Wrong::SavesNot | Wrong::Ends) {
+            ended(&mut trainer, &mut progress, 0..update)?;
+            self.now();
+            match wrong {
+                Wrong::Saves => trainer.save(&progress, &[])?,
+                Wrong::SavesNot => {
+                    let mut trainer = trainer.checkpoint(&path, None);
+                    ended(&mut trainer, &mut progress, update..all)?;
+                }
+                _ => {}
+            }
+            return Ok(());
+        }
+        let Err(error) = ended(&mut trainer, &mut progress, 0..all) else { return Ok(()) };
+        if self.moment.others().any(|other| other == rank) {
+            // It does not go on.
+            let again = trainer.update(&self.batches[0]).unwrap_err();
+            let lost = self.waits_in_step() && matches!(again, Error::DeviceLost { .. });
+            assert!(lost || self.names(&again), "{error}, and then: {again}");
+            self.told.fetch_add(1, Ordering::Relaxed);
+        }
+        Err(error)
+    }
+
+    /// Whether two GPUs wait for each other: who gives up first cannot tell which of them it is, and says so; its device is lost then.
+    fn waits_in_step(&self) -> bool {
+        self.kind == DeviceKind::Cuda && self.moment.wrong == Wrong::Sleeps
+    }
+
+    /// Whether an error names who it should.
+    fn names(&self, error: &Error) -> bool {
+        let Error::Rank(fault) = error else { return false };
+        let (named, wrong) = (self.moment.named(), self.moment.wrong);
+        if self.waits_in_step() && fault.kind == RankFaultKind::Stuck {
+            return true;
+        }
+        let rightly = named.contains(&fault.rank) && error.to_string().contains(wrong.word());
+        // One end of a connection is named by the other.
+        rightly && (wrong != Wrong::Cut || named.contains(&fault.found_by) && fault.found_by != fault.rank)
+    }
+}
+
+/// Something goes wrong at a moment; how long it took until the last of the others had ended. Then `left` go on. `whole` is the digest of
+/// a run that was never disturbed.
+fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device], whole: &str) -> Duration {
+    let Plan { ranks, .. } = moment.plan;
+    let folder = tempfile::tempdir().unwrap();
+    let (mut configs, mut cable) = (GroupConfig::on_this_host(ranks).unwrap(), None);
+    if moment.wrong == Wrong::Cut {
+        let address = format!("127.0.0.1:{}", free_port());
+        let near = Cable::to(address.clone());
+        let called = |rank| if rank == moment.culprit { near.address.clone() } else { address.clone() };
+        configs = (0..ranks).map(|rank| GroupConfig::new(rank, ranks, called(rank))).collect();
+        cable = Some(near);
+    }
+    let run = Run {
+        kind,
+        moment,
+        batches,
+        folder: folder.path(),
+        at: OnceLock::new(),
+        told: AtomicUsize::new(0),
+        plans: (0..ranks).map(|_| FaultPlan::new()).collect(),
+        cable,
+    };
+    let ended = in_threads(configs, |config| {
+        let plan = run.plans[config.rank()].clone();
+        let device = Device::builder(kind).ordinal(config.local_rank()).deadline(DEADLINE).faults(plan).open()?;
+        run.train(&device, &Group::join(&device, &config.deadline(PATIENCE))?)
+    });
+    let at = *run.at.get().unwrap_or_else(|| panic!("{moment:?} never came: {ended:?}"));
+    let mut took = Duration::ZERO;
+    for rank in moment.others() {
+        let (said, end) = &ended[rank];
+        let Err(error) = said else { panic!("{moment:?}: rank {rank} goes on") };
+        let text = error.to_string();
+        let placed = text.contains("(number ") && text.contains("tests/group/group_faults.rs:");
+        assert!(placed && run.names(error), "{moment:?}: rank {rank} says: {text}");
+        took = took.max(end.saturating_duration_since(at));
+    }
+    assert!(took < PATIENCE + MARGIN + BUSY, "{moment:?}: {took:?}");
+    let path = folder.path().join("checkpoint.safetensors");
+    let plan = Plan { ranks: ranks / 2, ..moment.plan };
+    let said = in_threads(GroupConfig::on_this_host(plan.ranks).unwrap(), |config| {
+        let device = &left[config.rank()];
+        train(plan, device, Some(Group::join(device, &config.deadline(DEADLINE))?), batches, Some(&path))
+    });
+    let mut updates = Vec::new();
+    for (said, _) in said {
+        let digest;
+        (updates, digest, _) = said.unwrap_or_else(|error| panic!("{moment:?}: those that are left: {error}"));
+        assert_eq!(digest, whole, "{moment:?}: those that are left, by {updates:?}");
+    }
+    let said = ended[moment.others().next().expect("another rank")].0.as_ref().expect_err("looked at above");
+    let Moment { seed, wrong, plan, .. } = moment;
+    let how = if plan.captured { "captured" } else { "eager" };
+    println!("{wrong:?} of {ranks}, {how}, seed {seed}: {took:?}, and {} updates by those left: {said}", updates.len());
+    took
+}
+
+/// A fault at random moments.
+fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), usual: u64) {
+    let batches = uneven();
+    let whole = said(Plan { ranks: 1, shards: SHARDS, captured: false, more: false }, &batches, None).1;
+    // A GPU takes long to open.
+    let open = |ordinal| Device::builder(kind).ordinal(ordinal).deadline(DEADLINE).open().unwrap();
+    let left: Vec<Device> = (0..ranks / 2).map(open).collect();
+    let moment = |seed| at(kind, &Moment::new(seed, ranks, ways), &batches, &left, &whole);
+    let seeds = moments(usual);
+    // Some of them take as long as the deadline.
+    let few = (seeds.end - seeds.start).div_ceil(4);
+    let seeds = if name == LATE.0 { seeds.start..seeds.start + few } else { seeds };
+    tell(name, ranks, PATIENCE, seeds.map(moment).collect());
+}
+
+/// Ranks that do not meet, as something has rank 0's port: what each other rank says, and how long it took.
+fn at_a_taken_port(devices: &[Device], seed: u64) -> Duration {
+    let ranks = devices.len();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let config = |rank| GroupConfig::new(rank, ranks, &address).secret("the secret of this test");
+    match Random::new(1000 * seed + ranks as u64).below(4) {
+        // It listens, and answers nobody.
+        0 => drop(thread::spawn(move || {
+            thread::sleep(TO_MEET + BUSY);
+            drop(taken);
+        })),
+        // It closes, or says something.
+        says @ (1 | 2) => drop(thread::spawn(move || {
+            while let Ok((mut stream, _)) = taken.accept() {
+                let words: &[u8] = if says == 1 { b"" } else { b"HTTP/1.1 400 Bad Request\r\n\r\n" };
+                let _ = stream.write_all(words);
+            }
+        })),
+        // It is another group's rank 0.
+        _ => {
+            drop(taken);
+            let other = GroupConfig::new(0, 2, &address).secret("the secret of another group").deadline(3 * TO_MEET);
+            thread::spawn(move || Group::join(&Device::open(DeviceKind::Emulated)?, &other).map(drop));
+            while TcpStream::connect(&address).is_err() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    let begun = Instant::now();
+    let ended = in_threads((0..ranks).map(config).collect(), |config| {
+        Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop)
+    });
+    for (rank, (said, _)) in ended.iter().enumerate() {
+        let Err(Error::Meeting(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let text = fault.to_string();
+        assert!(text.contains("rank 0 ") && text.contains(&address), "seed {seed}: rank {rank} says: {text}");
+        assert!(rank > 0 || matches!(fault.kind, MeetingFaultKind::Taken { .. }), "seed {seed}: {text}");
+    }
+    in_time(begun, ended.iter().map(|(_, end)| *end))
+}
+
+/// The same, as a rank has another secret.
+fn at_a_wrong_secret(devices: &[Device], seed: u64) -> Duration {
+    let ranks = devices.len();
+    let mut random = Random::new(1000 * seed + ranks as u64);
+    let culprit = random.below(ranks as u32) as usize;
+    let mut configs = GroupConfig::on_this_host(ranks).unwrap();
+    configs[culprit] = configs[culprit].clone().secret(format!("a wrong secret {}", random.below(u32::MAX)));
+    let begun = Instant::now();
+    let ended = in_threads(configs, |config| Group::join(&devices[config.rank()], &config.deadline(TO_MEET)).map(drop));
+    for (rank, (said, _)) in ended.iter().enumerate() {
+        let Err(Error::Meeting(fault)) = said else { panic!("seed {seed}: rank {rank} says {said:?}") };
+        let text = fault.to_string();
+        let named = match &fault.kind {
+            // Who calls knows at once.
+            MeetingFaultKind::Secret { rank: 0 } => culprit == 0 || rank == culprit,
+            // Rank 0 knows who has not come, and why. So do those that it can still tell.
+            MeetingFaultKind::Missing { ranks: missing, .. } => {
+                let all_others = (1..ranks).collect::<Vec<_>>();
+                *missing == if culprit == 0 { all_others } else { vec![culprit] }
+                    && (rank > 0 || text.contains("another secret"))
+            }
+            _ => false,
+        };
+        assert!(named, "seed {seed}: the secret of rank {culprit}; rank {rank} says: {text}");
+    }
+    in_time(begun, ended.iter().enumerate().filter(|(rank, _)| *rank != culprit).map(|(_, (_, end))| *end))
+}
+
+fn in_time(begun: Instant, ends: impl Iterator<Item = Instant>) -> Duration {
+    let took = ends.max().expect("another rank").saturating_duration_since(begun);
+    assert!(took < TO_MEET + MARGIN + BUSY, "{took:?}");
+    took
+}
+
+/// Meetings that come to nothing, all at once: most of it is waiting.
+fn no_meetings(kind: DeviceKind, ranks: usize, usual: u64) {
+    let open = |ordinal| Device::builder(kind).ordinal(ordinal).open().unwrap();
+    let devices: Vec<Device> = (0..ranks).map(open).collect();
+    let tell_of = |name, fault: fn(&[Device], u64) -> Duration| {
+        let took = thread::scope(|scope| {
+            let devices = &devices;
+            let running: Vec<_> = moments(usual).map(|seed| scope.spawn(move || fault(devices, seed))).collect();
+            running.into_iter().map(|moment| moment.join().unwrap()).collect()
+        });
+        tell(name, ranks, TO_MEET, took);
+    };
+    tell_of("a port that is taken", at_a_taken_port);
+    tell_of("a wrong secret", at_a_wrong_secret);
+}
+
+/// The tests of a kind of device and a number of ranks, each with its usual number of moments.
+macro_rules! faults_of {
+    ($kind:ident, $ranks:literal,
+     [$shape:literal, $left_out:literal, $exception:literal, $cut:literal, $late:literal, $meeting:literal], $(#[$how:meta])*) => {
+        #[test]
+        $(#[$how])*
+        fn another_shape_is_named() {
+            at_moments(DeviceKind::$kind, $ranks, SHAPE, $shape);
+        }
+
+        #[test]
+        $(#[$how])*
+        fn a_collective_left_out_is_named() {
+            at_moments(DeviceKind::$kind, $ranks, LEFT_OUT, $left_out);
+        }
+
+        #[test]
+        $(#[$how])*
+        fn an_exception_is_told_to_all() {
+            at_moments(DeviceKind::$kind, $ranks, EXCEPTION, $exception);
+        }
+
+        #[test]
+        $(#[$how])*
+        fn a_cut_connection_is_named_by_its_ends() {
+            at_moments(DeviceKind::$kind, $ranks, CUT, $cut);
+        }
+
+        #[test]
+        $(#[$how])*
+        fn a_rank_that_sleeps_is_late() {
+            at_moments(DeviceKind::$kind, $ranks, LATE, $late);
+        }
+
+        #[test]
+        $(#[$how])*
+        fn ranks_that_do_not_meet_say_why() {
+            no_meetings(DeviceKind::$kind, $ranks, $meeting);
+        }
+    };
+}
+
+mod two {
+    use super::*;
+
+    faults_of!(Emulated, 2, [1, 1, 1, 1, 1, 1],);
+}
+
+mod four {
+    use super::*;
+
+    faults_of!(Emulated, 4, [2, 3, 4, 2, 4, 2],);
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    faults_of!(Cuda, 2, [2, 6, 8, 2, 8, 4], #[ignore = "needs two NVIDIA GPUs"]);
+}
+
+/// The same by NCCL, of four.
+#[cfg(feature = "cuda")]
+mod four_gpus {
+    use super::*;
+
+    faults_of!(Cuda, 4, [2, 6, 8, 2, 8, 4], #[ignore = "needs four NVIDIA GPUs"]);
+}

@@ -1,0 +1,256 @@
+//! Gradients of a group travel while the backward pass of a captured step still runs: the same bits, in buckets that are complete, and with
+//! an end that names the rank when one of their exchanges does not return.
+
+#![forbid(unsafe_code)]
+
+use crate::support::Random;
+use crate::support::rank_threads::{DEADLINE, on_ranks_with};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::nn::Linear;
+use stepscope::*;
+
+const LAYERS: usize = 4;
+/// A layer's weights are 4 MiB, as much as the smallest bucket.
+const WIDTH: usize = 1024;
+const CLASSES: usize = 8;
+const PARTS: usize = 4;
+/// The last layer with the head, and each other layer alone, but for some first rows that travel with the layer before.
+const BUCKETS: u64 = LAYERS as u64;
+
+#[derive(Debug)]
+struct Deep {
+    layers: Vec<Linear>,
+    head: Linear,
+    /// Whether an op that does not say so adds to the head's gradient when all others have run.
+    adds_late: bool,
+}
+
+impl Model for Deep {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let mut x = tape.input(batch.input::<f32>(0)?);
+        if self.adds_late {
+            let (op, head) = (tape.op("adds late", [&x])?, self.head.weight);
+            x = op.record(*x.value(), move |back, _| {
+                let weights = back.weights(head)?;
+                let step = back.step();
+                let (mut gradient, adds) = back.gradient(head)?;
+                assert!(adds, "the head's own op has run");
+                ops::add_assign(step, &mut gradient, &weights)
+            });
+        }
+        for layer in &self.layers {
+            x = tape.gelu(&layer.forward(tape, &x)?)?;
+        }
+        self.head.forward(tape, &x)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
+    }
+}
+
+/// How a group trains.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    shards: usize,
+    captured: bool,
+    adds_late: bool,
+}
+
+type Points = crate::support::points::Points<WIDTH>;
+
+/// Batches of so many parts of two samples.
+fn batches(count: usize, parts: usize) -> Vec<Vec<Points>> {
+    let mut random = Random::new(5);
+    let mut part = |_| Points { x: random.normals(2 * WIDTH), labels: random.belows(2, CLASSES as u32) };
+    (0..count).map(|_| (0..parts).map(&mut part).collect()).collect()
+}
+
+impl Plan {
+    /// Trains on these batches, from where the checkpoint is, if there is one, which is written behind them: the losses, and the weights.
+    fn train(
+        self,
+        device: &Device,
+        group: &Group,
+        batches: &[Vec<Points>],
+        path: Option<&Path>,
+    ) -> Result<(Vec<f64>, String)> {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let layers =
+            (0..LAYERS).map(|number| Linear::new(names.at(format!("layers.{number}")), WIDTH, WIDTH)).collect();
+        let model = Deep { layers, head: Linear::new(names.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
+        let config = AdamWConfig { clip: Some(0.05), ..AdamWConfig::default() };
+        let learner = Learner::new(device, model, &layout.build()?, 7, config)?.with_bf16_copy()?;
+        let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
+        let learner = learner.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
+        let mut trainer = match self.captured {
+            true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
+            false => Trainer::eager(&mut arena, learner),
+        };
+        if let Some(path) = path {
+            trainer = trainer.checkpoint(path, None);
+            if path.exists() {
+                trainer.restore(&Checkpoint::load(path)?)?;
+            }
+        }
+        let losses = batches.iter().map(|batch| Ok(trainer.update(batch)?.loss)).collect::<Result<_>>()?;
+        if path.is_some() {
+            trainer.save(&EpochProgress::default(), &[])?;
+        }
+        Ok((losses, trainer.learner().parameters.sha256()?))
+    }
+
+    /// The same on ranks whose devices have these plans of faults, each in a thread of its own: what each says.
+    fn on_ranks(
+        self,
+        kind: DeviceKind,
+        plans: &[FaultPlan],
+        deadline: Duration,
+        (batches, path): (&[Vec<Points>], Option<&Path>),
+    ) -> Vec<Result<(Vec<f64>, String)>> {
+        on_ranks_with(kind, plans, deadline, |device, group| self.train(device, &group, batches, path))
+    }
+
+    /// What all ranks say, which must be the same.
+    fn said(self, kind: DeviceKind, ranks: usize, batches: &[Vec<Points>], path: Option<&Path>) -> (Vec<f64>, String) {
+        let said = self.on_ranks(kind, &vec![FaultPlan::new(); ranks], DEADLINE, (batches, path));
+        let said: Vec<_> = said.into_iter().map(|said| said.unwrap()).collect();
+        assert!(said.iter().all(|other| *other == said[0]), "{self:?} by {ranks} ranks: {said:?}");
+        said.into_iter().next().unwrap()
+    }
+}
+
+fn the_bits_are_those_of_one_rank(kind: DeviceKind, most: usize) {
+    // The last batch leaves some shards without a part.
+    let mut batches = batches(2, PARTS);
+    batches.push(vec![Points { x: Random::new(6).normals(WIDTH), labels: vec![3] }]);
+    for adds_late in [false, true] {
+        let plan = |captured| Plan { shards: 4, captured, adds_late };
+        let one = plan(false).said(DeviceKind::Emulated, 1, &batches, None);
+        for ranks in [1, 2, 4].into_iter().filter(|&ranks| ranks <= most) {
+            // What adds late changes where a recording is cut, and nothing else.
+            for captured in [false, true].into_iter().filter(|&captured| captured || !adds_late) {
+                assert_eq!(
+                    plan(captured).said(kind, ranks, &batches, None),
+                    one,
+                    "{:?} by {ranks} ranks",
+                    plan(captured)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn buckets_that_travel_early_give_the_bits_of_one_rank() {
+    the_bits_are_those_of_one_rank(DeviceKind::Emulated, 4);
+}
+
+/// A rank keeps the optimiser's state of a slice of each bucket; the file has all of it, in the layout's order.
+#[test]
+fn a_checkpoint_does_not_know_whose_slices_there_were() {
+    let batches = batches(3, PARTS);
+    let plan = Plan { shards: 4, captured: true, adds_late: false };
+    let (_, whole) = plan.said(DeviceKind::Emulated, 1, &batches, None);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint.safetensors");
+    let mut digest = String::new();
+    for (batch, ranks) in batches.chunks(1).zip([2, 4, 1]) {
+        digest = plan.said(DeviceKind::Emulated, ranks, batch, Some(&path)).1;
+    }
+    assert_eq!(digest, whole);
+}
+
+/// How many exchanges of an update have been queued when each of its replays is, by the rank whose replay then fails.
+fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
+    let (batch, counted) = (batches(1, plan.shards), FaultPlan::new());
+    let said = |first: &FaultPlan| {
+        plan.on_ranks(DeviceKind::Emulated, &[first.clone(), FaultPlan::new()], DEADLINE, (&batch, None))
+    };
+    said(&counted).into_iter().for_each(|said| drop(said.unwrap()));
+    let exchanges = counted.count(Call::Exchange);
+    // Behind the buckets: the squares of the norm, the watched gradient, the weights.
+    assert_eq!(exchanges, BUCKETS + 3);
+    let before = |number: u64| {
+        let fails = FaultPlan::new().on(Call::Replay, number, Fault::Fail);
+        assert!(said(&fails)[0].is_err());
+        fails.count(Call::Exchange)
+    };
+    (1..=counted.count(Call::Replay)).map(before).collect()
+}
+
+#[test]
+fn buckets_travel_before_the_last_segment_is_queued() {
+    // A segment ends behind each bucket. The first weights' gradient is the last launch.
+    let plan = Plan { shards: 2, captured: true, adds_late: false };
+    assert_eq!(exchanges_before_replays(plan), [0, 1, 2, 3]);
+    // The first of two shards waits for the second.
+    assert_eq!(exchanges_before_replays(Plan { shards: 4, ..plan }), [0, 0, 0, 0, 0, 1, 2, 3]);
+}
+
+/// The bucket that an op writes late travels late, and what would travel behind it waits, whatever the op said.
+#[test]
+fn a_late_write_holds_its_bucket_back() {
+    let plan = Plan { shards: 2, captured: true, adds_late: true };
+    assert_eq!(exchanges_before_replays(plan), [0]);
+}
+
+fn a_bucket_that_never_arrives_ends_all(kind: DeviceKind) {
+    const DEADLINE: Duration = Duration::from_secs(3);
+    /// A machine with other work may be late.
+    const BUSY: Duration = Duration::from_secs(20);
+    let (batch, plan) = (batches(1, 2), Plan { shards: 2, captured: true, adds_late: false });
+    let counted = FaultPlan::new();
+    let sound = plan.on_ranks(kind, &[FaultPlan::new(), counted.clone()], self::DEADLINE, (&batch, None));
+    sound.into_iter().for_each(|said| drop(said.unwrap()));
+    let follows = counted.count(Call::FollowExchanges);
+    for (call, number) in [
+        (Call::Exchange, 1),
+        (Call::Exchange, 2),
+        (Call::Exchange, BUCKETS),
+        (Call::FollowExchanges, 1),
+        (Call::FollowExchanges, follows),
+    ] {
+        let stuck = FaultPlan::new().on(call, number, Fault::Never);
+        let start = Instant::now();
+        let said = plan.on_ranks(kind, &[FaultPlan::new(), stuck.clone()], DEADLINE, (&batch, None));
+        let took = start.elapsed();
+        println!("{call:?} {number}: {said:?} after {took:?}");
+        assert_eq!(stuck.count(call), number, "{call:?} {number} was never made");
+        assert!(took < DEADLINE + Duration::from_secs(2) + BUSY, "{call:?} {number}: {took:?}");
+        for said in said {
+            let Err(Error::Rank(fault)) = said else { panic!("{call:?} {number}: {said:?}") };
+            // Two GPUs wait for each other in step: who gives up first cannot tell which of them it is, and says so.
+            let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
+            assert!(stuck || (fault.rank, &fault.kind) == (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
+            assert!(fault.location.contains("tests/group/overlap.rs:"), "{fault}");
+        }
+    }
+}
+
+#[test]
+fn a_bucket_that_never_arrives_ends_all_and_names_the_rank() {
+    a_bucket_that_never_arrives_ends_all(DeviceKind::Emulated);
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn buckets_that_travel_early_give_the_emulators_bits() {
+        the_bits_are_those_of_one_rank(DeviceKind::Cuda, 2);
+    }
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn a_bucket_that_never_arrives_ends_all_and_names_the_rank() {
+        a_bucket_that_never_arrives_ends_all(DeviceKind::Cuda);
+    }
+}

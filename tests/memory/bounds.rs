@@ -1,0 +1,228 @@
+//! What a kernel writes outside its arguments is an error of the launch, in a plain run and in release: by `vector.rs` wherever
+//! it goes, by a pointer of the kernel's own near its outputs and where there is no memory. Neighbours keep their bytes.
+
+use crate::support::open;
+use cuda_std::emulator::{Cause, Kind, Place};
+use cuda_std::prelude::*;
+use kernels::contract;
+use kernels::vector::{F4, Part, put, store};
+use stepscope::{Arena, Capacity, DeviceKind, Eager, Error, Inputs, Result, Source, Target, Tensor};
+
+/// As large as its place in the arena, so that tensors touch.
+const LENGTH: usize = 1024;
+const ONE: i32 = LENGTH as i32;
+
+/// One thread of the last block writes at `at`, which wraps where it is negative.
+macro_rules! writers {
+    ($($name:ident: |$y:ident, $at:ident| $write:expr;)*) => {$(
+        #[kernel]
+        unsafe fn $name($at: i32, $y: *mut f32) {
+            if thread::block_idx_x() == 2 && thread::thread_idx_x() == 5 {
+                // SAFETY: none: this is the bug.
+                unsafe { $write };
+            }
+        }
+
+        // SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+        contract! { unsafe $name { block: 64 } |k| {
+            Violation::unless_length("y", LENGTH, k.y.len())?;
+            Grid::new(3, 1, 1)
+        }}
+    )*};
+}
+
+writers! {
+    by_store: |y, at| store(y, at as isize as usize, 7.0);
+    by_put: |y, at| put(y, at as isize as usize, 7.0, 0);
+    by_vector: |y, at| F4::splat(7.0).store(y, at as isize as usize);
+    by_part: |y, at| F4::splat(7.0).store_part(y, at as isize as usize, Part::First(3));
+    by_moved: |y, at| store(y.add(100), (at as isize - 100) as usize, 7.0);
+    by_element: |y, at| *y.wrapping_offset(at as isize) = 7.0;
+    by_write: |y, at| y.wrapping_add(at as isize as usize).write(7.0);
+    by_pointer: |y, at| {
+        let own = y.wrapping_offset(at as isize);
+        *own = 7.0;
+    };
+}
+
+/// What the launch of a kernel between two other tensors gives; they must be what they were.
+fn outcome(launch: impl for<'s> FnOnce(&mut Eager<'s>, &mut Tensor<'s>) -> Result<()>) -> Result<Vec<f32>> {
+    let device = open(DeviceKind::Emulated);
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build()?;
+    arena.step(|step| {
+        let before = step.upload(&[1.0; LENGTH], [LENGTH])?;
+        let mut y = step.upload(&[2.0; LENGTH], [LENGTH])?;
+        let after = step.upload(&[3.0; LENGTH], [LENGTH])?;
+        let outcome = launch(step, &mut y);
+        assert_eq!((step.read(&before)?, step.read(&after)?), (vec![1.0; LENGTH], vec![3.0; LENGTH]));
+        outcome?;
+        step.read(&y)
+    })
+}
+
+/// Launches the kernel with each of some `at`, and hands what is told to `check`.
+macro_rules! each {
+    ($kernel:ident, $places:expr, $check:expr) => {
+        for at in $places {
+            let mut line = 0;
+            let error = outcome(|step, y| {
+                // That of the whole macro's call.
+                line = line!();
+                step.launch($kernel { at, y: y.out() })
+            });
+            let Err(Error::Kernel(fault)) = error else { panic!("{} at {at}: {error:?}", stringify!($kernel)) };
+            let text = fault.to_string();
+            assert_eq!((fault.kernel, fault.launched_at.line()), (stringify!($kernel), line), "{text}");
+            assert!(text.contains(&format!("launched at {}:{line}:", file!())), "{text}");
+            $check(at, fault.block, fault.thread, fault.cause, text);
+        }
+    };
+}
+
+/// The place, the block, the thread and the line of the write are told.
+fn exact(at: i32, block: [u32; 3], thread: u32, cause: Cause, text: String) {
+    let Cause::OutOfBounds { place, bounds, access } = cause else { panic!("{text}") };
+    assert_eq!((place, bounds), (Place::Argument { name: "y", element: at.into() }, 0..LENGTH as i64), "{text}");
+    assert_eq!((block, thread, access.kind), ([2, 0, 0], 5, Kind::Write), "{text}");
+    assert!(
+        text.contains(&format!("out of bounds: `y`[{at}] of 1024 elements written by thread 5 of block (2, 0, 0)")),
+        "{text}"
+    );
+    assert_eq!(access.location.file(), file!(), "{text}");
+}
+
+#[test]
+fn a_store_is_refused_wherever_it_goes() {
+    let everywhere = [ONE, ONE + 3, ONE + 63, ONE + 100_000, i32::MAX, -1, -4, -64, -100_000, i32::MIN];
+    each!(by_store, everywhere, exact);
+    each!(by_put, everywhere, exact);
+    each!(by_part, everywhere, exact);
+    each!(by_moved, everywhere, exact);
+    each!(by_element, everywhere, exact);
+    each!(by_write, everywhere, exact);
+    each!(by_vector, [ONE, ONE + 64, ONE + 100_000, -4, -64, -100_000], exact);
+}
+
+#[test]
+fn a_vector_that_is_inside_in_part_is_refused() {
+    each!(by_part, [ONE - 2, ONE - 1], |_, block, thread, cause, text| exact(ONE, block, thread, cause, text));
+    each!(by_part, [-2, -1], exact);
+}
+
+#[test]
+fn a_raw_write_near_an_output_is_told_and_undone() {
+    each!(by_pointer, [ONE, ONE + 3, ONE + 63, -1, -4, -64], |at: i32, _, _, cause, text: String| {
+        assert_eq!(cause, Cause::Overrun { name: "y", element: at.into(), length: LENGTH }, "{text}");
+        assert!(text.contains(&format!("out of bounds: `y`[{at}] of 1024 elements written")), "{text}");
+    });
+}
+
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn a_raw_write_to_nowhere_is_told() {
+    #[kernel]
+    unsafe fn to_nowhere(address: u64, y: *mut f32) {
+        if thread::index_1d() == 70 {
+            // SAFETY: none: this is the bug.
+            unsafe { *y.wrapping_byte_sub(y as usize).wrapping_byte_add(address as usize) = 7.0 };
+        }
+    }
+    // SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+    contract! { unsafe to_nowhere { block: 64 } |k| {
+        Violation::unless_length("y", LENGTH, k.y.len())?;
+        Grid::new(3, 1, 1)
+    }}
+    // The first page, and an address that no processor has.
+    for (address, is_told) in [(8, true), (1 << 62, false)] {
+        let error = outcome(|step, y| step.launch(to_nowhere { address, y: y.out() }));
+        let Err(Error::Kernel(fault)) = error else { panic!("{address}: {error:?}") };
+        assert_eq!((fault.kernel, fault.block, fault.thread), ("to_nowhere", [1, 0, 0], 6), "{fault}");
+        let Cause::NoMemory { place } = fault.cause else { panic!("{fault}") };
+        assert!(!is_told || matches!(place, Some(Place::Argument { name: "y", element }) if element < 0), "{place:?}");
+    }
+}
+
+#[test]
+fn what_stays_inside_is_written() {
+    for at in [0, 4, ONE - 4] {
+        let mut expected = vec![2.0; LENGTH];
+        expected[at as usize] = 7.0;
+        assert_eq!(outcome(|step, y| step.launch(by_store { at, y: y.out() })).unwrap(), expected);
+        assert_eq!(outcome(|step, y| step.launch(by_pointer { at, y: y.out() })).unwrap(), expected);
+        assert_eq!(outcome(|step, y| step.launch(by_element { at, y: y.out() })).unwrap(), expected);
+        expected[at as usize..][..4].fill(7.0);
+        assert_eq!(outcome(|step, y| step.launch(by_vector { at, y: y.out() })).unwrap(), expected);
+    }
+}
+
+/// Two outputs that touch: a write of one's pointer into the other is no less an error.
+#[kernel]
+unsafe fn into_the_other(a: *mut f32, b: *mut f32) {
+    if thread::thread_idx_x() == 0 {
+        // SAFETY: none: this is the bug.
+        unsafe {
+            store(b, 0, 1.0);
+            store(a, LENGTH, 2.0);
+        }
+    }
+}
+
+// SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+contract! { unsafe into_the_other { block: 64 } |k| {
+    Violation::unless_length("a", LENGTH, k.a.len())?;
+    Violation::unless_length("b", LENGTH, k.b.len())?;
+    Grid::new(1, 1, 1)
+}}
+
+#[test]
+fn another_output_is_no_excuse() {
+    let error = outcome(|step, y| {
+        let mut other = step.empty([LENGTH])?;
+        step.launch(into_the_other { a: y.out(), b: other.out() })
+    });
+    let Err(Error::Kernel(fault)) = error else { panic!("{error:?}") };
+    let Cause::OutOfBounds { place, .. } = fault.cause else { panic!("{fault}") };
+    assert_eq!(place, Place::Argument { name: "a", element: LENGTH as i64 });
+}
+
+/// Reads through a pointer, not a slice.
+#[kernel]
+unsafe fn reads_beyond(x: *const f32, y: *mut f32) {
+    if thread::thread_idx_x() == 0 {
+        // SAFETY: none: this is the bug.
+        unsafe { store(y, 0, F4::load_part_raw(x, LENGTH, Part::First(1), 0.0).0[0]) };
+    }
+}
+
+// SAFETY: none, and that is the point: the kernel leaves its arguments, and the emulator says so.
+contract! { unsafe reads_beyond { block: 64 } |k| {
+    Violation::unless_length("y", LENGTH, k.y.len())?;
+    Grid::new(1, 1, 1)
+}}
+
+#[test]
+fn a_read_through_a_pointer_is_refused_too() {
+    let error = outcome(|step, y| {
+        let x = step.upload(&[0.0; LENGTH], [LENGTH])?;
+        step.launch(reads_beyond { x: x.pointer(), y: y.out() })
+    });
+    let Err(Error::Kernel(fault)) = error else { panic!("{error:?}") };
+    let Cause::OutOfBounds { place, access, .. } = fault.cause else { panic!("{fault}") };
+    assert_eq!((place, access.kind), (Place::Argument { name: "x", element: LENGTH as i64 }, Kind::Read));
+}
+
+#[test]
+fn a_replay_tells_the_line_that_was_recorded() {
+    const LINE: u32 = line!() + 7;
+    let device = open(DeviceKind::Emulated);
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut captured = arena
+        .capture((), &Inputs::new(), |step, (), _| {
+            let mut y = step.empty([LENGTH])?;
+            // The next line is the one.
+            step.launch(by_store { at: ONE, y: y.out() })
+        })
+        .unwrap();
+    let Err(Error::Kernel(fault)) = captured.replay(&Inputs::new()) else { panic!("no fault") };
+    assert_eq!((fault.launched_at.file(), fault.launched_at.line()), (file!(), LINE), "{fault}");
+}

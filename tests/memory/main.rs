@@ -1,0 +1,22 @@
+//! The arena, tensors, buffers, uploads and what is reported about memory.
+
+#[path = "../support/overrun.rs"]
+mod overrun;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod arena;
+mod arrays;
+mod bounds;
+mod checked;
+mod diagnostics;
+mod dlpack;
+mod inside;
+mod layout;
+mod memory_floor;
+mod memory_model;
+mod overflow;
+mod recompute;
+mod step_hazards;
+mod tensors;
+mod upload;

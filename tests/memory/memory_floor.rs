@@ -1,0 +1,235 @@
+//! A floor under the host's memory: below it no step begins, and a trainer ends with a checkpoint from which the run goes on to the same
+//! weights; and what a trainer tells of the memory that is to come. `ci/pressure` does the same by real pressure.
+
+#![cfg(target_os = "linux")]
+#![forbid(unsafe_code)]
+
+use crate::support::{Random, on_each_device};
+use std::path::Path;
+use stepscope::nn::Linear;
+use stepscope::*;
+
+/// More than any machine has.
+const NEVER: u64 = u64::MAX;
+const INPUTS: usize = 8;
+
+struct Classifier(Linear);
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+type Points = crate::support::points::Points<INPUTS>;
+
+/// Six batches of four parts.
+fn batches() -> Vec<Vec<Points>> {
+    let mut random = Random::new(5);
+    let mut part = || Points { x: random.normals(4 * INPUTS), labels: random.belows(4, 2) };
+    (0..6).map(|_| (0..4).map(|_| part()).collect()).collect()
+}
+
+fn learner(device: &Device) -> Result<Learner<Classifier>> {
+    let mut layout = Layout::builder();
+    let model = Classifier(Linear::new(layout.names().at("head"), INPUTS, 2));
+    Learner::new(device, model, &layout.build()?, 7, AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() })
+}
+
+fn arena(device: &Device, floor: u64) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).memory_floor(floor).build().unwrap()
+}
+
+fn trainer(arena: &mut Arena, learner: Learner<Classifier>, captured: bool) -> Result<Trainer<'_, Classifier>> {
+    if captured { Trainer::captured(arena, learner, &batches()[0][0]) } else { Ok(Trainer::eager(arena, learner)) }
+}
+
+/// Trains from where the checkpoint is, if there is one; behind so many updates of this run the memory is short for the ranks `short`.
+fn train(
+    device: &Device,
+    group: Option<Group>,
+    path: &Path,
+    captured: bool,
+    short_behind: Option<usize>,
+) -> Result<String> {
+    let (mut rank, mut learner) = (0, learner(device)?);
+    if let Some(group) = &group {
+        (rank, learner) = (group.rank(), learner.in_group(group, 4)?);
+    }
+    let mut arena = arena(device, 1);
+    let mut trainer = trainer(&mut arena, learner, captured)?.checkpoint(path, None);
+    let mut progress = EpochProgress::default();
+    if path.exists() {
+        progress = trainer.restore(&Checkpoint::load(path)?)?;
+    }
+    let mut left = batches().into_iter().skip(progress.updates as usize).map(Ok);
+    if let Some(updates) = short_behind {
+        trainer.epoch(left.by_ref().take(updates), &mut progress, &mut ())?;
+        if rank + 1 == group.as_ref().map_or(1, Group::ranks) {
+            trainer.arena().set_memory_floor(NEVER);
+        }
+    }
+    trainer.epoch(left, &mut progress, &mut ())?;
+    trainer.learner().parameters.sha256()
+}
+
+on_each_device! {
+    fn a_step_does_not_begin_below_the_floor(device: &Device) {
+        let mut arena = arena(device, NEVER);
+        let error = arena.step(|_| -> Result<()> { panic!("a step began") }).unwrap_err();
+        let Error::MemoryShortage(shortage) = &error else { panic!("{error}") };
+        assert!(shortage.floor_bytes > shortage.available_bytes && shortage.memory.host.is_some(), "{shortage:?}");
+        assert!(error.to_string().contains("memory_floor"), "{error}");
+        assert_eq!(arena.report().resets, 0);
+        // It is no fault of the device, and passes.
+        assert_eq!(device.lost(), None);
+        arena.set_memory_floor(1);
+        assert_eq!(arena.step(|step| step.read(&ops::fill(step, [3], 2.0)?)), Ok(vec![2.0; 3]));
+    }
+
+    fn a_replay_does_not_begin_below_the_floor(device: &Device) {
+        let mut arena = arena(device, 1);
+        let inputs = [1.0f32, 2.0];
+        let inputs = Inputs::new().with(&inputs, [2]).unwrap();
+        let mut doubled = arena.capture((), &inputs, |step, (), slots| {
+            let x = slots.input::<f32>(0)?;
+            Ok(slots.output(&ops::add(step, &x, &x)?))
+        }).unwrap();
+        let replay = doubled.replay(&inputs).unwrap();
+        assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [2.0, 4.0]);
+        arena.set_memory_floor(NEVER);
+        let refused = doubled.replay(&inputs).map(drop).unwrap_err();
+        assert!(matches!(refused, Error::MemoryShortage(_)), "{refused}");
+        arena.set_memory_floor(0);
+        let replay = doubled.replay(&inputs).unwrap();
+        assert_eq!(replay.read::<f32>(*replay.outputs()).unwrap(), [2.0, 4.0]);
+    }
+
+    fn a_trainer_ends_with_a_checkpoint_and_goes_on_to_the_same_weights(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        for captured in [false, true] {
+            let whole = train(device, None, &folder.path().join("whole"), captured, None).unwrap();
+            let path = folder.path().join(format!("{captured}"));
+            for (run, updates) in [2, 0, 3].into_iter().enumerate() {
+                let error = train(device, None, &path, captured, Some(updates)).unwrap_err();
+                assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.rank.is_none()), "{error}");
+                let made = EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates;
+                assert_eq!(made, [2, 2, 5][run]);
+            }
+            assert_eq!(train(device, None, &path, captured, None).unwrap(), whole);
+        }
+    }
+}
+
+struct Deep(Vec<Linear>);
+
+impl Model for Deep {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let x = tape.input(batch.input::<f32>(0)?);
+        self.0.iter().try_fold(x, |x, layer| layer.forward(tape, &x))
+    }
+}
+
+/// A trainer of six million weights, in many tensors.
+fn deep<'a>(arena: &'a mut Arena, checkpoint: &Path) -> Result<Trainer<'a, Deep>> {
+    const WIDTHS: [usize; 26] = [512; 26];
+    let mut layout = Layout::builder();
+    let widths = [&[INPUTS], &WIDTHS[..], &[2]].concat();
+    let pairs = widths.windows(2).zip(0..);
+    let layers = pairs.map(|(pair, at)| Linear::new(layout.names().at(format!("layer{at}")), pair[0], pair[1]));
+    let model = Deep(layers.collect());
+    let learner = Learner::new(arena.device(), model, &layout.build()?, 7, AdamWConfig::default())?;
+    Ok(Trainer::captured(arena, learner, &batches()[0][0])?.checkpoint(checkpoint, Some(2)))
+}
+
+#[test]
+fn the_peak_of_a_run_is_known_behind_its_first_update() -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let device = Device::open(DeviceKind::Emulated)?;
+    // What captured steps and an evaluation of many samples need: a tenth of the run, which no update touches.
+    const ARENA: usize = 15_200_000;
+    let mut arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA)).build()?;
+    let mut trainer = deep(&mut arena, &folder.path().join("model"))?;
+    let mut progress = EpochProgress::default();
+    let mut left = batches().into_iter().map(Ok);
+    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    assert_eq!(trainer.memory_forecast(), None, "before the second update");
+    trainer.epoch(left.by_ref().take(1), &mut progress, &mut ())?;
+    let forecast = trainer.memory_forecast().unwrap();
+    // A checkpoint is written when all else has been needed too.
+    let many = Points { x: vec![1.0; 256 * INPUTS], labels: vec![0; 256] };
+    trainer.evaluate(&many, |_, _| Ok(()))?;
+    trainer.epoch(left, &mut progress, &mut ())?;
+    let peak = ProcessMemory::read().unwrap().peak_bytes as f64;
+    let report = trainer.arena().report();
+    let used = report.captured_bytes + report.high_water_bytes;
+    assert!(used > ARENA * 97 / 100, "{used}");
+    let error = forecast.peak_bytes() as f64 / peak - 1.0;
+    assert!(error.abs() < 0.02, "{error}: {forecast:?}, {peak}");
+    Ok(())
+}
+
+#[test]
+fn a_run_that_will_not_fit_ends_behind_its_first_update_with_a_checkpoint() -> Result<()> {
+    const ARENA: u64 = 2 << 30;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    // Others take and give memory meanwhile: a floor that is met for want of theirs says nothing.
+    for _ in 0..20 {
+        let device = Device::open(DeviceKind::Emulated)?;
+        let available = Situation::read_host().unwrap().available_bytes;
+        let floor = available.saturating_sub(ARENA / 2);
+        let arena = Arena::builder(&device).capacity(Capacity::Bytes(ARENA as usize)).reserve_bytes(0);
+        let mut arena = arena.memory_floor(floor).build()?;
+        let mut progress = EpochProgress::default();
+        let ended = deep(&mut arena, &path)?.epoch(batches().into_iter().map(Ok), &mut progress, &mut ());
+        let Err(Error::MemoryShortage(shortage)) = &ended else { panic!("{ended:?}") };
+        if shortage.still_wanted_bytes == 0 {
+            continue;
+        }
+        assert!(shortage.available_bytes >= floor && shortage.still_wanted_bytes > ARENA * 9 / 10, "{shortage:?}");
+        assert!(shortage.to_string().contains("that this run will still take"), "{shortage}");
+        assert_eq!((progress.updates, EpochProgress::of(&Checkpoint::load(&path)?)?.updates), (1, 1));
+        // With room it goes on from there.
+        arena.set_memory_floor(0);
+        let mut trainer = deep(&mut arena, &path)?;
+        let mut progress = trainer.restore(&Checkpoint::load(&path)?)?;
+        assert_eq!(trainer.epoch(batches().into_iter().skip(1).map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
+        return Ok(());
+    }
+    panic!("the host's memory never stood still")
+}
+
+/// Ranks of a group, each a thread: what they say.
+fn on_ranks(path: &Path, ranks: usize, captured: bool, short_behind: Option<usize>) -> Vec<Result<String>> {
+    let configs = GroupConfig::on_this_host(ranks).unwrap();
+    std::thread::scope(|scope| {
+        let start = |config: GroupConfig| {
+            scope.spawn(move || {
+                let device = Device::open(DeviceKind::Emulated)?;
+                let group = Group::join(&device, &config)?;
+                train(&device, Some(group), path, captured, short_behind)
+            })
+        };
+        let running: Vec<_> = configs.into_iter().map(start).collect();
+        running.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn all_ranks_of_a_group_end_with_a_checkpoint_when_one_is_short() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = on_ranks(&folder.path().join("whole"), 1, false, None).swap_remove(0).unwrap();
+    for captured in [false, true] {
+        let path = folder.path().join(format!("{captured}"));
+        for said in on_ranks(&path, 4, captured, Some(2)) {
+            let error = said.unwrap_err();
+            assert!(matches!(&error, Error::MemoryShortage(shortage) if shortage.rank == Some(3)), "{error}");
+            assert!(error.to_string().starts_with("rank 3: the host has"), "{error}");
+        }
+        assert_eq!(EpochProgress::of(&Checkpoint::load(&path).unwrap()).unwrap().updates, 2);
+        for said in on_ranks(&path, 2, captured, None) {
+            assert_eq!(said.unwrap(), whole);
+        }
+    }
+}

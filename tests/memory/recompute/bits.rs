@@ -1,0 +1,109 @@
+//! The bits of a pass with checkpoints are those of the same pass without.
+
+use crate::recompute::graphs::{BATCH, GRAPHS, Graph, TOKENS, WIDTH, World, eager, values};
+use crate::support::{bits, on_each_device};
+use stepscope::{Arena, Capacity, Captured, Device, Error, Inputs, Output, Overflow, Result, ops};
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
+}
+
+type Steps = Captured<(World, (bool, Graph)), Output>;
+
+fn inputs<'i>((x, labels, lengths): &'i (Vec<f32>, Vec<u32>, Vec<u32>)) -> Inputs<'i> {
+    let inputs = Inputs::new().with(x, [BATCH, TOKENS, WIDTH]).unwrap();
+    inputs.with(labels, [labels.len()]).unwrap().with(lengths, [BATCH]).unwrap()
+}
+
+fn capture(arena: &mut Arena, run: (bool, Graph)) -> Result<Steps> {
+    let state = (World::new(arena.device()), run);
+    arena.capture(state, &inputs(&values(0)), |step, (world, run), slots| {
+        let loss = world.passes(step, *run, slots.input(0)?, [slots.input(1)?, slots.input(2)?])?;
+        Ok(slots.output(&loss))
+    })
+}
+
+/// What [`eager`] finds, by replays of one capture.
+fn captured(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
+    let mut steps = capture(arena, run).unwrap();
+    let mut found = Vec::new();
+    for seed in 0..2 {
+        let replay = steps.replay(&inputs(&values(seed))).unwrap();
+        found.push(bits(&replay.read(*replay.outputs()).unwrap()));
+        found.push(bits(&steps.state().0.gradients.flat().read().unwrap()));
+    }
+    found
+}
+
+on_each_device! {
+    fn are_those_without_eager_and_captured(device: &Device) {
+        for (name, graph) in GRAPHS {
+            let want = eager(&mut arena(device), (false, graph));
+            assert!(want[1].iter().filter(|&&bits| bits << 1 != 0).count() > 1000, "{name}: no gradients");
+            assert_ne!(want[0], want[2], "{name}: two batches, one loss");
+            assert_eq!(eager(&mut arena(device), (true, graph)), want, "{name}, eager");
+            assert_eq!(captured(&mut arena(device), (true, graph)), want, "{name}, captured");
+        }
+    }
+
+    /// Each byte that a closure leaves is poisoned in checked mode, and each tensor guarded.
+    fn are_the_same_in_checked_mode(device: &Device) {
+        for (name, graph) in GRAPHS {
+            let want = eager(&mut arena(device), (false, graph));
+            let checked = || Arena::builder(device).capacity(Capacity::mib(16)).checked(true).build().unwrap();
+            assert_eq!(eager(&mut checked(), (true, graph)), want, "{name}, eager");
+            assert_eq!(captured(&mut checked(), (true, graph)), want, "{name}, captured");
+        }
+    }
+
+    /// Most tensors come from the pool, whatever end of the arena they were for.
+    fn are_the_same_in_the_overflow(device: &Device) {
+        for (name, graph) in GRAPHS {
+            let want = eager(&mut arena(device), (false, graph));
+            for kib in [4, 16] {
+                let builder = Arena::builder(device).capacity(Capacity::Bytes(kib << 10));
+                let mut small = builder.overflow(Overflow::pool(64 << 20)).build().unwrap();
+                assert_eq!(eager(&mut small, (true, graph)), want, "{name} in {kib} KiB");
+                let overflow = small.report().overflow;
+                assert!(overflow.allocations > 10, "{name}: {overflow:?}");
+                assert_eq!(overflow.live_blocks, 0, "{name}");
+            }
+        }
+    }
+
+    fn are_the_same_in_a_scratch(device: &Device) {
+        // No op copies labels into a scratch.
+        for (name, graph) in GRAPHS.into_iter().filter(|(name, _)| !["transformer", "inputs alone"].contains(name)) {
+            let run = |on| {
+                let (x, ..) = values(4);
+                let mut world = World::new(device);
+                let loss = arena(device).step(|step| {
+                    let x = step.upload(&x, [BATCH, TOKENS, WIDTH])?;
+                    let mut out = step.empty([1])?;
+                    step.scratch(|inner| {
+                        let x = ops::copy(inner, &inner.lend(&x))?.save();
+                        let none = inner.empty([1])?.save();
+                        let loss = world.passes(inner, (on, graph), x, [none; 2])?;
+                        ops::copy_into(inner, &loss, &mut inner.lend_mut(&mut out))
+                    })?;
+                    step.read(&out)
+                });
+                (bits(&loss.unwrap()), bits(&world.gradients.flat().read().unwrap()))
+            };
+            assert_eq!(run(true), run(false), "{name}");
+        }
+    }
+
+    /// What the rehearsal has measured is enough, and less is not.
+    fn a_capture_needs_what_its_rehearsal_took(device: &Device) {
+        for (name, graph) in GRAPHS {
+            let owned = |capacity| {
+                let mut arena = Arena::builder(device).capacity(Capacity::Bytes(capacity)).build().unwrap();
+                capture(&mut arena, (true, graph)).map(|steps| steps.report().bytes_owned)
+            };
+            let bytes = owned(8 << 20).unwrap();
+            assert_eq!(owned(bytes).unwrap(), bytes, "{name}");
+            assert!(matches!(owned(bytes - 256), Err(Error::CaptureNeeds { .. })), "{name}");
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! A transformer layer with a head in training: every kind of saved tensor, eagerly or captured.
+
+use crate::step_hazards::run::Run;
+use crate::support::Random;
+use std::ops::Range;
+use stepscope::{
+    AdamW, AdamWConfig, Arena, Capacity, Device, Eager, Gradients, Initializer, Inputs, Layout, Output, Parameter,
+    Parameters, Result, Saved, Slots, Stack, Step, Tape,
+};
+
+/// Batches of a run.
+pub(crate) const BATCHES: usize = 4;
+/// Samples of a batch, unless a test takes more.
+pub(crate) const ROWS: usize = 6;
+pub(crate) const TOKENS: usize = 5;
+const WIDTH: usize = 64;
+const HIDDEN: usize = 96;
+const CLASSES: usize = 3;
+
+/// Samples and their labels.
+pub(crate) struct Batch {
+    x: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Batch {
+    /// As the inputs of a captured step.
+    pub(crate) fn inputs(&self) -> Inputs<'_> {
+        let rows = self.labels.len();
+        Inputs::new().with(&self.x, [rows, TOKENS, WIDTH]).unwrap().with(&self.labels, [rows]).unwrap()
+    }
+
+    /// Samples `rows` on the device.
+    pub(crate) fn upload<'s>(&self, step: &Eager<'s>, rows: Range<usize>) -> Result<(Saved<'s>, Saved<'s, u32>)> {
+        let (sample, len) = (TOKENS * WIDTH, rows.len());
+        let x = step.upload(&self.x[rows.start * sample..rows.end * sample], [len, TOKENS, WIDTH])?.save();
+        Ok((x, step.upload(&self.labels[rows], [len])?.save()))
+    }
+}
+
+/// The batches of a run, each of so many samples.
+pub(crate) fn batches(rows: usize) -> Vec<Batch> {
+    let mut random = Random::new(11);
+    let mut batch = || Batch { x: random.normals(rows * TOKENS * WIDTH), labels: random.belows(rows, CLASSES as u32) };
+    (0..BATCHES).map(|_| batch()).collect()
+}
+
+/// The handles of the model's parameters.
+pub(crate) struct Model {
+    norm: Parameter,
+    qkv: Stack,
+    qk_norm: Stack,
+    out: Parameter,
+    inner: [Parameter; 2],
+    outer: [Parameter; 2],
+    head: [Parameter; 2],
+}
+
+impl Model {
+    fn new() -> (Self, Layout) {
+        let mut layout = Layout::builder();
+        let qkv = layout.add_stack(3, |at| ["q", "k", "v"][at].into(), [WIDTH, WIDTH], Initializer::fan_in(WIDTH));
+        let qk_norm = layout.add_stack(2, |at| format!("qk_norm{at}"), [64], Initializer::Constant(1.0));
+        let mut matrix = |name: &str, rows, cols| layout.add(name, [rows, cols], Initializer::fan_in(rows));
+        let out = matrix("out", WIDTH, WIDTH);
+        let (inner, outer) = (matrix("inner", WIDTH, HIDDEN), matrix("outer", HIDDEN, WIDTH));
+        let head = matrix("head", WIDTH, CLASSES);
+        let mut vector = |name: &str, len, start| layout.add(name, [len], Initializer::Constant(start));
+        let model = Self {
+            norm: vector("norm", WIDTH, 1.0),
+            qkv,
+            qk_norm,
+            out,
+            inner: [inner, vector("inner.bias", HIDDEN, 0.0)],
+            outer: [outer, vector("outer.bias", WIDTH, 0.0)],
+            head: [head, vector("head.bias", CLASSES, 0.0)],
+        };
+        (model, layout.build().unwrap())
+    }
+
+    /// The loss on a tape, each sample weighing `weight`.
+    pub(crate) fn loss<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        (x, labels): (Saved<'s>, Saved<'s, u32>),
+        weight: f32,
+    ) -> Result<stepscope::Var<'s>> {
+        let x = tape.input(x);
+        let qkv = tape.norm_project(&x, self.norm, 1e-6, &self.qkv)?;
+        let mixed = tape.attention(&qkv, Some((&self.qk_norm, 1e-6)), &stepscope::ops::AttentionForm::new(1))?;
+        let h = tape.linear_residual(&mixed, self.out, None, &x)?;
+        let inner = tape.linear_gelu(&h, self.inner[0], Some(self.inner[1]))?;
+        let h = tape.linear_residual(&tape.tanh(&inner)?, self.outer[0], Some(self.outer[1]), &h)?;
+        let logits = tape.linear(&tape.mean_tokens(&h)?, self.head[0], Some(self.head[1]))?;
+        tape.cross_entropy(&logits, labels, weight)
+    }
+}
+
+/// A model in training, and what it gave so far.
+pub(crate) struct Trainer {
+    pub(crate) model: Model,
+    pub(crate) parameters: Parameters,
+    pub(crate) gradients: Gradients,
+    optimizer: AdamW,
+    /// What each sample counts: one over the samples of a batch.
+    pub(crate) weight: f32,
+    pub(crate) run: Run,
+}
+
+impl Trainer {
+    /// Fresh weights, for batches of `rows` samples.
+    pub(crate) fn new(device: &Device, rows: usize) -> Self {
+        let (model, layout) = Model::new();
+        let parameters = Parameters::new(device, &layout, 3).unwrap();
+        let gradients = Gradients::zeros(&parameters).unwrap();
+        let config = AdamWConfig { learning_rate: 1e-2, clip: Some(1.0), ..AdamWConfig::default() };
+        let optimizer = AdamW::new(&parameters, config).unwrap();
+        Self { model, parameters, gradients, optimizer, weight: 1.0 / rows as f32, run: Run::default() }
+    }
+
+    /// Forward, backward and update within `step`, in micro-batches of `rows`.
+    pub(crate) fn train(&mut self, step: &Eager<'_>, batch: &Batch, rows: usize) -> Result<()> {
+        self.gradients.zero(step)?;
+        let (mut loss, samples) = (0.0, batch.labels.len());
+        for start in (0..samples).step_by(rows) {
+            loss += self.accumulate(step, batch, start..samples.min(start + rows))?;
+        }
+        self.update(step, loss)
+    }
+
+    /// Forward and backward of some samples; their part of the loss.
+    pub(crate) fn accumulate(&mut self, step: &Eager<'_>, batch: &Batch, rows: Range<usize>) -> Result<f32> {
+        let loss = self.learn(step, batch.upload(step, rows)?)?;
+        step.read_scalar(&loss)
+    }
+
+    /// The update that ends a batch.
+    pub(crate) fn update(&mut self, step: &Step<'_>, loss: f32) -> Result<()> {
+        self.optimizer.advance()?;
+        self.optimizer.apply(step, &mut self.parameters, &self.gradients)?;
+        self.note(loss);
+        Ok(())
+    }
+
+    /// Adds a batch's loss, gradients and weights to the run.
+    pub(crate) fn note(&mut self, loss: f32) {
+        let (gradients, weights) = (self.gradients.flat().read().unwrap(), self.parameters.flat().read().unwrap());
+        self.run.push(loss, gradients, weights, &self.gradients.read(self.model.head[0]).unwrap());
+    }
+
+    fn learn<'s>(&mut self, step: &Step<'s>, samples: (Saved<'s>, Saved<'s, u32>)) -> Result<Saved<'s>> {
+        let tape = Tape::new(step, &self.parameters);
+        let loss = self.model.loss(&tape, samples, self.weight)?;
+        tape.backward(&loss, &mut self.gradients)?;
+        Ok(*loss.value())
+    }
+
+    /// A batch, to be captured.
+    fn record<'s>(step: &mut Step<'s>, trainer: &mut Self, slots: &Slots<'s>) -> Result<Output> {
+        trainer.gradients.zero(step)?;
+        let loss = trainer.learn(step, (slots.input(0)?, slots.input(1)?))?;
+        trainer.optimizer.apply(step, &mut trainer.parameters, &trainer.gradients)?;
+        Ok(slots.output(&loss))
+    }
+}
+
+pub(crate) fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap()
+}
+
+/// Trains with a reset between batches, `before` having its way with the arena before each.
+pub(crate) fn eagerly(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> Run {
+    let mut trainer = Trainer::new(arena.device(), ROWS);
+    for batch in batches(ROWS) {
+        before(&mut arena);
+        arena.step(|step| trainer.train(step, &batch, ROWS)).unwrap();
+    }
+    trainer.run
+}
+
+/// Trains by replays of one captured step, `before` having its way with the arena before each.
+pub(crate) fn captured(mut arena: Arena, mut before: impl FnMut(&mut Arena)) -> Run {
+    let (batches, trainer) = (batches(ROWS), Trainer::new(arena.device(), ROWS));
+    let mut captured = arena.capture(trainer, &batches[0].inputs(), Trainer::record).unwrap();
+    for batch in &batches {
+        before(&mut arena);
+        captured.state_mut().optimizer.advance().unwrap();
+        let replay = captured.replay(&batch.inputs()).unwrap();
+        let loss = replay.read_scalar(*replay.outputs()).unwrap();
+        captured.state_mut().note(loss);
+    }
+    assert_eq!(captured.report().replays, BATCHES as u64);
+    captured.into_state().run
+}

@@ -1,0 +1,34 @@
+//! Runs the built examples `digits` and `vit`: handwritten digits that they have not seen are told right.
+
+#![forbid(unsafe_code)]
+
+use crate::support::example::{run, text};
+use crate::support::on_each_device;
+use std::time::{Duration, Instant};
+
+on_each_device! {
+    fn digits_are_told_right_and_soon(device: &Device) {
+        let start = Instant::now();
+        let output = run("digits", device, &[]);
+        let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+        assert_eq!(output.status.code(), Some(0), "{screen}{errors}");
+        assert!(start.elapsed() < Duration::from_secs(120), "{:?}", start.elapsed());
+        let told = screen.lines().last().and_then(|line| line.strip_prefix("validation accuracy ")?.strip_suffix(" %"));
+        let accuracy: f64 = told.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{screen}"));
+        assert!((95.0..=100.0).contains(&accuracy), "{screen}");
+        assert_eq!(screen.lines().count(), 13, "a line for each epoch: {screen}");
+    }
+
+    fn a_vision_transformer_tells_them_too(device: &Device) {
+        let output = run("vit", device, &[]);
+        assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+        let output = run("vit", device, &["--epochs", "0"]);
+        assert_eq!(output.status.code(), Some(1), "without training it fails: {}", text(&output.stdout));
+    }
+
+    /// The exit code can say no.
+    fn without_training_the_program_fails(device: &Device) {
+        let output = run("digits", device, &["--epochs", "0"]);
+        assert_eq!((output.status.code(), text(&output.stdout).trim()), (Some(1), "validation accuracy 0.0 %"));
+    }
+}

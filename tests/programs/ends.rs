@@ -1,0 +1,349 @@
+//! However a run of the example ends, `--resume` goes on to the weights of a run that was never disturbed, and what it leaves in its folder
+//! is a checkpoint and nothing else.
+
+#![cfg(unix)]
+#![forbid(unsafe_code)]
+
+use crate::support::Random;
+use crate::support::example::{command, text};
+use crate::support::forged::forge;
+use serde_json::json;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use stepscope::{Checkpoint, DeviceKind};
+use tempfile::TempDir;
+
+/// Three epochs of three updates, the last by fewer samples, a checkpoint behind each update and each epoch. The samples are few, since
+/// how a run ends is what is looked at here.
+const SMALL: [&str; 12] =
+    ["--limit", "20", "--horizon", "2", "--batch", "3", "--folds", "1", "--epochs", "3", "--checkpoint-every", "1"];
+/// What a run leaves.
+const RESULTS: [&str; 3] = ["loss.svg", "model.safetensors", "report.json"];
+
+/// The folder of a run.
+struct Run {
+    _folder: TempDir,
+    out: PathBuf,
+}
+
+impl Run {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        Self { _folder: folder, out }
+    }
+
+    fn checkpoint(&self) -> PathBuf {
+        self.out.join("model.safetensors")
+    }
+
+    /// The example, from the folder's checkpoint if there is one.
+    fn command(&self, more: &[&str]) -> Command {
+        let mut command = command("crossasset", &crate::support::open(DeviceKind::Emulated), &SMALL);
+        command.arg("--out").arg(&self.out).args(more).stdin(Stdio::null());
+        if self.checkpoint().exists() {
+            command.arg("--resume").arg(self.checkpoint());
+        }
+        command
+    }
+
+    fn spawn(&self) -> Child {
+        self.command(&[]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// A run that has written its first checkpoint.
+    fn running(&self) -> Child {
+        let (child, start) = (self.spawn(), Instant::now());
+        while !self.checkpoint().exists() {
+            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+            sleep(Duration::from_millis(2));
+        }
+        child
+    }
+
+    /// Runs to the end.
+    #[track_caller]
+    fn finish(&self) {
+        let output = self.command(&[]).output().unwrap();
+        assert!(output.status.success(), "{:?}: {}", output.status, text(&output.stderr));
+    }
+
+    fn names(&self) -> Vec<String> {
+        let name = |entry: std::io::Result<fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+        let mut names: Vec<String> = fs::read_dir(&self.out).unwrap().map(name).collect();
+        names.sort();
+        names
+    }
+
+    /// The digest of the final weights; the folder holds the results and nothing else.
+    #[track_caller]
+    fn digest(&self) -> String {
+        assert_eq!(self.names(), RESULTS);
+        let report: serde_json::Value =
+            serde_json::from_slice(&fs::read(self.out.join("report.json")).unwrap()).unwrap();
+        report["weights_sha256"].as_str().unwrap().to_owned()
+    }
+}
+
+/// The exit code, 1, and what was said last.
+#[track_caller]
+fn failed(output: &Output) -> String {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+    said.lines().skip_while(|line| !line.starts_with("error: ")).collect::<Vec<_>>().join("\n")
+}
+
+/// How many runs a test ends at random moments: `usual`, or as many as `STEPSCOPE_KILLS` says.
+fn ends(usual: usize) -> usize {
+    let Some(number) = std::env::var_os("STEPSCOPE_KILLS") else { return usual };
+    number.to_str().and_then(|number| number.parse().ok()).expect("STEPSCOPE_KILLS is a number")
+}
+
+/// Ends runs by these signals at random moments, each going on from where the last one ended, until they come to their end; so many in all.
+fn ended_at_random(ends: usize, signals: &[&str]) {
+    let (straight, start) = (Run::new(), Instant::now());
+    straight.finish();
+    let (expected, took) = (straight.digest(), start.elapsed());
+    let mut random = Random::new(ends as u64);
+    let (mut ended, mut resumed, mut left, mut finished) = (0, 0, 0, 0);
+    while ended < ends {
+        let run = Run::new();
+        loop {
+            resumed += usize::from(run.checkpoint().exists());
+            let child = run.spawn();
+            if ended < ends {
+                sleep(took.mul_f32(random.unit()));
+                let signal = signals[random.below(signals.len() as u32) as usize];
+                // It may have ended by itself.
+                Command::new("kill").args([signal, &child.id().to_string()]).stderr(Stdio::null()).status().unwrap();
+            }
+            let Output { status, stderr, .. } = child.wait_with_output().unwrap();
+            if status.success() {
+                break;
+            }
+            // By the signal itself, before the program has asked to hear it; or with a checkpoint.
+            let by_signal = status.signal().is_some();
+            assert!(by_signal || status.code() == Some(130), "{status}: {}", text(&stderr));
+            ended += 1;
+            if run.out.exists() {
+                let names = run.names();
+                left += usize::from(names.iter().any(|name| name.ends_with("-tmp")));
+                assert!(by_signal || names == ["model.safetensors"], "{names:?}");
+            }
+        }
+        assert_eq!(run.digest(), expected, "behind {ended} ends");
+        finished += 1;
+    }
+    println!(
+        "{ended} ends by {signals:?}: {resumed} resumed, {left} left temporary files, {finished} came to their end with the same weights"
+    );
+    assert!(ends < 50 || resumed > 0, "each ended before its first checkpoint");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_run_that_is_short_of_memory_ends_with_75_and_goes_on_to_the_same_weights() {
+    let (straight, run) = (Run::new(), Run::new());
+    straight.finish();
+    // Before any update, and behind the first.
+    for _ in 0..2 {
+        let output = run.command(&["--memory-floor-mib", "4294967295"]).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(75), "{said}");
+        assert!(said.contains("error: the host has") && said.contains("less than the floor of"), "{said}");
+        assert_eq!(run.names(), ["model.safetensors"]);
+        let mut child = run.spawn();
+        let (start, before) = (Instant::now(), fs::metadata(run.checkpoint()).unwrap().modified().unwrap());
+        while fs::metadata(run.checkpoint()).unwrap().modified().unwrap() == before {
+            assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+            sleep(Duration::from_millis(2));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    run.finish();
+    assert_eq!(run.digest(), straight.digest());
+}
+
+#[test]
+fn killed_runs_go_on_to_the_same_weights() {
+    ended_at_random(ends(3), &["-KILL"]);
+}
+
+#[test]
+fn runs_that_are_asked_to_end_go_on_to_the_same_weights() {
+    ended_at_random(ends(15) / 5, &["-TERM", "-HUP", "-INT"]);
+}
+
+/// Each of the signals, once it is surely heard: a checkpoint within the epoch, and the exit code of Ctrl-C.
+#[test]
+fn each_signal_ends_a_run_with_a_checkpoint() {
+    for signal in ["-TERM", "-HUP", "-INT"] {
+        let run = Run::new();
+        let child = run.running();
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{signal}: {}", text(&output.stderr));
+        assert_eq!(run.names(), ["model.safetensors"], "{signal}");
+        Checkpoint::load(run.checkpoint()).unwrap();
+    }
+}
+
+/// As `nohup` starts a program: that its terminal goes away does not concern it.
+#[test]
+fn a_run_that_is_told_to_ignore_a_hangup_does() {
+    let run = Run::new();
+    let inner = run.command(&[]);
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while !run.checkpoint().exists() {
+        assert!(start.elapsed() < Duration::from_secs(120), "no checkpoint");
+        sleep(Duration::from_millis(2));
+    }
+    assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, text(&output.stderr));
+}
+
+#[test]
+fn a_second_run_in_one_folder_is_refused_and_the_first_goes_on() {
+    let run = Run::new();
+    let first = run.running();
+    let second = failed(&run.command(&[]).output().unwrap());
+    let told = format!("error: {}: another run (process {}) writes here", run.out.display(), first.id());
+    assert!(second.starts_with(&told), "{second}");
+    let output = first.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(run.names(), RESULTS);
+}
+
+/// A disk that takes no more: a file may not grow beyond a megabyte, and a checkpoint has 26.
+#[test]
+fn a_full_disk_is_an_error_and_keeps_the_old_checkpoint() {
+    let run = Run::new();
+    let child = run.running();
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    child.wait_with_output().unwrap();
+    let before = fs::read(run.checkpoint()).unwrap();
+    let inner = run.command(&[]);
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' XFSZ; ulimit -f 2000; exec \"$0\" \"$@\""]).arg(inner.get_program());
+    let told = failed(&command.args(inner.get_args()).output().unwrap());
+    assert!(told.starts_with(&format!("error: {}: ", run.checkpoint().display())), "{told}");
+    assert_eq!((run.names(), fs::read(run.checkpoint()).unwrap() == before), (vec!["model.safetensors".into()], true));
+}
+
+#[test]
+fn a_folder_that_goes_away_is_an_error_and_takes_the_checkpoint_along() {
+    let run = Run::new();
+    let child = run.running();
+    let moved = run.out.with_file_name("moved");
+    fs::rename(&run.out, &moved).unwrap();
+    let told = failed(&child.wait_with_output().unwrap());
+    assert!(told.starts_with(&format!("error: {}", run.out.display())), "{told}");
+    assert!(!run.out.exists());
+    Checkpoint::load(moved.join("model.safetensors")).unwrap();
+}
+
+/// A file of sound bars, one a minute, whose prices begin here.
+fn bars(path: &Path, first: u32) {
+    let mut text = "timestamp,open,high,low,close,volume\n".to_owned();
+    for minute in 0..9_000 {
+        let price = first + minute * 7 % 31;
+        text += &format!("{},{price},{},{},{price},1\n", 1_677_628_800 + 60 * minute, price + 1, price - 1);
+    }
+    fs::write(path, text).unwrap();
+}
+
+/// Other numbers, another order, another setting: each is refused, and both digests are told.
+#[test]
+fn other_bars_are_refused_by_their_digest() {
+    let run = Run::new();
+    let folder = tempfile::tempdir().unwrap();
+    let [a, b, c] = ["a.csv", "b.csv", "c.csv"].map(|name| folder.path().join(name).to_str().unwrap().to_owned());
+    bars(Path::new(&a), 100);
+    bars(Path::new(&b), 200);
+    // The last bar alone is another.
+    let other = fs::read_to_string(&b).unwrap();
+    let (start, last) = other.trim_end().rsplit_once('\n').unwrap();
+    fs::write(&c, format!("{start}\n{}\n", last.replace(",1", ",2"))).unwrap();
+    let with = |files: [&str; 2], more: &[&str]| {
+        let files = files.iter().flat_map(|file| ["--bars", file]);
+        run.command(&[&files.collect::<Vec<_>>()[..], more].concat()).output().unwrap()
+    };
+    let first = with([&a, &b], &[]);
+    assert!(first.status.success(), "{}", text(&first.stderr));
+    let before = fs::read(run.checkpoint()).unwrap();
+    let digest = |line: &str| line.rsplit_once(" bars ").map(|(_, digest)| digest.to_owned()).unwrap();
+    for (files, more, same) in
+        [([&a, &c], &[][..], false), ([&b, &a], &[], false), ([&a, &a], &[], false), ([&a, &b], &["--clip", "9"], true)]
+    {
+        let told = failed(&with(files.map(String::as_str), more));
+        let line = |start: &str| told.lines().find_map(|line| line.trim().strip_prefix(start)).unwrap().to_owned();
+        let [expected, got] = ["expected:", "got:"].map(|start| digest(&line(start)));
+        assert!(expected.len() == 64 && got.len() == 64 && (expected == got) == same, "{told}");
+        assert!(told.contains("from other bars or with other settings") && told.contains("without --resume"), "{told}");
+    }
+    assert_eq!(fs::read(run.checkpoint()).unwrap(), before);
+    // The same bars by another name.
+    let moved = folder.path().join("moved.csv").to_str().unwrap().to_owned();
+    fs::rename(&a, &moved).unwrap();
+    assert!(with([&moved, &b], &[]).status.success());
+}
+
+/// Checkpoints that are whole and tell of a place that no run comes to: refused in few words, without a panic or an endless loop.
+#[test]
+fn a_place_that_no_run_comes_to_is_refused() {
+    let run = Run::new();
+    let child = run.running();
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    child.wait_with_output().unwrap();
+    let before = fs::read(run.checkpoint()).unwrap();
+    let most = u64::MAX;
+    let half = u64::MAX / 2;
+    let epoch = |number: usize| {
+        json!({ "fold": 0, "epoch": number, "train_loss": 1, "valid_loss": 1, "valid_accuracy": 1, "baseline_accuracy": 1,
+            "seconds": 1, "samples_per_second": 1 })
+    };
+    let position = |numbers: &[usize]| {
+        let epochs: Vec<_> = numbers.iter().map(|&number| epoch(number)).collect();
+        json!({ "epochs": epochs, "batches": [] }).to_string()
+    };
+    // One update of three samples, as it could be, and what each of these makes of it.
+    let sound = [
+        ("stepscope.epoch", "1 3 0"),
+        ("stepscope.updates", "1"),
+        ("crossasset.position", r#"{"epochs":[],"batches":[]}"#),
+    ];
+    let resume = |notes: &[(&str, &str)]| {
+        fs::write(run.checkpoint(), &before).unwrap();
+        forge(&run.checkpoint(), &[&sound[..], notes].concat());
+        run.command(&[]).output().unwrap()
+    };
+    for (note, text) in [
+        ("stepscope.epoch", format!("{most} {most} 0")),
+        ("stepscope.epoch", format!("{half} {half} 0")),
+        ("stepscope.epoch", format!("1 {half} 0")),
+        ("stepscope.epoch", "1 2 0".into()),
+        ("stepscope.epoch", "2 8 0".into()),
+        ("stepscope.epoch", "3".repeat(1 << 20)),
+        ("stepscope.updates", half.to_string()),
+        ("stepscope.updates", most.to_string()),
+        ("crossasset.position", position(&[0, 1, 2, 3])),
+        ("crossasset.position", position(&[1])),
+        ("crossasset.position", position(&[0])),
+        ("crossasset.position", format!("\"{}\"", "x".repeat(1 << 20))),
+        ("crossasset.settings", "y".repeat(1 << 20)),
+    ] {
+        let told = failed(&resume(&[(note, &text)]));
+        assert!(told.len() < 2500, "{note}: {told}");
+    }
+    assert!(resume(&[]).status.success());
+}

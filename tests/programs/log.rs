@@ -1,0 +1,114 @@
+//! What `crossasset` says on standard error when nobody sits before it: lines, or JSON objects; and that nobody needs to hear it.
+//!
+//! Invariant: with `--log json` each line is one object, also when spans end and when the run fails.
+
+use crate::support::example::{SMALL, command, text};
+use serde_json::Value;
+use std::fs::File;
+use std::process::Stdio;
+use stepscope::{Device, DeviceKind};
+
+/// Runs `crossasset` with arguments, listening as closely as `level` says; whether it succeeded, and its lines.
+fn lines(arguments: &[&str], level: Option<&str>) -> (bool, Vec<String>) {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap();
+    let mut command = command("crossasset", &device, &[&SMALL[..], &["--out", out], arguments].concat());
+    level.map(|level| command.env("RUST_LOG", level));
+    let output = command.output().unwrap();
+    (output.status.success(), text(&output.stderr).lines().map(str::to_owned).collect())
+}
+
+/// The same with `--log json`: an object a line.
+fn objects(arguments: &[&str], level: Option<&str>) -> (bool, Vec<Value>) {
+    let (success, lines) = lines(&[&["--log", "json"], arguments].concat(), level);
+    let parse = |line: &String| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in `{line}`"));
+    (success, lines.iter().map(parse).collect())
+}
+
+#[test]
+fn without_a_terminal_there_are_lines() {
+    let (success, lines) = lines(&[], None);
+    assert!(success && lines.len() == 1, "{lines:?}");
+    let [line] = &lines[..] else { unreachable!() };
+    assert!(line.starts_with("fold 0, epoch 0  35 samples in ") && line.ends_with(" samples/s"), "{line}");
+    assert!(!line.contains(['\r', '\x1b']), "control characters in {line:?}");
+}
+
+#[test]
+fn json_tells_what_was_trained() {
+    let (success, objects) = objects(&[], None);
+    let trained = objects.iter().find(|object| object["message"] == "trained").unwrap_or_else(|| panic!("{objects:?}"));
+    assert!(success && trained["level"] == "INFO" && trained["epoch"] == "fold 0, epoch 0", "{trained}");
+    assert_eq!(trained["done"], 35);
+    for figure in ["seconds", "per_second", "loss"] {
+        assert!(trained[figure].as_f64().is_some_and(|figure| figure > 0.0), "{figure} in {trained}");
+    }
+    let opened =
+        objects.iter().find(|object| object["message"] == "arena ready").unwrap_or_else(|| panic!("{objects:?}"));
+    assert_eq!(opened["capacity_bytes"], 1 << 30);
+}
+
+#[test]
+fn json_tells_each_span_as_it_ends() {
+    let (success, objects) = objects(&["--capture", "off"], Some("stepscope=debug"));
+    assert!(success);
+    let ended = |name: &str| {
+        let spans = objects.iter().filter(|object| object["message"] == "close" && object["span"]["name"] == name);
+        spans.collect::<Vec<_>>()
+    };
+    for name in ["upload", "forward", "backward", "optimizer", "step"] {
+        assert!(!ended(name).is_empty(), "no `{name}` in {objects:?}");
+    }
+    let step = ended("step")[0];
+    assert!(step["span"]["bytes"].as_u64().is_some() && step["time.busy"].is_string(), "{step}");
+}
+
+#[test]
+fn json_tells_why_a_run_failed() {
+    let (success, objects) = objects(&["--arena-mib", "100000000"], None);
+    let last = objects.last().unwrap();
+    let message = last["message"].as_str().unwrap();
+    assert!(!success && last["level"] == "ERROR" && message.contains("of device memory refused"), "{last}");
+}
+
+/// Whichever output is closed, left by its reader or full, the run goes on to its report and checkpoint; the exit code tells of a line that
+/// somebody wanted.
+#[cfg(target_os = "linux")]
+#[test]
+fn outputs_that_take_nothing_lose_nothing() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let full = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    // A pipe that nobody reads.
+    let left = || Stdio::from(std::io::pipe().unwrap().1);
+    for (number, (output, errors, code)) in [
+        (left(), Stdio::piped(), 0),
+        (full(), Stdio::piped(), 1),
+        (Stdio::piped(), left(), 0),
+        (Stdio::piped(), full(), 0),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let folder = tempfile::tempdir().unwrap();
+        let log = if number % 2 == 0 { "json" } else { "text" };
+        let mut command = command("crossasset", &device, &[&SMALL[..], &["--log", log, "--out"]].concat());
+        command.arg(folder.path()).env("RUST_LOG", "info").stdout(output).stderr(errors);
+        let output = command.spawn().unwrap().wait_with_output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{number}: {said}");
+        assert!(!said.contains("panicked"), "{said}");
+        assert!(number != 1 || said.contains("error: standard output: No space left"), "{said}");
+        for name in ["report.json", "loss.svg", "model.safetensors"] {
+            assert!(folder.path().join(name).exists(), "{number}: {name}");
+        }
+    }
+    // Closed before it began: the shell's `>&-`.
+    let folder = tempfile::tempdir().unwrap();
+    let mut inner = command("crossasset", &device, &[&SMALL[..], &["--out"]].concat());
+    inner.arg(folder.path());
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" >&- 2>&-"]).arg(inner.get_program()).args(inner.get_args());
+    assert!(shell.status().unwrap().success());
+    assert!(folder.path().join("report.json").exists());
+}

@@ -1,0 +1,11 @@
+//! The example programs, run as processes.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bars;
+mod digits;
+mod doctor;
+mod ends;
+mod log;
+mod resume;

@@ -1,0 +1,15 @@
+//! Layers, optimizers, trainers, checkpoints and files of weights.
+
+#[path = "../support/overrun.rs"]
+mod overrun;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod attention;
+mod bf16;
+mod checkpoint;
+mod files;
+mod nn;
+mod params;
+mod state_dict;
+mod trainer;

@@ -1,0 +1,211 @@
+//! Layers: the parameters that they name, and that each is the ops of its formula, forward and backward, bit for bit.
+
+#![forbid(unsafe_code)]
+
+mod gradcheck;
+
+use crate::support::{Random, bits, on_each_device};
+use stepscope::nn::{Attention, Dropout, Embedding, Gelu, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
+use stepscope::*;
+
+const BATCH: usize = 3;
+const TOKENS: usize = 4;
+const WIDTH: usize = 128;
+
+/// A layer and the same by ops, each from an input and a tape to an output.
+type Forward = for<'t, 's> fn(&Layers, &Tape<'t, 's>, &Var<'s>) -> Result<Var<'s>>;
+
+struct Layers {
+    linear: Linear,
+    plain: Linear,
+    tokens: TokenLinear,
+    norm: RmsNorm,
+    attention: Attention,
+    mlp: Mlp,
+    swiglu: SwiGlu,
+    positions: Embedding,
+}
+
+impl Layers {
+    fn new() -> (Self, Layout) {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let layers = Self {
+            linear: Linear::new(names.at("linear"), WIDTH, 5),
+            plain: Linear::without_bias(names.at("plain"), WIDTH, WIDTH),
+            tokens: TokenLinear::new(&mut names, "token", TOKENS, WIDTH, 64),
+            norm: RmsNorm::new(names.at("norm"), WIDTH),
+            attention: Attention::new(names.at("layer").at("attention"), WIDTH),
+            mlp: Mlp::new(names.at("layer").at("mlp"), WIDTH, 32, WIDTH),
+            swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, 24, WIDTH),
+            positions: Embedding::new(names.at("positions"), TOKENS + 1, WIDTH, 0.5),
+        };
+        (layers, layout.build().expect("the names differ"))
+    }
+}
+
+/// The output and all gradients for a loss that weighs each element of the output differently.
+fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
+    let (layers, layout) = Layers::new();
+    let parameters = Parameters::new(device, &layout, 7).unwrap();
+    let mut gradients = Gradients::zeros(&parameters).unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    let x = Random::new(3).normals(BATCH * TOKENS * WIDTH);
+    let y = arena
+        .step(|step| {
+            let tape = Tape::new(step, &parameters).evaluating();
+            let x = tape.input(step.upload(&x, [BATCH, TOKENS, WIDTH])?);
+            let y = forward(&layers, &tape, &x)?;
+            let cols = y.shape().extents()[2];
+            let labels: Vec<u32> = (0..BATCH * TOKENS).map(|row| (row % cols) as u32).collect();
+            let labels = step.upload(&labels, [labels.len()])?.save();
+            let rows = tape.reshape(&y, [BATCH * TOKENS, cols])?;
+            let loss = tape.cross_entropy(&rows, labels, 1.0)?;
+            tape.backward_afresh(&loss, &mut gradients)?;
+            step.read(y.value())
+        })
+        .unwrap();
+    (bits(&y), bits(&gradients.flat().read().unwrap()))
+}
+
+#[test]
+fn names_are_nested_and_in_the_order_of_construction() {
+    let (_, layout) = Layers::new();
+    let names: Vec<&str> = layout.entries().iter().map(LayoutEntry::name).collect();
+    let attention = ["norm.gain", "wq.weight", "wk.weight", "wv.weight", "q_norm.gain", "k_norm.gain", "wo.weight"];
+    let expected: Vec<String> = ["linear.weight", "linear.bias", "plain.weight"]
+        .into_iter()
+        .map(String::from)
+        .chain((0..TOKENS).map(|token| format!("token{token}.weight")))
+        .chain((0..TOKENS).map(|token| format!("token{token}.bias")))
+        .chain(["norm.gain".to_owned()])
+        .chain(attention.map(|name| format!("layer.attention.{name}")))
+        .chain(["up.weight", "up.bias", "down.weight", "down.bias"].map(|name| format!("layer.mlp.{name}")))
+        .chain(["gate", "up", "down"].map(|name| format!("swiglu.{name}_proj.weight")))
+        .chain(["positions.weight".to_owned()])
+        .collect();
+    assert_eq!(names, expected);
+    let twice = {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        Linear::new(names.at("head"), 2, 2);
+        Linear::new(names.at("head"), 2, 2);
+        layout.build().unwrap_err()
+    };
+    assert!(twice.to_string().contains("two named `head."), "{twice}");
+}
+
+on_each_device! {
+    fn a_layer_is_the_ops_of_its_formula(device: &Device) {
+        let pairs: [(&str, Forward, Forward); 11] = [
+            (
+                "linear",
+                |layers, tape, x| layers.linear.forward(tape, x),
+                |layers, tape, x| tape.linear(x, layers.linear.weight, layers.linear.bias),
+            ),
+            (
+                "linear with a residual",
+                |layers, tape, x| layers.plain.forward_residual(tape, x, x),
+                |layers, tape, x| tape.linear_residual(x, layers.plain.weight, None, x),
+            ),
+            (
+                "a linear layer for each token",
+                |layers, tape, x| layers.tokens.forward(tape, x),
+                |layers, tape, x| tape.linear_per_token(x, &layers.tokens.weights, &layers.tokens.biases),
+            ),
+            (
+                "norm",
+                |layers, tape, x| layers.norm.forward(tape, x),
+                |layers, tape, x| tape.rms_norm(x, layers.norm.gain, RmsNorm::EPSILON),
+            ),
+            (
+                "gelu",
+                |layers, tape, x| Gelu.forward(tape, &layers.plain.forward(tape, x)?),
+                |layers, tape, x| tape.gelu(&tape.linear(x, layers.plain.weight, None)?),
+            ),
+            (
+                "attention",
+                |layers, tape, x| layers.attention.forward(tape, x),
+                |layers, tape, x| {
+                    let Attention { norm, projections, qk_norm, output } = &layers.attention;
+                    let qkv = tape.norm_project(x, norm.gain, norm.epsilon, projections)?;
+                    let mixed = tape.attention(&qkv, Some((qk_norm, norm.epsilon)), &ops::AttentionForm::new(WIDTH / 64))?;
+                    tape.linear_residual(&mixed, output.weight, None, x)
+                },
+            ),
+            (
+                "norm behind a residual",
+                |layers, tape, x| {
+                    let [h, y] = layers.norm.forward_residual(tape, x, &layers.plain.forward(tape, x)?)?;
+                    tape.add(&h, &y)
+                },
+                |layers, tape, x| {
+                    let h = tape.add(x, &tape.linear(x, layers.plain.weight, None)?)?;
+                    tape.add(&h, &tape.rms_norm(&h, layers.norm.gain, RmsNorm::EPSILON)?)
+                },
+            ),
+            (
+                "positions",
+                |layers, tape, x| layers.positions.add_positions(tape, x),
+                |layers, tape, x| tape.add_positions(x, layers.positions.weight),
+            ),
+            (
+                "dropout in an evaluation",
+                |layers, tape, x| Dropout { p: 0.5 }.forward(tape, &layers.plain.forward(tape, x)?),
+                |layers, tape, x| layers.plain.forward(tape, x),
+            ),
+            (
+                "swiglu, with and without a residual",
+                |layers, tape, x| layers.swiglu.forward_residual(tape, &layers.swiglu.forward(tape, x)?, x),
+                |layers, tape, x| {
+                    let SwiGlu { gate, up, down } = layers.swiglu;
+                    let gated = |x| {
+                        let (gate, up) = (tape.linear(x, gate.weight, None)?, tape.linear(x, up.weight, None)?);
+                        tape.swiglu(&gate, &up)
+                    };
+                    let y = tape.linear(&gated(x)?, down.weight, None)?;
+                    tape.linear_residual(&gated(&y)?, down.weight, None, x)
+                },
+            ),
+            (
+                "mlp, with and without a residual",
+                |layers, tape, x| layers.mlp.forward_residual(tape, &layers.mlp.forward(tape, x)?, x),
+                |layers, tape, x| {
+                    let Mlp { up, down } = layers.mlp;
+                    let y = tape.linear(&tape.linear_gelu(x, up.weight, up.bias)?, down.weight, down.bias)?;
+                    tape.linear_residual(&tape.linear_gelu(&y, up.weight, up.bias)?, down.weight, down.bias, x)
+                },
+            ),
+        ];
+        for (name, layer, ops) in pairs {
+            let (layer, ops) = (run(device, layer), run(device, ops));
+            assert!(layer == ops, "{name}: other bits than its ops");
+            assert!(layer.1.iter().any(|&bits| bits << 1 != 0), "{name}: no gradient");
+        }
+    }
+
+    /// Layers that need more than a variable: ids, and a tape with random numbers.
+    fn an_embedding_and_a_dropout(device: &Device) {
+        let mut layout = Layout::builder();
+        let embedding = Embedding::new(layout.names().at("wte"), 7, 5, 1.0);
+        let parameters = Parameters::new(device, &layout.build().unwrap(), 3).unwrap();
+        let generator = ops::Generator::new(device, 1).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let ids = [6, 0, 3, 3, 1, 6];
+        let [rows, dropped] = arena
+            .step(|step| {
+                let tape = Tape::new(step, &parameters).with_generator(&generator);
+                let y: Var<'_> = embedding.forward(&tape, step.upload(&ids, [2, 3])?.save())?;
+                assert_eq!(y.shape().extents(), [2, 3, 5]);
+                let dropped = Dropout { p: 0.5 }.forward(&tape, &y)?;
+                Ok([step.read(y.value())?, step.read(dropped.value())?])
+            })
+            .unwrap();
+        let table = parameters.flat().read().unwrap();
+        let want: Vec<f32> = ids.iter().flat_map(|&id| table[id as usize * 5..][..5].to_vec()).collect();
+        assert_eq!(bits(&rows), bits(&want));
+        let zeros = dropped.iter().filter(|&&y| y == 0.0).count();
+        assert!((5..25).contains(&zeros), "{zeros} of 30");
+        assert!(dropped.iter().zip(&rows).all(|(&y, &x)| y == 0.0 || y == 2.0 * x));
+    }
+}

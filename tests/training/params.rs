@@ -1,0 +1,325 @@
+//! Handles: a parameter, a stack and a variable know where they belong, and are refused everywhere else.
+
+#![forbid(unsafe_code)]
+
+mod optim;
+mod parameter_groups;
+
+use crate::support::{bits, on_each_device};
+use stepscope::nn::{Attention, Linear, Mlp, RmsNorm, SwiGlu, TokenLinear};
+use stepscope::*;
+
+const BATCH: usize = 2;
+const TOKENS: usize = 3;
+const WIDTH: usize = 64;
+
+/// One handle or layer of each kind.
+struct Handles {
+    linear: Linear,
+    tokens: TokenLinear,
+    norm: RmsNorm,
+    attention: Attention,
+    mlp: Mlp,
+    swiglu: SwiGlu,
+}
+
+/// A layout with so many parameters before the others.
+fn handles(before: usize) -> (Handles, Layout) {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    for number in 0..before {
+        names.add(format!("before{number}"), [WIDTH], Initializer::ONE);
+    }
+    let handles = Handles {
+        linear: Linear::new(names.at("linear"), WIDTH, WIDTH),
+        tokens: TokenLinear::new(&mut names, "token", TOKENS, WIDTH, WIDTH),
+        norm: RmsNorm::new(names.at("norm"), WIDTH),
+        attention: Attention::new(names.at("attention"), WIDTH),
+        mlp: Mlp::new(names.at("mlp"), WIDTH, WIDTH, WIDTH),
+        swiglu: SwiGlu::new(names.at("swiglu"), WIDTH, WIDTH, WIDTH),
+    };
+    (handles, layout.build().unwrap())
+}
+
+/// A layout built alike, one whose places are others, and one whose handles go beyond our end.
+fn strangers() -> [Handles; 3] {
+    [0, 1, 50].map(|before| handles(before).0)
+}
+
+/// The operation that was refused; none if it was not.
+fn refused<T>(result: Result<T>) -> Option<&'static str> {
+    match result {
+        Ok(_) => None,
+        Err(Error::Misuse { op, .. }) => Some(op),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A use of a handle in a step: on a tape, with an input of it.
+type Use = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Handles) -> Result<Var<'s>>;
+
+/// An op of our own whose backward does something that may be refused.
+fn custom<'t, 's>(
+    tape: &Tape<'t, 's>,
+    x: &Var<'s>,
+    backward: impl FnOnce(&mut Backward<'_, 't, 's>, Tensor<'s>) -> Result<()> + 't,
+) -> Var<'s> {
+    tape.op("custom", [x]).unwrap().record(*x.value(), backward)
+}
+
+/// Each use, and the op that refuses it.
+const USES: [(&str, &str, Use); 24] = [
+    ("weights", "reader", |tape, x, h| tape.op("reader", [x])?.weights(h.linear.weight).map(|_| *x)),
+    ("linear, weight", "linear", |tape, x, h| tape.linear(x, h.linear.weight, None)),
+    ("linear_residual, weight", "linear_residual", |tape, x, h| tape.linear_residual(x, h.linear.weight, None, x)),
+    ("linear_gelu, weight", "linear_gelu", |tape, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+    ("linear_silu, weight", "linear_silu", |tape, x, h| tape.linear_silu(x, h.linear.weight, None)),
+    ("linear_swiglu, weight", "linear_swiglu", |tape, x, h| tape.linear_swiglu(x, h.linear.weight, None, x)),
+    ("linear_per_token", "linear_per_token", |tape, x, h| {
+        tape.linear_per_token(x, &h.tokens.weights, &h.tokens.biases)
+    }),
+    ("rms_norm", "rms_norm", |tape, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
+    ("norm_project", "norm_project", |tape, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
+    ("attention", "attention", |tape, x, h| {
+        let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
+        tape.attention(&tape.input(qkv), Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1)).and(Ok(*x))
+    }),
+    ("qk_norm", "qk_norm", |tape, x, h| {
+        let qkv = ops::fill(tape.step(), [3, BATCH, TOKENS, WIDTH], 0.5)?;
+        tape.qk_norm(&tape.input(qkv), &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1)).and(Ok(*x))
+    }),
+    ("Linear", "linear", |tape, x, h| h.linear.forward(tape, x)),
+    ("Linear, residual", "linear_residual", |tape, x, h| h.linear.forward_residual(tape, x, x)),
+    ("TokenLinear", "linear_per_token", |tape, x, h| h.tokens.forward(tape, x)),
+    ("RmsNorm", "rms_norm", |tape, x, h| h.norm.forward(tape, x)),
+    ("Attention", "norm_project", |tape, x, h| h.attention.forward(tape, x)),
+    ("Mlp", "mlp_gelu", |tape, x, h| h.mlp.forward(tape, x)),
+    ("Mlp, residual", "mlp_gelu", |tape, x, h| h.mlp.forward_residual(tape, x, x)),
+    ("SwiGlu", "linear", |tape, x, h| h.swiglu.forward(tape, x)),
+    ("Backward::weights", "custom", |tape, x, h| {
+        let weight = h.linear.weight;
+        Ok(custom(tape, x, move |back, _| back.weights(weight).map(drop)))
+    }),
+    ("Backward::gradient", "custom", |tape, x, h| {
+        let bias = h.linear.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| {
+            let step = back.step();
+            ops::fill_into(step, &mut back.gradient(bias)?.0, 1.0)
+        }))
+    }),
+    ("Parameters::lend", "linear", |tape, x, h| {
+        let bias = h.linear.bias.unwrap();
+        tape.linear(x, h.linear.weight, Some(bias))
+    }),
+    ("Backward::gradient, the last", "custom", |tape, x, h| {
+        let last = h.mlp.down.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| back.gradient(last).map(drop)))
+    }),
+    ("Backward::weights, the last", "custom", |tape, x, h| {
+        let last = h.mlp.down.bias.unwrap();
+        Ok(custom(tape, x, move |back, _| back.weights(last).map(drop)))
+    }),
+];
+
+/// Forward and backward of one use.
+fn run(arena: &mut Arena, weights: &Parameters, gradients: &mut Gradients, used: Use, handles: &Handles) -> Result<()> {
+    arena.step(|step| {
+        let tape = Tape::new(step, weights);
+        let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+        let y = used(&tape, &x, handles)?;
+        let rows = y.shape().elements() / WIDTH;
+        let y = tape.reshape(&y, [rows, WIDTH])?;
+        let labels = step.upload(&vec![1u32; rows], [rows])?.save();
+        let loss = tape.cross_entropy(&y, labels, 1.0)?;
+        tape.backward_afresh(&loss, gradients)
+    })
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+on_each_device! {
+    /// On a tape, forward and backward, and through layers.
+    fn a_foreign_parameter_is_refused_on_a_tape(device: &Device) {
+        let (own, layout) = handles(0);
+        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let mut arena = arena(device);
+        for (name, op, used) in USES {
+            run(&mut arena, &weights, &mut gradients, used, &own).unwrap_or_else(|error| panic!("{name}: {error}"));
+            for (number, foreign) in strangers().iter().enumerate() {
+                let got = refused(run(&mut arena, &weights, &mut gradients, used, foreign));
+                assert_eq!(got, Some(op), "{name}, stranger {number}");
+            }
+        }
+        // One member of a pair alone.
+        for foreign in strangers() {
+            let uses: [(&str, Linear); 2] = [
+                ("bias", Linear { bias: foreign.linear.bias, ..own.linear }),
+                ("weight", Linear { weight: foreign.linear.weight, ..own.linear }),
+            ];
+            for (name, linear) in uses {
+                let mixed = Handles { linear, mlp: Mlp { up: linear, down: own.mlp.down }, ..handles(0).0 };
+                for (used, op, run_it) in [USES[10], USES[11], USES[15]] {
+                    let got = refused(run(&mut arena, &weights, &mut gradients, run_it, &mixed));
+                    assert_eq!(got, Some(op), "{used}, {name}");
+                }
+            }
+            arena.step(|step| {
+                let tape = Tape::new(step, &weights);
+                let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+                let (a, b) = (&own.tokens, &foreign.tokens);
+                assert_eq!(refused(tape.linear_per_token(&x, &a.weights, &b.biases)), Some("linear_per_token"));
+                assert_eq!(refused(tape.linear_per_token(&x, &b.weights, &a.biases)), Some("linear_per_token"));
+                let (a, b) = (&own.attention, &foreign.attention);
+                assert_eq!(refused(tape.norm_project(&x, a.norm.gain, 1e-6, &b.projections)), Some("norm_project"));
+                assert_eq!(refused(tape.norm_project(&x, b.norm.gain, 1e-6, &a.projections)), Some("norm_project"));
+                Ok(())
+            }).unwrap();
+        }
+    }
+
+    /// What reads and writes by handle.
+    fn a_foreign_parameter_is_refused_by_what_holds_numbers(device: &Device) {
+        let (own, layout) = handles(0);
+        let mut weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let before = weights.sha256().unwrap();
+        let mut arena = arena(device);
+        let mut check = |handle: Parameter| {
+            let values = [0.25; WIDTH];
+            let stepped = arena.step(|step| {
+                Ok([refused(weights.lend(step, handle)), refused(gradients.lend_mut(step, handle))])
+            });
+            let [lent, lent_mut] = stepped.unwrap();
+            let read = [refused(layout.entry(handle)), refused(weights.read(handle)), refused(gradients.read(handle))];
+            [&read[..], &[lent, lent_mut, refused(weights.write(handle, &values))]].concat()
+        };
+        for foreign in strangers() {
+            assert_eq!(check(foreign.norm.gain), [Some("parameter"); 6]);
+        }
+        assert_eq!(check(own.norm.gain), [None; 6]);
+        let gain = weights.read(own.norm.gain).unwrap();
+        assert_eq!(gain, [0.25; WIDTH]);
+        weights.write(own.norm.gain, &[1.0; WIDTH]).unwrap();
+        assert_eq!(weights.sha256().unwrap(), before, "nothing else was written");
+        assert_eq!(refused(weights.write(own.norm.gain, &[1.0; WIDTH + 1])), Some("write"));
+    }
+
+    /// Clones of a layout are one: a model may have several sets of weights.
+    fn handles_serve_all_clones_of_a_layout(device: &Device) {
+        let (own, layout) = handles(0);
+        let [one, other] = [&layout, &layout.clone()].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let read = |weights: &Parameters| bits(&weights.read(own.linear.weight).unwrap());
+        assert_eq!(read(&one), read(&other));
+        let mut gradients = Gradients::zeros(&one).unwrap();
+        run(&mut arena(device), &other, &mut gradients, USES[8].2, &own).unwrap();
+        assert_ne!(own.linear.weight, handles(0).0.linear.weight, "but not a layout that was built alike");
+    }
+
+    /// Every op, in each place where it takes a variable; and the backward pass.
+    fn a_foreign_variable_is_refused(device: &Device) {
+        type Op = for<'t, 's> fn(&Tape<'t, 's>, &Var<'s>, &Var<'s>, &Handles) -> Result<Var<'s>>;
+        const OPS: [(&str, Op); 28] = [
+            ("reshape", |tape, _, x, _| tape.reshape(x, [BATCH * TOKENS, WIDTH])),
+            ("transpose", |tape, _, x, _| tape.transpose(x)),
+            ("add", |tape, own, x, _| tape.add(own, x)),
+            ("add", |tape, own, x, _| tape.add(x, own)),
+            ("scale", |tape, _, x, _| tape.scale(x, 2.0)),
+            ("softmax", |tape, _, x, _| tape.softmax(x)),
+            ("sum", |tape, _, x, _| tape.sum(x)),
+            ("mean", |tape, _, x, _| tape.mean(x)),
+            ("tanh", |tape, _, x, _| tape.tanh(x)),
+            ("gelu", |tape, _, x, _| tape.gelu(x)),
+            ("mean_tokens", |tape, _, x, _| tape.mean_tokens(x)),
+            ("linear", |tape, _, x, h| tape.linear(x, h.linear.weight, None)),
+            ("linear_gelu", |tape, _, x, h| tape.linear_gelu(x, h.linear.weight, None)),
+            ("mlp_gelu", |tape, _, x, h| h.mlp.forward(tape, x)),
+            ("mlp_gelu", |tape, own, x, h| h.mlp.forward_residual(tape, own, x)),
+            ("linear_silu", |tape, _, x, h| tape.linear_silu(x, h.linear.weight, None)),
+            ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(x, h.linear.weight, None, own)),
+            ("linear_swiglu", |tape, own, x, h| tape.linear_swiglu(own, h.linear.weight, None, x)),
+            ("linear_residual", |tape, own, x, h| tape.linear_residual(x, h.linear.weight, None, own)),
+            ("linear_residual", |tape, own, x, h| tape.linear_residual(own, h.linear.weight, None, x)),
+            ("linear_per_token", |tape, _, x, h| h.tokens.forward(tape, x)),
+            ("rms_norm", |tape, _, x, h| tape.rms_norm(x, h.norm.gain, 1e-6)),
+            ("norm_project", |tape, _, x, h| tape.norm_project(x, h.norm.gain, 1e-6, &h.attention.projections)),
+            ("attention", |tape, _, x, h| tape.attention(x, Some((&h.attention.qk_norm, 1e-6)), &ops::AttentionForm::new(1))),
+            ("qk_norm", |tape, _, x, h| tape.qk_norm(x, &h.attention.qk_norm, 1e-6, &ops::AttentionForm::new(1))),
+            ("rotary", |tape, _, x, _| tape.rotary(x, ops::Rotary::default(), &ops::AttentionForm::new(1))),
+            ("cross_entropy", |tape, _, x, _| {
+                let labels = tape.step().empty([BATCH])?.save();
+                tape.cross_entropy(x, labels, 1.0)
+            }),
+            ("norm_project", |tape, _, x, h| h.attention.forward(tape, x)),
+        ];
+        let (own, layout) = handles(0);
+        let weights = Parameters::new(device, &layout, 7).unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        arena(device).step(|step| {
+            for (name, op) in OPS {
+                let (tape, other) = (Tape::new(step, &weights), Tape::new(step, &weights));
+                let x = ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?.save();
+                let (own_x, foreign) = (tape.input(x), other.input(x));
+                let made = other.tanh(&foreign)?;
+                for foreign in [foreign, made] {
+                    assert_eq!(refused(op(&tape, &own_x, &foreign, &own)), Some(name));
+                }
+            }
+            // A variable outlives its tape's backward pass, and is still no other's.
+            let gone = Tape::new(step, &weights);
+            let x = gone.input(ops::fill(step, [1, 1], 0.5)?);
+            let loss = gone.tanh(&x)?;
+            gone.backward(&loss, &mut gradients)?;
+            for afresh in [false, true] {
+                let tape = Tape::new(step, &weights);
+                let backward = if afresh { Tape::backward_afresh } else { Tape::backward };
+                assert_eq!(refused(backward(tape, &loss, &mut gradients)), Some("backward"));
+            }
+            Ok(())
+        }).unwrap();
+    }
+
+    /// Gradients, moments and models of other layouts.
+    fn what_belongs_to_another_layout_is_refused(device: &Device) {
+        let ((own, layout), (_, alike)) = (handles(0), handles(0));
+        let [mut weights, mut others] = [&layout, &alike].map(|layout| Parameters::new(device, layout, 7).unwrap());
+        let [mut gradients, mut others_gradients] = [&weights, &others].map(|weights| Gradients::zeros(weights).unwrap());
+        let mut optimizer = AdamW::new(&weights, AdamWConfig::default()).unwrap();
+        optimizer.advance().unwrap();
+        let mut arena = arena(device);
+        assert_eq!(refused(run(&mut arena, &weights, &mut others_gradients, USES[8].2, &own)), Some("backward"));
+        arena.step(|step| {
+            assert_eq!(refused(optimizer.apply(step, &mut others, &gradients)), Some("adamw"));
+            assert_eq!(refused(optimizer.apply(step, &mut weights, &others_gradients)), Some("adamw"));
+            optimizer.apply(step, &mut weights, &gradients)
+        }).unwrap();
+        assert_eq!(optimizer.updates(), 1, "what was refused is no update");
+
+        // The same layout on another device.
+        let elsewhere = crate::support::open(device.description().kind);
+        let far = Parameters::new(&elsewhere, &layout, 7).unwrap();
+        let mut far_gradients = Gradients::zeros(&far).unwrap();
+        assert_eq!(refused(run(&mut arena, &weights, &mut far_gradients, USES[1].2, &own)), Some("lend"));
+        assert_eq!(refused(run(&mut arena, &far, &mut gradients, USES[1].2, &own)), Some("linear"));
+    }
+
+    /// Stacks without a member are refused, and nothing panics.
+    fn an_empty_stack_is_refused(device: &Device) {
+        let mut layout = Layout::builder();
+        let gain = layout.add("gain", [WIDTH], Initializer::ONE);
+        let none = layout.add_stack(0, |_| unreachable!(), [WIDTH, WIDTH], Initializer::ONE);
+        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+        arena(device).step(|step| {
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(ops::fill(step, [BATCH, TOKENS, WIDTH], 0.5)?);
+            assert_eq!(refused(tape.norm_project(&x, gain, 1e-6, &none)), Some("norm_project"));
+            assert_eq!(refused(tape.linear_per_token(&x, &none, &none)), Some("linear_per_token"));
+            let qkv = tape.input(ops::fill(step, [3, BATCH, TOKENS, WIDTH], 0.5)?);
+            assert_eq!(refused(tape.attention(&qkv, Some((&none, 1e-6)), &ops::AttentionForm::new(1))), Some("attention"));
+            assert_eq!(refused(tape.qk_norm(&qkv, &none, 1e-6, &ops::AttentionForm::new(1))), Some("qk_norm"));
+            Ok(())
+        }).unwrap();
+    }
+}

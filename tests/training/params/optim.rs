@@ -1,0 +1,371 @@
+//! The optimiser's protocol: each update is set up once and made once, eagerly or by a replay.
+
+use crate::support::on_each_device;
+use stepscope::*;
+
+const LEN: usize = 8;
+
+/// One parameter, its gradient and an optimiser.
+struct Model {
+    w: Parameter,
+    weights: Parameters,
+    gradients: Gradients,
+    optimizer: AdamW,
+}
+
+impl Model {
+    fn new(device: &Device) -> Self {
+        Self::with(device, AdamWConfig { learning_rate: 0.1, ..AdamWConfig::default() }).unwrap()
+    }
+
+    fn with(device: &Device, config: AdamWConfig) -> Result<Self> {
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [LEN], Initializer::ONE);
+        let weights = Parameters::new(device, &layout.build()?, 7)?;
+        let (gradients, optimizer) = (Gradients::zeros(&weights)?, AdamW::new(&weights, config)?);
+        Ok(Self { w, weights, gradients, optimizer })
+    }
+
+    /// An update by gradients that are all the same.
+    fn apply(&mut self, step: &Step<'_>, gradient: f32) -> Result<()> {
+        ops::fill_into(step, &mut self.gradients.lend_mut(step, self.w)?, gradient)?;
+        self.optimizer.apply(step, &mut self.weights, &self.gradients)
+    }
+
+    /// The weights, and the updates made.
+    fn state(&self) -> (Vec<f32>, u64) {
+        (self.weights.read(self.w).unwrap(), self.optimizer.updates())
+    }
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
+}
+
+#[track_caller]
+fn refused<T>(result: Result<T>) {
+    let error = result.err().expect("an update that was not set up");
+    assert!(matches!(&error, Error::Misuse { op: "adamw", .. }), "{error}");
+}
+
+/// Weights and updates after so many that were made as they should be.
+fn after(device: &Device, updates: usize) -> (Vec<f32>, u64) {
+    let (mut model, mut arena) = (Model::new(device), arena(device));
+    for _ in 0..updates {
+        model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(step, 5.0)).unwrap();
+    }
+    model.state()
+}
+
+on_each_device! {
+    /// One call is the same as the four that it stands for, to the bit; gradients of before do not count.
+    fn an_update_in_one_call(device: &Device) {
+        fn loss<'s>(step: &Eager<'s>, tape: &Tape<'_, 's>, w: Parameter, value: f32) -> Result<Var<'s>> {
+            let x = tape.input(step.upload(&[value; 3 * LEN], [3, LEN])?);
+            tape.mean(&tape.linear(&x, w, None)?)
+        }
+        let model = || {
+            let mut layout = Layout::builder();
+            let w = layout.add("w", [LEN, 2], Initializer::fan_in(LEN));
+            let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap();
+            let (gradients, sgd) = (Gradients::zeros(&weights).unwrap(), Sgd::new(&weights, SgdConfig::default()).unwrap());
+            (w, weights, gradients, sgd)
+        };
+        let mut arena = arena(device);
+        let [in_one_call, written_out] = [true, false].map(|in_one_call| {
+            let (w, mut weights, mut gradients, mut sgd) = model();
+            let losses: Vec<f32> = (1..4).map(|value| {
+                let value = value as f32;
+                if in_one_call {
+                    return sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, value)).unwrap();
+                }
+                sgd.advance().unwrap();
+                arena.step(|step| {
+                    gradients.zero(step)?;
+                    let tape = Tape::new(step, &weights);
+                    let loss = loss(step, &tape, w, value)?;
+                    tape.backward(&loss, &mut gradients)?;
+                    sgd.apply(step, &mut weights, &gradients)?;
+                    step.read_scalar(loss.value())
+                }).unwrap()
+            }).collect();
+            assert_eq!(sgd.updates(), 3);
+            (losses, weights.read(w).unwrap())
+        });
+        assert_eq!(in_one_call, written_out);
+        assert_ne!(in_one_call.1, model().1.read(model().0).unwrap_or_default(), "the weights have changed");
+
+        // What is not finite is an error that names where it stands.
+        let (w, mut weights, mut gradients, mut sgd) = model();
+        let error = sgd.update(&mut arena, &mut weights, &mut gradients, |step, tape| loss(step, tape, w, f32::INFINITY)).unwrap_err();
+        let Error::NotFinite { update: Some(1), tensor, .. } = &error else { panic!("{error}") };
+        assert!(tensor.contains("`w`"), "{error}");
+        // A failing step makes no update.
+        let (w, mut weights, mut gradients, mut sgd) = model();
+        let before = weights.read(w).unwrap();
+        sgd.update(&mut arena, &mut weights, &mut gradients, |_, _| Err(Error::misuse("test", "a loss", "none"))).unwrap_err();
+        assert_eq!((weights.read(w).unwrap(), sgd.updates()), (before, 0));
+    }
+
+    fn an_update_is_set_up_and_made_once(device: &Device) {
+        let (mut model, mut arena) = (Model::new(device), arena(device));
+        for made in 0..3 {
+            let before = model.state();
+            assert_eq!(before, after(device, made));
+            refused(arena.step(|step| model.apply(step, 5.0)));
+            assert_eq!(model.state(), before, "nothing ran");
+            // Called again, it sets up the same update.
+            for _ in 0..=made {
+                assert_eq!(model.optimizer.advance().unwrap(), made as u64 + 1);
+            }
+            // Neither a step that is measured nor one that fails makes it.
+            arena.measure(|step| (0..2).try_for_each(|_| model.apply(step, 5.0))).unwrap();
+            let full = arena.step(|step| {
+                while step.empty::<f32>([1 << 10]).is_ok() {}
+                while step.empty::<f32>([1]).is_ok() {}
+                model.apply(step, 5.0)
+            });
+            assert!(matches!(full, Err(Error::ArenaFull { .. })), "{full:?}");
+            assert_eq!(model.state(), before);
+            arena.step(|step| model.apply(step, 5.0)).unwrap();
+        }
+        assert_eq!(model.state(), after(device, 3));
+    }
+
+    fn a_replay_makes_the_update_that_was_set_up(device: &Device) {
+        let mut arena = arena(device);
+        let mut captured = arena.capture(Model::new(device), &Inputs::new(), |step, model, _| model.apply(step, 5.0)).unwrap();
+        for made in 0..3 {
+            refused(captured.replay(&Inputs::new()));
+            refused(captured.repeat());
+            // Another recording, whose closure runs twice, makes none either.
+            refused(captured.replay(&Inputs::new().variant(made as u64 + 1)));
+            assert_eq!(captured.state().state(), after(device, made), "nothing ran");
+            assert_eq!(captured.report().replays, made as u64);
+            captured.state_mut().optimizer.advance().unwrap();
+            match made {
+                0 => captured.replay(&Inputs::new()).map(drop).unwrap(),
+                1 => captured.repeat().map(drop).unwrap(),
+                _ => captured.replay(&Inputs::new().variant(9)).map(drop).unwrap(),
+            }
+        }
+        // Eager and replayed updates are counted together.
+        let mut model = captured.into_state();
+        refused(arena.step(|step| model.apply(step, 5.0)));
+        model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        assert_eq!(model.state(), after(device, 4));
+    }
+
+    fn a_recorded_step_makes_one_update_of_an_optimiser(device: &Device) {
+        let mut arena = arena(device);
+        refused(arena.capture(Model::new(device), &Inputs::new(), |step, model, _| {
+            model.apply(step, 5.0)?;
+            model.apply(step, 5.0)
+        }));
+        // Of two optimisers, both must be set up, or none is made.
+        let models = [Model::new(device), Model::new(device)];
+        let mut captured = arena
+            .capture(models, &Inputs::new(), |step, models, _| models.iter_mut().try_for_each(|model| model.apply(step, 5.0)))
+            .unwrap();
+        for one in [0, 1] {
+            captured.state_mut()[one].optimizer.advance().unwrap();
+            if one == 0 {
+                refused(captured.replay(&Inputs::new()));
+                assert_eq!(captured.state()[one].state(), after(device, 0));
+            }
+        }
+        captured.replay(&Inputs::new()).unwrap();
+        captured.state().iter().for_each(|model| assert_eq!(model.state(), after(device, 1)));
+    }
+
+    /// What was set up for other weights is not made to those that a file gave.
+    fn a_restored_optimiser_must_be_set_up_anew(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let (mut model, mut arena) = (Model::new(device), arena(device));
+        model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]).unwrap();
+        model.optimizer.advance().unwrap();
+        Checkpoint::load(&path).unwrap().restore(&mut model.weights, Some(&mut model.optimizer)).unwrap();
+        refused(arena.step(|step| model.apply(step, 5.0)));
+        assert_eq!(model.optimizer.advance().unwrap(), 2);
+        arena.step(|step| model.apply(step, 5.0)).unwrap();
+        assert_eq!(model.state(), after(device, 2));
+    }
+
+    /// A moment may overflow where the weights do not.
+    fn moments_that_are_not_finite_are_not_saved(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let (mut model, mut arena) = (Model::new(device), arena(device));
+        model.optimizer.advance().unwrap();
+        arena.step(|step| model.apply(step, 1e25)).unwrap();
+        assert!(model.state().0.iter().all(|weight| weight.is_finite()));
+        let (update, what, tensor) = (Some(1), Quantity::OptimizerState, "`adamw.second.w`".to_owned());
+        let error = Error::NotFinite { update, what, tensor };
+        assert_eq!(Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]), Err(error.clone()));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        Checkpoint::save_with(&path, &model.weights, Some(&model.optimizer), &[], Numbers::Any).unwrap();
+        let (mut other, checkpoint) = (Model::new(device), Checkpoint::load(&path).unwrap());
+        assert_eq!(checkpoint.restore(&mut other.weights, Some(&mut other.optimizer)), Err(error));
+        assert_eq!(other.state(), after(device, 0), "all or nothing");
+        // The weights alone are sound.
+        checkpoint.restore(&mut other.weights, None).unwrap();
+        assert_eq!(other.state().0, model.state().0);
+    }
+}
+
+/// A rule with faults: how many settings an update and a group have, and whether it queues anything.
+struct Odd {
+    settings: fn(u64, &ParameterGroup) -> usize,
+    groups: bool,
+    fails: bool,
+}
+
+impl Default for Odd {
+    fn default() -> Self {
+        Self { settings: |_, _| 1, groups: true, fails: false }
+    }
+}
+
+impl UpdateRule for Odd {
+    fn name(&self) -> &'static str {
+        "odd"
+    }
+
+    fn has_groups(&self) -> bool {
+        self.groups
+    }
+
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
+        vec![0.0; (self.settings)(number, group)]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        if self.fails {
+            return Err(Error::Misuse { op: "odd", expected: "nothing".into(), got: "a failure".into() });
+        }
+        assert_eq!(arguments.groups.is_some(), arguments.settings.shape().elements() > 1);
+        ops::fill_into(step, &mut arguments.weights, 0.0)
+    }
+}
+
+on_each_device! {
+    fn rules_are_looked_at(device: &Device) {
+        let mut model = Model::new(device);
+        let weights = &model.weights;
+        let told = |error: Result<Optimizer<Odd>>, words: &str| {
+            let error = error.err().expect("it is refused").to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        told(Optimizer::new(weights, Odd { settings: |_, _| 0, ..Odd::default() }), "odd: expected at least one setting");
+        let halves = || ParameterGroups::new().with(ParameterGroup { rate: 0.5, weight_decay: None }, |_| true);
+        let odd = |odd| Optimizer::new(weights, odd).unwrap();
+        told(odd(Odd { groups: false, ..Odd::default() }).with_parameter_groups(&halves()), "heeds no others, got 2");
+        let by_group: fn(u64, &ParameterGroup) -> usize = |_, group| if group.rate < 1.0 { 2 } else { 1 };
+        told(odd(Odd { settings: by_group, ..Odd::default() }).with_parameter_groups(&halves()), "1 settings for each group, got 2");
+        told(odd(Odd::default()).with_parameter_groups(&ParameterGroups::new().no_decay(|entry| entry.name() == "v")), "none for group 0");
+        let mut more = odd(Odd { settings: |number, _| number as usize, ..Odd::default() });
+        more.advance().unwrap();
+        let mut fails = odd(Odd { fails: true, ..Odd::default() });
+        let mut sound = odd(Odd::default()).with_parameter_groups(&halves()).unwrap();
+        let mut arena = arena(device);
+        // What was not queued is no update, and still set up.
+        fails.advance().unwrap();
+        for _ in 0..2 {
+            let failed = arena.step(|step| fails.apply(step, &mut model.weights, &model.gradients)).unwrap_err();
+            assert!(failed.to_string().contains("a failure"), "{failed}");
+            assert_eq!(fails.updates(), 0);
+        }
+        arena.step(|step| more.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        assert!(more.advance().unwrap_err().to_string().contains("1 settings for each update, got 2"));
+        assert_eq!(model.state().0, [0.0; LEN]);
+        model.weights.write(model.w, &[1.0; LEN]).unwrap();
+        sound.advance().unwrap();
+        arena.step(|step| sound.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        assert_eq!((sound.updates(), model.state().0), (1, vec![0.0; LEN]));
+    }
+
+    /// A graph that was captured before has the old groups.
+    fn groups_end_what_was_captured_and_set_up(device: &Device) {
+        let slow = || ParameterGroups::new().with(ParameterGroup { rate: 0.1, weight_decay: Some(0.0) }, |_| true);
+        let mut arena = arena(device);
+        let mut captured = arena.capture(Some(Model::new(device)), &Inputs::new(), |step, model, _| model.as_mut().unwrap().apply(step, 5.0)).unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        captured.replay(&Inputs::new()).unwrap();
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        let model = captured.state_mut().take().unwrap();
+        let after_one = model.state();
+        let model = Model { optimizer: model.optimizer.with_parameter_groups(&slow()).unwrap(), ..model };
+        *captured.state_mut() = Some(model);
+        captured.state_mut().as_mut().unwrap().optimizer.advance().unwrap();
+        assert!(captured.replay(&Inputs::new()).is_err(), "the graph's turn is gone");
+        assert_eq!(captured.state().as_ref().unwrap().state(), after_one);
+        // Another recording makes it; a tenth of the rate, without decay, by a second moment that knows one gradient.
+        captured.replay(&Inputs::new().variant(1)).unwrap();
+        let (weights, updates) = captured.state().as_ref().unwrap().state();
+        assert_eq!(updates, 2);
+        assert!(weights.iter().zip(&after_one.0).all(|(now, before)| (before - now - 0.01).abs() < 1e-6), "{weights:?}");
+    }
+
+    /// A file says whose state it has.
+    fn a_file_of_another_optimiser_is_refused_by_name(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut model = Model::new(device);
+        let mut sgd = Sgd::new(&model.weights, SgdConfig { momentum: 0.9, ..SgdConfig::default() }).unwrap();
+        sgd.advance().unwrap();
+        arena(device).step(|step| sgd.apply(step, &mut model.weights, &model.gradients)).unwrap();
+        Checkpoint::save(&path, &model.weights, Some(&sgd), &[]).unwrap();
+        let checkpoint = Checkpoint::load(&path).unwrap();
+        let before = model.state();
+        let expected = |expected, got: &str| Error::OtherOptimizer { path: path.clone(), expected, got: got.into() };
+        let error = checkpoint.restore(&mut model.weights, Some(&mut model.optimizer)).unwrap_err();
+        assert_eq!(error, expected("adamw", "sgd"));
+        assert!(error.to_string().contains("expected the state of the optimiser `adamw`, got that of `sgd`"), "{error}");
+        assert_eq!(model.state(), before);
+        checkpoint.restore(&mut model.weights, None).unwrap();
+        let mut other = Sgd::new(&model.weights, *sgd.rule()).unwrap();
+        checkpoint.restore(&mut model.weights, Some(&mut other)).unwrap();
+        assert_eq!(other.updates(), 1);
+
+        Checkpoint::save(&path, &model.weights, Some(&model.optimizer), &[]).unwrap();
+        let restored = Checkpoint::load(&path).unwrap().restore(&mut model.weights, Some(&mut other));
+        assert_eq!(restored, Err(expected("sgd", "adamw")));
+        assert_eq!(other.updates(), 1);
+    }
+}
+
+#[test]
+fn sgds_settings_out_of_range_are_refused() {
+    let device = crate::support::open(DeviceKind::Emulated);
+    let model = Model::new(&device);
+    let base = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
+    for (config, words) in [
+        (SgdConfig { learning_rate: -1.0, ..base }, "`learning_rate` finite and at least 0, got -1"),
+        (SgdConfig { momentum: f32::NAN, ..base }, "`momentum` finite"),
+        (SgdConfig { momentum: 0.0, nesterov: true, ..base }, "`momentum` above 0 with `nesterov`, got 0"),
+        (SgdConfig { weight_decay: f32::INFINITY, ..base }, "`weight_decay` finite"),
+        (SgdConfig { clip: Some(0.0), ..base }, "`clip` above 0, got 0"),
+        (
+            SgdConfig { schedule: Schedule::WarmupCosine { warmup: 1, total: 2, floor: 2.0 }, ..base },
+            "`floor` in [0, 1]",
+        ),
+    ] {
+        let error = Sgd::new(&model.weights, config).err().unwrap().to_string();
+        assert!(error.contains("sgd: expected ") && error.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn a_schedule_out_of_range_is_refused() {
+    let device = crate::support::open(DeviceKind::Emulated);
+    for floor in [f64::NAN, f64::INFINITY, -0.1, 1.1] {
+        let schedule = Schedule::WarmupCosine { warmup: 1, total: 2, floor };
+        let error = Model::with(&device, AdamWConfig { schedule, ..AdamWConfig::default() }).err().unwrap();
+        assert!(error.to_string().contains("`floor` in [0, 1]"), "{error}");
+    }
+}

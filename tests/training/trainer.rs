@@ -1,0 +1,537 @@
+//! The trainer: the same weights however it runs, is looked at or interrupted, and errors that reach the caller.
+
+#![forbid(unsafe_code)]
+
+mod dropout;
+
+use crate::support::{Random, on_each_device};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use stepscope::faults::{Call, Fault, FaultPlan};
+use stepscope::nn::{Linear, Mlp};
+use stepscope::*;
+
+const INPUTS: usize = 12;
+const CLASSES: usize = 3;
+/// Batches of an epoch, the last of which is short.
+const BATCHES: [usize; 5] = [8, 8, 8, 8, 3];
+
+struct Classifier {
+    mlp: Mlp,
+    head: Linear,
+}
+
+impl Classifier {
+    fn learner(device: &Device) -> Learner<Self> {
+        let mut layout = Layout::builder();
+        let mut names = layout.names();
+        let mlp = Mlp::new(names.at("mlp"), INPUTS, 64, 64);
+        let model = Self { mlp, head: Linear::new(names.at("head"), 64, CLASSES) };
+        let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+        let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.5), schedule, ..AdamWConfig::default() };
+        Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap()
+    }
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.head.forward(tape, &self.mlp.forward(tape, &tape.input(batch.input::<f32>(0)?))?)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
+    }
+}
+
+/// In three clouds.
+type Points = crate::support::points::Points<INPUTS>;
+
+/// An epoch's batches in parts of at most so many samples.
+fn batches(epoch: u64, part: usize) -> Vec<Vec<Points>> {
+    let mut random = Random::new(epoch);
+    let mut batch = |samples: usize| {
+        let labels = random.belows(samples, CLASSES as u32);
+        let near = |label: u32, random: &mut Random| random.normals(INPUTS).into_iter().map(move |x| x + label as f32);
+        let x: Vec<f32> = labels.iter().flat_map(|&label| near(label, &mut random)).collect();
+        Points { x, labels }.in_parts(part)
+    };
+    BATCHES.map(&mut batch).into()
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+fn trainer<'a>(arena: &'a mut Arena, captured: bool, part: usize) -> Trainer<'a, Classifier> {
+    let learner = Classifier::learner(arena.device());
+    match captured {
+        true => Trainer::captured(arena, learner, &batches(0, part)[0][0]).unwrap(),
+        false => Trainer::eager(arena, learner),
+    }
+}
+
+/// What an epoch told, and how often the stop flag waits.
+#[derive(Default)]
+struct Heard<'f> {
+    updates: Vec<Update>,
+    stop: Option<(u64, &'f AtomicBool)>,
+}
+
+impl Observer for Heard<'_> {
+    fn updated(&mut self, update: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
+        self.updates.push(*update);
+        if let Some((after, flag)) = self.stop {
+            flag.store(progress.updates == after, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn notes(&self) -> Vec<(&str, String)> {
+        vec![("heard", self.updates.len().to_string())]
+    }
+}
+
+fn epoch(trainer: &mut Trainer<'_, Classifier>, part: usize, progress: &mut EpochProgress) -> (Vec<Update>, Ended) {
+    let mut heard = Heard::default();
+    let left = batches(1, part).into_iter().skip(progress.updates as usize).map(Ok);
+    let ended = trainer.epoch(left, progress, &mut heard).unwrap();
+    (heard.updates, ended)
+}
+
+fn sha256(trainer: &Trainer<'_, Classifier>) -> String {
+    trainer.learner().parameters.sha256().unwrap()
+}
+
+/// The weights after an epoch that nothing disturbed.
+fn undisturbed(device: &Device, part: usize) -> (String, Vec<Update>) {
+    let mut arena = arena(device);
+    let mut trainer = trainer(&mut arena, false, part);
+    let (updates, ended) = epoch(&mut trainer, part, &mut EpochProgress::default());
+    assert_eq!((ended, updates.len()), (Ended::Finished, BATCHES.len()));
+    (sha256(&trainer), updates)
+}
+
+on_each_device! {
+    fn captured_or_not_ahead_or_one_by_one_the_bits_are_the_same(device: &Device) {
+        for part in [8, 3] {
+            let (expected, expected_updates) = undisturbed(device, part);
+            assert!(expected_updates[4].loss < 0.8 * expected_updates[0].loss, "it learns: {expected_updates:?}");
+            let mut arena = arena(device);
+            let mut progress = EpochProgress::default();
+            let mut ahead = trainer(&mut arena, true, part);
+            let (updates, _) = epoch(&mut ahead, part, &mut progress);
+            assert_eq!((sha256(&ahead), updates), (expected.clone(), expected_updates.clone()), "parts of {part}");
+            assert_eq!((progress.updates, progress.samples), (5, 35));
+            let losses = expected_updates.iter().map(|update| update.loss * update.samples as f64);
+            assert_eq!(progress.loss_sum, losses.sum::<f64>());
+            assert_eq!(ahead.capture_report().unwrap().replays, if part == 8 { 5 } else { 13 });
+            drop(ahead);
+
+            // One at a time; and with gradients that are looked at before each update.
+            let mut arena = self::arena(device);
+            let mut single = trainer(&mut arena, true, part);
+            let updates: Vec<Update> = batches(1, part).iter().map(|batch| single.update(batch).unwrap()).collect();
+            assert_eq!((sha256(&single), updates), (expected.clone(), expected_updates.clone()));
+            drop(single);
+            let mut arena = self::arena(device);
+            let mut looked_at = trainer(&mut arena, true, part);
+            for (batch, expected) in batches(1, part).iter().zip(&expected_updates) {
+                let before = sha256(&looked_at);
+                assert_eq!(looked_at.accumulate(batch).unwrap(), *expected);
+                assert_eq!(sha256(&looked_at), before, "only gradients have changed");
+                looked_at.apply().unwrap();
+                assert!(matches!(looked_at.apply(), Err(Error::Misuse { op: "apply", .. })));
+            }
+            assert_eq!(sha256(&looked_at), expected);
+        }
+    }
+
+    fn interrupted_and_resumed_it_ends_with_the_same_weights(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let (expected, all) = undisturbed(device, 3);
+        for (captured, after) in [(false, 1), (true, 1), (false, 4), (true, 3), (true, 5)] {
+            let path = folder.path().join(format!("{captured}-{after}.safetensors"));
+            let (flag, mut progress) = (AtomicBool::new(false), EpochProgress::default());
+            let mut heard = Heard { stop: Some((after, &flag)), ..Heard::default() };
+            let mut arena = arena(device);
+            let mut first = trainer(&mut arena, captured, 3).checkpoint(&path, None).stop_when(&flag);
+            let ended = first.epoch(batches(1, 3).into_iter().map(Ok), &mut progress, &mut heard).unwrap();
+            // The flag is seen when the next update is queued: it is the last.
+            let stopped = (after + 1).min(5);
+            assert_eq!(ended, if after < 5 { Ended::Stopped } else { Ended::Finished }, "{captured} {after}");
+            assert_eq!((progress.updates, heard.updates.len() as u64), (stopped, stopped));
+            if ended == Ended::Finished {
+                assert!(!path.exists(), "nothing asked for a checkpoint");
+                first.save(&progress, &heard.notes()).unwrap();
+            }
+            drop(first);
+
+            let checkpoint = Checkpoint::load(&path).unwrap();
+            assert_eq!(checkpoint.note("heard").unwrap(), stopped.to_string());
+            assert_eq!(EpochProgress::of(&checkpoint).unwrap(), progress);
+            let mut arena = self::arena(device);
+            let mut second = trainer(&mut arena, captured, 3);
+            let mut restored = second.restore(&checkpoint).unwrap();
+            let (rest, _) = epoch(&mut second, 3, &mut restored);
+            assert_eq!(rest, all[stopped as usize..]);
+            assert_eq!(sha256(&second), expected, "captured {captured}, stopped after {stopped}");
+            assert_eq!(restored.mean_loss(), all.iter().map(|update| update.loss * update.samples as f64).sum::<f64>() / 35.0);
+        }
+    }
+
+    fn a_checkpoint_comes_every_so_many_updates(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8).checkpoint(&path, Some(2));
+        let mut seen = Vec::new();
+        let taken = batches(1, 8).into_iter().map(|batch| {
+            // What is there when the trainer asks for the next batch.
+            seen.push(Checkpoint::load(&path).ok().map(|checkpoint| EpochProgress::of(&checkpoint).unwrap().updates));
+            Ok(batch)
+        });
+        trainer.epoch(taken, &mut EpochProgress::default(), &mut ()).unwrap();
+        assert_eq!(seen, [None, None, Some(2), Some(2), Some(4)]);
+    }
+
+    fn evaluation_changes_nothing_and_sums_over_samples(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let before = sha256(&trainer);
+        let [whole] = batches(1, 8)[0].clone().try_into().unwrap();
+        let (loss, classes) = trainer
+            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .unwrap();
+        assert_eq!((sha256(&trainer), classes.len()), (before, 8));
+        let told = trainer.update(&[whole]).unwrap().loss;
+        assert!((loss / 8.0 - told).abs() < 1e-6, "{loss} over 8 samples, {told} on average");
+    }
+
+    /// As by hand; of a model whose output has other rows, or with other labels than samples, it is refused.
+    fn a_classifier_is_told_how_much_is_right(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let [mut whole] = batches(1, 8)[0].clone().try_into().unwrap();
+        let (loss, guesses) = trainer
+            .evaluate(&whole, |step, logits| step.read(&ops::argmax_columns(step, logits.value())?))
+            .unwrap();
+        whole.labels = guesses.iter().zip(0..).map(|(&guess, at)| if at < 5 { guess } else { (guess + 1) % CLASSES as u32 }).collect();
+        let (other, right) = trainer.evaluate_classes(&whole, &whole.labels).unwrap();
+        assert!(right == 5 && other != loss, "{right} of 8 right, {other}");
+        let error = trainer.evaluate_classes(&whole, &whole.labels[1..]).unwrap_err().to_string();
+        assert!(error.ends_with("a label and a row of the output for each of 8 samples, got 7 labels and 8 rows"), "{error}");
+    }
+
+    /// The same logits as by hand: a run is judged by the numbers that it trains with.
+    fn evaluation_multiplies_as_training_does(device: &Device) {
+        let x = Random::new(3).normals(32 * INPUTS);
+        let points = Points { x, labels: vec![1; 32] };
+        let mut seen = Vec::new();
+        for precision in ops::Precision::ALL {
+            let mut arena = arena(device);
+            let learner = Classifier::learner(device).with_precision(precision);
+            let by_hand = arena.step(|step| {
+                step.set_precision(precision);
+                let batch = step.upload_inputs(&points.inputs()?)?;
+                let tape = Tape::new(step, &learner.parameters).evaluating();
+                step.read(learner.model.forward(&tape, &batch)?.value())
+            });
+            let mut trainer = Trainer::captured(&mut arena, learner, &batches(0, 8)[0][0]).unwrap();
+            let (_, logits) = trainer.evaluate(&points, |step, logits| step.read(logits.value())).unwrap();
+            assert_eq!(logits, by_hand.unwrap(), "{precision}");
+            assert!(!seen.contains(&logits), "{precision} rounds as another does");
+            seen.push(logits);
+        }
+    }
+
+    fn wrong_batches_and_errors_among_them_reach_the_caller(device: &Device) {
+        let mut arena = arena(device);
+        let mut trainer = trainer(&mut arena, false, 8);
+        for empty in [vec![], vec![Points { x: vec![], labels: vec![] }]] {
+            let error = trainer.update(&empty).unwrap_err().to_string();
+            assert!(error.contains("samples in each part"), "{error}");
+        }
+        let broken = Error::Loader { reason: "the disk is gone".into() };
+        let some = batches(1, 8).into_iter().take(2).map(Ok).chain([Err(broken.clone())]);
+        let mut progress = EpochProgress::default();
+        assert_eq!(trainer.epoch(some, &mut progress, &mut ()).unwrap_err(), broken);
+        assert_eq!(progress.updates, 2, "what was queued before it is told");
+    }
+}
+
+/// A full arena and a missed deadline are told as everywhere: with the arena's report, and the loss of the device.
+#[test]
+fn reports_of_the_arena_and_of_deadlines_pass_through() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut small = Arena::builder(&device).capacity(Capacity::Bytes(4096)).build().unwrap();
+    let mut cramped = Trainer::eager(&mut small, Classifier::learner(&device));
+    let error = cramped.update(&batches(1, 8)[0]).unwrap_err();
+    assert!(matches!(&error, Error::ArenaFull { cause: Cause::WorkingSetLargerThanArena, .. }), "{error}");
+
+    // A busy machine may need longer for each call than any fixed deadline.
+    let start = Instant::now();
+    let mut sound = arena(&device);
+    trainer(&mut sound, true, 8).update(&batches(1, 8)[0]).unwrap();
+    let deadline = (50 * start.elapsed()).max(Duration::from_millis(50));
+    for (call, fault) in [(Call::PollFence, Fault::Never), (Call::QueueDownload, Fault::Spoil)] {
+        let plan = FaultPlan::new();
+        let device = Device::builder(DeviceKind::Emulated).deadline(deadline).faults(plan.clone()).open().unwrap();
+        let mut arena = arena(&device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        trainer.update(&batches(1, 8)[0]).unwrap();
+        let _ = plan.clone().on(call, plan.count(call) + 1, fault);
+        let error = trainer.update(&batches(1, 8)[1]).unwrap_err();
+        match fault {
+            Fault::Never => assert!(matches!(error, Error::Timeout { call: "download", .. }), "{error}"),
+            _ => assert!(matches!(error, Error::Driver { fatal: true, .. }), "{error}"),
+        }
+        assert!(device.lost().is_some());
+        let later = trainer.update(&batches(1, 8)[2]).unwrap_err();
+        assert!(matches!(later, Error::DeviceLost { .. }), "{later}");
+    }
+}
+
+/// A copy that fails and leaves the device whole costs the update, and no memory.
+#[test]
+fn results_that_did_not_land_leave_nothing_behind() {
+    let plan = FaultPlan::new();
+    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    {
+        let mut arena = arena(&device);
+        let mut trainer = trainer(&mut arena, true, 8);
+        let _ = plan.clone().on(Call::QueueDownload, 2, Fault::Fail);
+        assert!(trainer.update(&batches(1, 8)[0]).is_err());
+        trainer.update(&batches(1, 8)[1]).unwrap();
+    }
+    drop(device);
+    let count = |call| plan.count(call);
+    assert_eq!(count(Call::FreePinned), count(Call::AllocatePinned));
+    assert_eq!(count(Call::DestroyFence), count(Call::CreateFence));
+    assert_eq!(count(Call::Free), count(Call::Allocate));
+}
+
+/// When an update is told of, the next one has been queued, and no other; so the device has work while the host looks.
+#[test]
+fn one_update_is_queued_ahead_and_no_more() {
+    struct Ahead(FaultPlan, Vec<u64>);
+
+    impl Observer for Ahead {
+        fn updated(&mut self, _: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
+            self.1.push(self.0.count(Call::Replay) - progress.updates);
+            Ok(())
+        }
+    }
+
+    let plan = FaultPlan::new();
+    let device = Device::builder(DeviceKind::Emulated).faults(plan.clone()).open().unwrap();
+    let mut arena = arena(&device);
+    let mut trainer = trainer(&mut arena, true, 8);
+    let mut ahead = Ahead(plan, Vec::new());
+    trainer.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut ahead).unwrap();
+    assert_eq!(ahead.1, [1, 1, 1, 1, 0]);
+}
+
+/// Batches of an epoch, one of which is spoilt.
+fn spoilt(part: usize, number: usize, spoil: impl Fn(&mut Points)) -> Vec<Vec<Points>> {
+    let mut batches = batches(1, part);
+    batches[number].last_mut().into_iter().for_each(spoil);
+    batches
+}
+
+on_each_device! {
+    /// However steps run, the update and the sample are named, and nothing is told or saved behind the update before.
+    fn a_batch_that_is_not_finite_ends_the_training(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        // The last part begins with sample 6, where batches come in parts of 3.
+        for (captured, part, bad, sample) in [(true, 8, f32::NAN, 1), (false, 8, f32::INFINITY, 1), (true, 3, f32::NAN, 7), (false, 3, -f32::INFINITY, 7)] {
+            let batches = spoilt(part, 2, |points| points.x[INPUTS + 5] = bad);
+            let expected = Error::NotFinite {
+                update: Some(3),
+                what: Quantity::Loss,
+                tensor: format!("input 0 of the batch, sample {sample}"),
+            };
+            let mut memory = arena(device);
+            let mut training = trainer(&mut memory, captured, part).checkpoint(&path, Some(1));
+            let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
+            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut heard);
+            assert_eq!(ended, Err(expected.clone()));
+            assert_eq!((heard.updates.len(), progress.updates), (2, 2));
+            let saved = training.save(&progress, &[]).unwrap_err();
+            assert!(matches!(saved, Error::NotFinite { what: Quantity::Weight, .. }), "{saved}");
+
+            // The checkpoint is the one before, and training goes on from it.
+            let checkpoint = Checkpoint::load(&path).unwrap();
+            let mut progress = training.restore(&checkpoint).unwrap();
+            assert_eq!(progress.updates, 2);
+            let rest = self::batches(1, part).into_iter().skip(2).map(Ok);
+            training.epoch(rest, &mut progress, &mut ()).unwrap();
+            assert_eq!(sha256(&training), undisturbed(device, part).0);
+
+            // One by one.
+            assert_eq!(training.accumulate(&batches[2]).unwrap_err().to_string(), expected.to_string().replace("update 3", "update 6"));
+            assert_eq!(sha256(&training), undisturbed(device, part).0, "no update was made");
+            assert!(matches!(training.update(&batches[2]), Err(Error::NotFinite { update: Some(6), what: Quantity::Loss, .. })));
+            let lost = training.update(&self::batches(1, part)[0]).unwrap_err();
+            let Error::NotFinite { update: Some(7), tensor, .. } = &lost else { panic!("{lost}") };
+            assert_eq!(tensor, "the gradient of `mlp.up.weight`");
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
+
+    /// With the next update queued already, only what that has left can be looked at, and the error says so.
+    fn weights_that_diverge_end_the_training(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        for captured in [false, true] {
+            let mut learner = Classifier::learner(device);
+            let config = AdamWConfig { learning_rate: 1e30, ..AdamWConfig::default() };
+            learner.optimizer = AdamW::new(&learner.parameters, config).unwrap();
+            let mut memory = arena(device);
+            let training = match captured {
+                true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),
+                false => Trainer::eager(&mut memory, learner),
+            };
+            let mut training = training.checkpoint(&path, Some(1));
+            let mut heard = Heard::default();
+            let ended = training.epoch(batches(1, 8).into_iter().map(Ok), &mut EpochProgress::default(), &mut heard);
+            let Err(Error::NotFinite { update: Some(update), tensor, .. }) = &ended else { panic!("{ended:?}") };
+            assert!(*update > 1 && heard.updates.len() as u64 == update - 1, "{ended:?}");
+            assert!(tensor.contains("gradient of `mlp."), "{tensor}");
+            // What was saved on the way can be restored.
+            Checkpoint::load(&path).unwrap().restore(&mut Parameters::new(device, training.learner().parameters.layout(), 0).unwrap(), None).unwrap();
+        }
+    }
+
+    /// The last update of an epoch may be the one that spoils the weights: its loss and gradients were those before.
+    fn weights_are_looked_at_when_an_epoch_ends(device: &Device) {
+        for captured in [false, true] {
+            let mut learner = Classifier::learner(device);
+            // The decay, 1 - rate times decay, overflows.
+            let config = AdamWConfig { learning_rate: 1e38, weight_decay: 1e3, ..AdamWConfig::default() };
+            learner.optimizer = AdamW::new(&learner.parameters, config).unwrap();
+            let mut memory = arena(device);
+            let mut training = match captured {
+                true => Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).unwrap(),
+                false => Trainer::eager(&mut memory, learner),
+            };
+            let one = batches(1, 8).into_iter().take(1).map(Ok);
+            let tensor = "`mlp.up.weight`".to_owned();
+            let expected = Error::NotFinite { update: Some(1), what: Quantity::Weight, tensor };
+            assert_eq!(training.epoch(one, &mut EpochProgress::default(), &mut ()), Err(expected));
+            // And whoever goes on hears of it.
+            let error = training.evaluate(&batches(1, 8)[0][0], |_, _| Ok(())).unwrap_err();
+            assert!(matches!(error, Error::NotFinite { update: Some(1), what: Quantity::Loss, .. }), "{error}");
+        }
+    }
+
+    /// Finite gradients whose squares overflow, eagerly, captured and in two calls.
+    fn a_norm_that_overflows_ends_the_training(device: &Device) {
+        struct Steep(Classifier);
+
+        impl Model for Steep {
+            fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+                self.0.forward(tape, batch)
+            }
+
+            fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &Batch<'s>, weight: f32) -> Result<Var<'s>> {
+                tape.cross_entropy(output, batch.input(1)?, 1e30 * weight)
+            }
+        }
+
+        for captured in [false, true] {
+            let learner = Classifier::learner(device).map_model(Steep);
+            let (mut memory, batch) = (arena(device), batches(1, 8).swap_remove(0));
+            let mut training = match captured {
+                true => Trainer::captured(&mut memory, learner, &batch[0]).unwrap(),
+                false => Trainer::eager(&mut memory, learner),
+            };
+            let check = |update, ended: Result<()>| {
+                let Err(Error::NotFinite { update: Some(found), what: Quantity::GradientNorm, tensor }) = &ended else {
+                    panic!("{ended:?}")
+                };
+                assert!(*found == update && tensor.contains("all gradients and weights are finite"), "{ended:?}");
+            };
+            check(1, training.update(&batch).map(drop));
+            training.accumulate(&batch).unwrap();
+            check(2, training.apply());
+            // Asked for, it is let be.
+            training.numbers(Numbers::Any).update(&batch).unwrap();
+        }
+    }
+
+    /// Clipped by an infinite norm, the gradients are nothing, so the update that is queued behind has a loss again: it is not told of.
+    fn nothing_is_told_behind_an_update_that_is_not_finite(device: &Device) {
+        for captured in [false, true] {
+            let batches = spoilt(8, 2, |points| points.x[..INPUTS].fill(1e25));
+            let mut memory = arena(device);
+            let mut training = trainer(&mut memory, captured, 8);
+            let (mut heard, mut progress) = (Heard::default(), EpochProgress::default());
+            let ended = training.epoch(batches.into_iter().map(Ok), &mut progress, &mut heard);
+            let Err(Error::NotFinite { update: Some(3), what: Quantity::GradientNorm, tensor }) = &ended else { panic!("{ended:?}") };
+            assert!(tensor.contains("seen behind update 4"), "{tensor}");
+            assert_eq!((heard.updates.len(), progress.updates), (2, 2));
+            training.update(&self::batches(1, 8)[0]).unwrap();
+        }
+    }
+
+    fn numbers_that_are_not_finite_can_be_asked_for(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        for captured in [false, true] {
+            let batches = spoilt(8, 2, |points| points.x[0] = f32::NAN);
+            let mut memory = arena(device);
+            let mut training = trainer(&mut memory, captured, 8).checkpoint(&path, None).numbers(Numbers::Any);
+            let mut progress = EpochProgress::default();
+            assert_eq!(training.epoch(batches.into_iter().map(Ok), &mut progress, &mut ()), Ok(Ended::Finished));
+            assert!(progress.updates == 5 && progress.loss_sum.is_nan());
+            training.save(&progress, &[]).unwrap();
+            let checkpoint = Checkpoint::load(&path).unwrap();
+            assert_eq!(training.restore(&checkpoint).unwrap().updates, 5);
+            let mut strict = training.numbers(Numbers::Finite);
+            let before = sha256(&strict);
+            let refused = strict.restore(&checkpoint).unwrap_err();
+            assert!(matches!(refused, Error::NotFinite { update: Some(5), what: Quantity::Weight, .. }), "{refused}");
+            assert_eq!(sha256(&strict), before);
+        }
+    }
+
+    /// A label that is no class is named by its place in the whole batch, before it is trained on.
+    fn a_label_that_is_no_class_names_its_sample(device: &Device) {
+        for (captured, part, sample) in [(true, 8, 4), (false, 8, 4), (true, 3, 7), (false, 3, 7)] {
+            let within = sample % part;
+            let batches = spoilt(part, 1, |points| points.labels[within] = CLASSES as u32);
+            let expected = Error::Label { sample, label: CLASSES as u32, classes: CLASSES };
+            let mut memory = arena(device);
+            let mut training = trainer(&mut memory, captured, part);
+            let mut progress = EpochProgress::default();
+            let ended = training.epoch(batches.clone().into_iter().map(Ok), &mut progress, &mut ());
+            assert_eq!((ended, progress.updates), (Err(expected.clone()), 1));
+            assert_eq!(training.accumulate(&batches[1]).unwrap_err(), expected);
+            // Gradients of a part of a batch are not applied; those of a whole one are, once.
+            let before = sha256(&training);
+            let apply = |training: &mut Trainer<'_, Classifier>| training.apply().map_err(|error| error.to_string());
+            assert!(apply(&mut training).unwrap_err().starts_with("apply: expected an `accumulate`"));
+            assert_eq!(sha256(&training), before);
+            let last = batches[1].last().unwrap();
+            assert_eq!(training.evaluate(last, |_, _| Ok(())).unwrap_err(), Error::Label { sample: within, label: CLASSES as u32, classes: CLASSES });
+            // No weight has changed, and the update is not counted: the right batches give the weights that they always give.
+            let rest = self::batches(1, part).into_iter().skip(1).map(Ok);
+            training.epoch(rest, &mut progress, &mut ()).unwrap();
+            assert_eq!(sha256(&training), undisturbed(device, part).0);
+        }
+    }
+
+    /// A model that was built over another layout than its weights.
+    fn a_model_of_another_layout_is_refused(device: &Device) {
+        let stranger = Classifier::learner(device).model;
+        let mut memory = arena(device);
+        let learner = Learner { model: stranger, ..Classifier::learner(device) };
+        let error = Trainer::captured(&mut memory, learner, &batches(0, 8)[0][0]).err().unwrap();
+        assert!(matches!(error, Error::Misuse { op: "mlp_gelu", .. }), "{error}");
+        let gradients = Classifier::learner(device).gradients;
+        let learner = Learner { gradients, ..Classifier::learner(device) };
+        let error = Trainer::eager(&mut memory, learner).update(&batches(0, 8)[0]).unwrap_err();
+        assert!(matches!(error, Error::Misuse { op: "backward", .. }), "{error}");
+    }
+}
