@@ -33,6 +33,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) struct Region {
     pub(super) device: Device,
     pub(super) address: u64,
+    /// The number of the owner of what steps have.
+    pub(super) owner: u64,
     /// Bytes of device memory at the address that are this region's own; none where it is lent.
     pub(super) owned_bytes: usize,
     /// Bytes that steps may fill: all but what captured steps own.
@@ -76,11 +78,18 @@ impl Region {
     /// Bytes of a region that is addresses alone: as many as a step may want.
     pub(crate) const EVERYTHING: usize = 1 << 46;
 
+    /// The number of the arena among those of its device; none of a step that is recorded.
+    pub(super) fn number(&self) -> Option<u64> {
+        self.lending.as_ref().map(Lending::number)
+    }
+
     /// Takes the memory from the device.
     pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
         let address = device.allocate(capacity)?;
         let mut region = Self::lent(device, address, capacity);
-        region.lending = Some(region.device.lending());
+        let lending = region.device.lending();
+        region.owner = region.device.owner_of_steps(lending.number());
+        region.lending = Some(lending);
         region.owned_bytes = capacity;
         Ok(region)
     }
@@ -89,6 +98,7 @@ impl Region {
     /// more than it was given.
     pub(crate) fn lent(device: Device, address: u64, capacity: usize) -> Self {
         Self {
+            owner: device.owner_of_steps(1),
             device,
             address,
             owned_bytes: 0,
@@ -232,7 +242,7 @@ impl Region {
         let address = self.take_bytes(bytes, Location::caller())?;
         // SAFETY: these bytes were just taken, with those up to the next multiple of 256, and nothing else uses them; whoever lent the
         // region keeps them.
-        Ok(unsafe { Memory::new(self.device.identity(), address, bytes) })
+        Ok(unsafe { Memory::new(self.owner, address, bytes) })
     }
 
     /// Memory for a tensor of the running step, with whatever was there.
@@ -249,7 +259,7 @@ impl Region {
         // SAFETY: these bytes were just taken, with those up to the next multiple of 256, or given back by the tensor that had them, which is
         // gone. Nothing else uses them until the rewind past them; `Step::empty` brands the tensor that it makes of them, so none is left
         // then.
-        Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
+        Ok(unsafe { Memory::new(self.owner, address, shape.elements()) })
     }
 
     /// The tensor at this address is read when the step is over: it may be given back, and keeps its memory.
@@ -369,6 +379,8 @@ impl Region {
 
     #[inline]
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        // An empty tensor takes a place of its own: no two tensors of a step have one address.
+        let bytes = bytes.max(1);
         if let Some(offset) = self.reuse.take(bytes) {
             self.counters.borrow_mut().allocated(site, 0);
             return Ok(self.address + offset as u64);
@@ -399,7 +411,7 @@ impl Region {
         }
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
-            let block = unsafe { Memory::new(self.device.identity(), address, bytes) };
+            let block = unsafe { Memory::new(self.owner, address, bytes) };
             let made = checks.borrow_mut().made(&self.device, block, request, site);
             made.map_err(|error| self.with_report(error))?;
         }
