@@ -44,7 +44,9 @@ impl RingSize {
                 device: "the host".into(),
                 requested_bytes: slot_bytes.saturating_mul(slots),
                 free_bytes,
-                reason: format!("staging of {slots} slots of {slot_bytes} bytes; ask `DeviceBuilder::staging` for less"),
+                reason: format!(
+                    "staging of {slots} slots of {slot_bytes} bytes; ask `DeviceBuilder::staging` for less"
+                ),
             }),
         }
     }

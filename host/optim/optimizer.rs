@@ -231,7 +231,8 @@ impl<R: UpdateRule> Optimizer<R> {
             let runs = slice.start / RUN..slice.end.div_ceil(RUN);
             let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
             let groups = all_runs.map(|all| all.part(runs));
-            let promised = Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
+            let promised =
+                Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
             let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
             let (queued, extents) = step.region().launches().watch(|| self.rule.queue(step, arguments));
             queued?;
@@ -267,7 +268,7 @@ impl Promised {
                 return Err(Error::misuse(name, expected, got));
             }
         }
-        if let Some(groups) = self.groups {
+        if let Some(groups) = self.groups.filter(|groups| groups.len() > 0) {
             let all = groups.address()..groups.address() + groups.bytes().len() as u64;
             if !extents.iter().map(range).any(|used| used.start < all.end && all.start < used.end) {
                 let expected = "a rule whose launches read `UpdateArguments::groups`: its `has_groups` returned true";
