@@ -200,22 +200,26 @@ fn a_thread_ends_with_a_trainer() {
 #[test]
 fn a_thread_trains_while_it_ends() {
     static OUTCOMES: std::sync::Mutex<Vec<String>> = std::sync::Mutex::new(Vec::new());
-    struct Works(Arena);
+    struct Works(Arena, Captured<Buffer<f32>, Output>);
     impl Drop for Works {
         fn drop(&mut self) {
-            let stepped = self.0.step(|step| step.read(&ops::scale(step, &step.upload(&[1.0], [1])?, 2.0)?));
-            let captured = self.0.capture((), &Inputs::new(), |_, (), _| Ok(())).map(drop);
-            let buffer = Buffer::from_slice(self.0.device(), &[3.0f32]).and_then(|buffer| buffer.read());
-            OUTCOMES.lock().unwrap().extend([format!("{stepped:?}"), format!("{buffer:?}"), format!("{captured:?}")]);
+            let Self(arena, captured) = self;
+            let replayed = captured.repeat().and_then(|replay| replay.read(*replay.outputs()));
+            let buffer = Buffer::from_slice(arena.device(), &[3.0f32]).unwrap();
+            let stepped = arena.step(|step| step.read(&ops::scale(step, &step.lend(&buffer, [1])?, 2.0)?));
+            let recorded = arena.capture((), &Inputs::new(), |_, (), _| Ok(())).map(drop);
+            OUTCOMES.lock().unwrap().extend([format!("{replayed:?}"), format!("{stepped:?}"), format!("{recorded:?}")]);
         }
     }
     keep_until_the_thread_ends(|device| {
         let mut arena = arena(device);
         // So that the library's own local storage is there, and ends first.
-        arena.capture((), &Inputs::new(), |_, (), _| Ok(()))?;
-        Ok(vec![Box::new(Works(arena))])
+        let record: Record<Buffer<f32>, Output> =
+            |step, buffer, slots| Ok(slots.output(&ops::scale(step, &step.lend(buffer, [2])?, 2.0)?));
+        let captured = arena.capture(Buffer::from_slice(device, &[1.0, 2.0])?, &Inputs::new(), record)?;
+        Ok(vec![Box::new(Works(arena, captured))])
     });
     let outcomes = OUTCOMES.lock().unwrap();
-    assert_eq!(outcomes[..2], ["Ok([2.0])", "Ok([3.0])"]);
+    assert_eq!(outcomes[..2], ["Ok([2.0, 4.0])", "Ok([6.0])"]);
     assert!(outcomes[2] == "Ok(())" || outcomes[2].contains("a thread that goes on"), "{}", outcomes[2]);
 }

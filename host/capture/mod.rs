@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
-use recordings::Recordings;
+use recordings::{RecordedStep, Recordings};
 use segments::Segments;
 use serde::Serialize;
 use slots::{Key, Ports};
@@ -62,18 +62,6 @@ struct Place {
     guard_bytes: usize,
     deadline: Duration,
     floor: Floor,
-}
-
-/// One recording.
-struct RecordedStep<R> {
-    state: State,
-    ports: Ports,
-    result: R,
-    /// Whose updates each replay makes.
-    turns: Vec<Arc<Turns>>,
-    checks: Option<Checks>,
-    // Ends last: what waited for its pins is freed then.
-    segments: Segments,
 }
 
 /// What a captured step has done so far.
@@ -136,8 +124,9 @@ impl Arena {
     /// ```
     ///
     /// # Errors
-    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; those of `record`; [`Error::Driver`] when
-    /// the driver refuses. The arena and the device are as before then.
+    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; [`Error::Misuse`] for a launch that names a tensor of a
+    /// step that runs meanwhile, which the state has brought; those of `record`; [`Error::Driver`] when the driver refuses. The arena and the
+    /// device are as before then.
     pub fn capture<S, R>(&mut self, mut state: S, inputs: &Inputs<'_>, record: Record<S, R>) -> Result<Captured<S, R>> {
         let start = Instant::now();
         let device = self.device().clone();
@@ -356,25 +345,6 @@ impl Place {
         let (bytes, kernels) = (section.bytes(), segments.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
         Ok(RecordedStep { state: life.after(Event::Seal)?, segments, ports, result, turns, checks })
-    }
-}
-
-impl<R> RecordedStep<R> {
-    fn replay(
-        &mut self,
-        device: &Device,
-        inputs: Option<&Inputs<'_>>,
-        deadline: Duration,
-        between: &mut dyn FnMut(usize) -> Result<()>,
-    ) -> Result<()> {
-        self.state = self.state.after(Event::Replay)?;
-        inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
-        Turns::take(&self.turns)?;
-        let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
-        let queued = filled.and_then(|()| self.segments.replay(between));
-        Turns::end(&self.turns, queued.is_ok());
-        queued?;
-        self.checks.as_ref().map_or(Ok(()), Checks::replayed)
     }
 }
 

@@ -6,9 +6,14 @@
 
 #![forbid(unsafe_code)]
 
-use super::RecordedStep;
-use super::slots::{Inputs, Key};
+use super::segments::Segments;
+use super::slots::{Inputs, Key, Ports};
+use super::state::{Event, State};
+use crate::driver::Device;
+use crate::error::Result;
+use crate::memory::{Checks, Turns};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Recordings that a captured step keeps unless told otherwise.
@@ -18,6 +23,40 @@ const MOST_GONE: usize = 256;
 /// Shapes that a warning lists.
 const LISTED: usize = 4;
 
+/// One recording.
+pub(super) struct RecordedStep<R> {
+    pub(super) state: State,
+    pub(super) ports: Ports,
+    pub(super) result: R,
+    /// Whose updates each replay makes.
+    pub(super) turns: Vec<Arc<Turns>>,
+    pub(super) checks: Option<Checks>,
+    // Ends last: what waited for its pins is freed then.
+    pub(super) segments: Segments,
+}
+
+impl<R> RecordedStep<R> {
+    /// Queues it on these inputs, or on those that its slots still hold; `between` hears after each segment how much of what was announced
+    /// is complete.
+    pub(super) fn replay(
+        &mut self,
+        device: &Device,
+        inputs: Option<&Inputs<'_>>,
+        deadline: Duration,
+        between: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        self.state = self.state.after(Event::Replay)?;
+        inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
+        Turns::take(&self.turns)?;
+        let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
+        let queued = filled.and_then(|()| self.segments.replay(between));
+        Turns::end(&self.turns, queued.is_ok());
+        queued?;
+        self.checks.as_ref().map_or(Ok(()), Checks::replayed)
+    }
+}
+
+/// Those of a captured step.
 pub(super) struct Recordings<R> {
     /// The one used last stands last.
     all: Vec<RecordedStep<R>>,

@@ -199,8 +199,8 @@ impl<'s> Slots<'s> {
     pub fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Output<T> {
         let Ports { outputs, pins, recording, .. } = self.ports;
         let memory = tensor.memory();
-        pins.add([memory.as_slice().address()]);
-        self.region.keep(memory.as_slice().address());
+        pins.add([memory.address()]);
+        self.region.keep(memory);
         let mut outputs = outputs.borrow_mut();
         outputs.push(memory.bytes());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }

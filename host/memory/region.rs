@@ -262,11 +262,17 @@ impl Region {
         Ok(unsafe { Memory::new(self.owner, address, shape.elements()) })
     }
 
-    /// The tensor at this address is read when the step is over: it may be given back, and keeps its memory.
-    pub(crate) fn keep(&self, address: u64) {
-        if let Some(offset) = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok()) {
-            self.reuse.keep(offset);
+    /// This memory is read when the step is over: the tensor that has it may be given back, and keeps it.
+    pub(crate) fn keep<T: Element>(&self, memory: Memory<T>) {
+        if self.owns(memory) {
+            // What a recorded step has lies in its own part of the arena: there is no overflow.
+            self.reuse.keep((memory.address() - self.address) as usize);
         }
+    }
+
+    /// Whether the memory is a tensor's of the running step, and not a buffer's.
+    pub(crate) fn owns<T: Element>(&self, memory: Memory<T>) -> bool {
+        memory.is_of(self.owner)
     }
 
     /// Takes the memory of a tensor of the running step back, for the next one of the same size. In checked mode nothing is handed out twice:
@@ -275,7 +281,7 @@ impl Region {
         let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
         // What lies elsewhere, in the overflow or before the scope, is no place in the running scope's part.
         let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
-        let block = place.zip(padded(bytes)).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
+        let block = place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
         let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
         if self.reuse.give(self.bump.get(), block) {
             self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());

@@ -54,14 +54,14 @@ use half::bf16;
 /// # }
 /// ```
 pub trait UpdateRule: 'static {
-    /// What it is called in errors and in checkpoints: `adamw`. This, and what it says of its state, groups and copy, is asked once, when the
-    /// optimiser is made.
+    /// What it is called in errors and in checkpoints: `adamw`. An optimiser calls this, `state`, `has_groups` and `writes_copy` once, when it is
+    /// made.
     fn name(&self) -> &'static str;
 
     /// An error for a setting out of range.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) that names the setting.
+    /// [`Error::Misuse`] that names the setting.
     fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -72,15 +72,14 @@ pub trait UpdateRule: 'static {
         &[]
     }
 
-    /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group. If it says so and no launch reads them,
-    /// the update is [`Error::Misuse`](crate::Error::Misuse).
+    /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group. If this is true and no launch reads them,
+    /// the update is [`Error::Misuse`].
     fn has_groups(&self) -> bool {
         false
     }
 
     /// Whether [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If not, it gets none, and [`Optimizer`](crate::Optimizer) queues a
-    /// launch behind it that rounds all weights. If it says so and a part is not written, the update is
-    /// [`Error::Misuse`](crate::Error::Misuse).
+    /// launch behind it that rounds all weights. If this is true and a part is not written, the update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
         false
     }
