@@ -300,8 +300,9 @@ impl<'s> Eager<'s> {
     /// Waits for the work queued before and returns the tensor's elements.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`] after the device's deadline, or what is left of
-    /// the step's; that of a launch which the driver refused.
+    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`]
+    /// after the device's deadline, or what is left of the step's; that of a launch which the
+    /// driver refused.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
         let region = self.region();
         region.launched(tensor.memory().download(self.device(), region.time_left()))

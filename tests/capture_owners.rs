@@ -1,7 +1,9 @@
-//! A graph may write buffers, inputs' slots and its own part of an arena, and no memory of a step that runs while it is recorded.
+//! A graph may write buffers, inputs' slots and its own part of an arena, and no memory of a step
+//! that runs while it is recorded.
 //!
-//! Invariant: a recorded launch that names a tensor of a running step is refused, however the tensor came into the state; the running
-//! step goes on with its numbers, and what was captured before still runs.
+//! Invariant: a recorded launch that names a tensor of a running step is refused, however the
+//! tensor came into the state; the running step goes on with its numbers, and what was captured
+//! before still runs.
 
 #![forbid(unsafe_code)]
 
@@ -58,7 +60,8 @@ on_each_device! {
         .unwrap();
     }
 
-    /// The memory of a nested scope, of the overflow pool and of an arena in checked mode has the same owner.
+    /// The memory of a nested scope, of the overflow pool and of an arena in checked mode has the
+    /// same owner.
     fn a_tensor_of_any_scope_and_place(device: &Device) {
         let mut b = arena(device);
         arena(device)
@@ -90,7 +93,8 @@ on_each_device! {
         }
     }
 
-    /// What holds it does not matter: a variable of a tape, a cell, or a state that gets it behind the first recording.
+    /// What holds it does not matter: a variable of a tape, a cell, or a state that gets it behind
+    /// the first recording.
     fn a_tensor_that_is_hidden(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
         let mut layout = Layout::builder();
@@ -127,8 +131,9 @@ on_each_device! {
         .unwrap();
     }
 
-    /// Within a step that is only measured, its tensors are refused by captures of its own device and of the real one. A measure itself
-    /// takes tensors of running steps, since nothing of it is replayed.
+    /// Within a step that is only measured, its tensors are refused by captures of its own device
+    /// and of the real one. A measure itself takes tensors of running steps, since nothing of it is
+    /// replayed.
     fn a_tensor_of_a_measured_step(device: &Device) {
         let (mut a, b) = (arena(device), arena(device));
         a.step(|step| {
@@ -157,8 +162,9 @@ on_each_device! {
         .unwrap();
     }
 
-    /// What outlives steps may be recorded inside one: a buffer that the state owns, borrows, or was lent by the step. A replay within the
-    /// step that was lent it is refused where one of both writes.
+    /// What outlives steps may be recorded inside one: a buffer that the state owns, borrows, or
+    /// was lent by the step. A replay within the step that was lent it is refused where one of both
+    /// writes.
     fn buffers_are_recorded_inside_a_step(device: &Device) {
         let (mut a, mut b) = (arena(device), arena(device));
         let (mut owned, mut borrowed) = (Buffer::<f32>::zeros(device, LEN).unwrap(), Buffer::<f32>::zeros(device, LEN).unwrap());

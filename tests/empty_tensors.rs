@@ -73,7 +73,8 @@ on_each_device! {
         }
     }
 
-    /// Empty labels are no labels of the inputs behind them, of whatever type, and those of the others are looked at as before.
+    /// Empty labels are no labels of the inputs behind them, of whatever type, and those of the
+    /// others are looked at as before.
     fn labels_of_a_captured_step(device: &Device) {
         let mut arena = arena(device);
         let record: Record<(), [Output; 2]> = |step, (), slots| {
@@ -128,7 +129,8 @@ on_each_device! {
         assert_eq!(read, [vec![], vec![64.0], vec![2.0; 64]]);
     }
 
-    /// The last place of an arena goes to an empty tensor as to any other: beyond it is the pool, or an error.
+    /// The last place of an arena goes to an empty tensor as to any other: beyond it is the pool,
+    /// or an error.
     fn the_last_tensor_of_an_arena(device: &Device) {
         let capacity = Capacity::Bytes(512);
         let mut full = Arena::builder(device).capacity(capacity).build().unwrap();

@@ -140,7 +140,8 @@ impl Model for Classifier {
     }
 }
 
-/// Runs `make` on a thread that keeps what it made in its local storage, made before anything of the library's.
+/// Runs `make` on a thread that keeps what it made in its local storage, made before anything of
+/// the library's.
 fn keep_until_the_thread_ends(make: impl FnOnce(&Device) -> Result<Vec<Box<dyn Any>>> + Send) {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| KEPT.with_borrow_mut(|kept| kept.extend(make(&open()).unwrap())));

@@ -1,4 +1,5 @@
-//! How many shapes a captured step keeps recordings of, which one goes first, and what is logged when shapes come back in vain.
+//! How many shapes a captured step keeps recordings of, which one goes first, and what is logged
+//! when shapes come back in vain.
 //!
 //! Invariant: whatever is evicted, the bits are those of steps that run launch by launch.
 
@@ -93,7 +94,8 @@ fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) 
     (trainer.learner().parameters.sha256().unwrap(), trainer.capture_report())
 }
 
-/// So many sizes, one after the other and again, so many times. The largest comes first: it is recorded before training.
+/// So many sizes, one after the other and again, so many times. The largest comes first: it is
+/// recorded before training.
 fn alternating(shapes: usize, rounds: usize) -> Vec<usize> {
     (0..rounds).flat_map(|_| (1..=shapes).rev()).collect()
 }
@@ -146,7 +148,8 @@ on_each_device! {
         }
     }
 
-    /// The one that was unused for longest goes first, a larger number keeps what is there, and a smaller one evicts at once.
+    /// The one that was unused for longest goes first, a larger number keeps what is there, and a
+    /// smaller one evicts at once.
     fn the_least_recently_used_goes(device: &Device) {
         let (_arena, captured) = sums(device, 9);
         let mut captured = captured.keep(3);
@@ -171,7 +174,8 @@ on_each_device! {
         assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), 9.0);
     }
 
-    /// Shapes that never come back are warned of, too: when as many were evicted as are kept, and one more.
+    /// Shapes that never come back are warned of, too: when as many were evicted as are kept, and
+    /// one more.
     fn shapes_that_never_come_back(device: &Device) {
         let logged = warnings(|| {
             let (_arena, captured) = sums(device, 40);

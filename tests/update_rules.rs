@@ -1,6 +1,7 @@
 //! Rules of other packages: what one does must be what it says of itself.
 //!
-//! Invariant: a rule that says one thing and does another is refused when the optimiser is made, or at its first update.
+//! Invariant: a rule that says one thing and does another is refused when the optimiser is made, or
+//! at its first update.
 
 #![forbid(unsafe_code)]
 

@@ -74,7 +74,8 @@ pub struct CaptureReport {
     pub recordings: u64,
     /// Recordings that are kept at most.
     pub kept: usize,
-    /// Recordings that were evicted, since more shapes came than are kept or memory for another one was short.
+    /// Recordings that were evicted, since more shapes came than are kept or memory for another one
+    /// was short.
     pub evictions: u64,
     /// Seconds that making them took.
     pub record_seconds: f64,
@@ -124,9 +125,10 @@ impl Arena {
     /// ```
     ///
     /// # Errors
-    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; [`Error::Misuse`] for a launch that names a tensor of a
-    /// step that runs meanwhile, which the state has brought; those of `record`; [`Error::Driver`] when the driver refuses. The arena and the
-    /// device are as before then.
+    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called;
+    /// [`Error::Misuse`] for a launch that names a tensor of a step that runs meanwhile, which the
+    /// state has brought; those of `record`; [`Error::Driver`] when the driver refuses. The arena
+    /// and the device are as before then.
     pub fn capture<S, R>(&mut self, mut state: S, inputs: &Inputs<'_>, record: Record<S, R>) -> Result<Captured<S, R>> {
         let start = Instant::now();
         let device = self.device().clone();
@@ -145,9 +147,10 @@ impl Arena {
 }
 
 impl<S, R> Captured<S, R> {
-    /// How many recordings are kept, at least one (default 32). Each is for one combination of the inputs' shapes and the variant. When
-    /// there are more, or the memory for another one is refused, the one that was unused for longest is evicted; its shapes are recorded
-    /// anew when they come again. A warning is logged once when that happens repeatedly.
+    /// How many recordings are kept, at least one (default 32). Each is for one combination of the
+    /// inputs' shapes and the variant. When there are more, or the memory for another one is
+    /// refused, the one that was unused for longest is evicted; its shapes are recorded anew when
+    /// they come again. A warning is logged once when that happens repeatedly.
     #[must_use]
     pub fn keep(mut self, recordings: usize) -> Self {
         self.recordings.keep(recordings);

@@ -1,8 +1,9 @@
 //! The recordings of a captured step, one for each shape of its inputs.
 //!
-//! A recording costs the driver a graph and, on a GPU, a second place for large inputs; so only some are kept. A step whose inputs
-//! alternate between more shapes than that is recorded at nearly every replay, which a warning reports once. Invariant: there is always a
-//! recording, and the one that was used last stands last.
+//! A recording takes a graph of the driver and, on a GPU, a second place for large inputs, so only
+//! some are kept. A step whose inputs alternate between more shapes than that is recorded at nearly
+//! every replay, which a warning reports once. Invariant: there is always a recording, and the one
+//! that was used last stands last.
 
 #![forbid(unsafe_code)]
 
@@ -36,8 +37,8 @@ pub(super) struct RecordedStep<R> {
 }
 
 impl<R> RecordedStep<R> {
-    /// Queues it on these inputs, or on those that its slots still hold; `between` hears after each segment how much of what was announced
-    /// is complete.
+    /// Queues it on these inputs, or on those that its slots still hold. Calls `between` after each
+    /// segment with the number of announcements that are complete.
     pub(super) fn replay(
         &mut self,
         device: &Device,
@@ -56,7 +57,7 @@ impl<R> RecordedStep<R> {
     }
 }
 
-/// Those of a captured step.
+/// All recordings of a captured step.
 pub(super) struct Recordings<R> {
     /// The one used last stands last.
     all: Vec<RecordedStep<R>>,
@@ -65,7 +66,7 @@ pub(super) struct Recordings<R> {
     evicted: u64,
     /// The shapes of evicted recordings, each once, the latest last. None of them has a recording.
     gone: VecDeque<Key>,
-    /// Whether the warning was given.
+    /// True once the warning was logged.
     warned: bool,
     /// How long making them took.
     time: Duration,
@@ -124,7 +125,8 @@ impl<R> Recordings<R> {
         }
     }
 
-    /// Evicts the recording that was unused for longest, unless it is the only one. Returns whether it did.
+    /// Evicts the recording that was unused for longest, unless it is the only one. Returns whether
+    /// it did.
     pub(super) fn evict(&mut self) -> bool {
         if self.all.len() == 1 {
             return false;

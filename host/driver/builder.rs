@@ -105,8 +105,9 @@ impl DeviceBuilder {
     }
 
     /// Page-locked host memory that uploads pass through: `slots` of `slot_bytes` each, at least one of at least 4 KiB (default:
-    /// two of 64 MiB, on the emulator of 1 MiB). Each is taken from the system when it is first needed. If all of them are more than the
-    /// host has available when the device is opened, opening it is [`Error::DeviceMemory`].
+    /// two of 64 MiB, on the emulator of 1 MiB). Each is taken from the system when it is first
+    /// needed. If all of them are more than the host has available when the device is opened,
+    /// opening it is [`Error::DeviceMemory`].
     #[must_use]
     pub fn staging(mut self, slots: usize, slot_bytes: usize) -> Self {
         self.staging = Some((slots, slot_bytes));

@@ -32,8 +32,8 @@ const AWAKE: Duration = Duration::from_millis(20);
 const NAP_SHARE: u32 = 64;
 /// .. but not longer than this.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
-/// The low bits of the number of a memory's owner: zero for a buffer, else the number of the arena whose step has the memory. The others
-/// are the device's.
+/// The low bits of the number of a memory's owner: zero for a buffer, else the number of the arena
+/// whose step has the memory. The others are the device's.
 const ARENA_BITS: u64 = (1 << 24) - 1;
 
 /// The number of one more device.
@@ -74,8 +74,8 @@ struct Shared {
 struct Rehearsing {
     /// The devices whose memory it may take: that which it stands for first.
     parents: Vec<u64>,
-    /// Whether what is launched on it is replayed when the steps that run now are over. Then it takes buffers of its parents and no
-    /// memory of their steps.
+    /// True if its launches are replayed after the steps that run now. Then it takes buffers of its
+    /// parents and no memory of their steps.
     replayed: bool,
     /// Whether the closure that it was made for has ended.
     over: AtomicBool,
@@ -322,8 +322,8 @@ impl Device {
         self.identity() | arena.clamp(1, ARENA_BITS)
     }
 
-    /// Whether memory of this owner may be used here: the device's own, and in a rehearsal its parents'. A step that is recorded does not
-    /// reach the memory of running steps.
+    /// Returns true for memory that may be used here: the device's own, and in a rehearsal its
+    /// parents'. A recorded step may not use the memory of running steps.
     pub(crate) fn reaches(&self, owner: u64) -> bool {
         let of_parent = |rehearsing: &Rehearsing| {
             rehearsing.parents.contains(&(owner & !ARENA_BITS)) && !(rehearsing.replayed && owner & ARENA_BITS > 0)
@@ -331,7 +331,8 @@ impl Device {
         owner & !ARENA_BITS == self.identity() || self.shared.rehearsing.as_ref().is_some_and(of_parent)
     }
 
-    /// The arena whose running step owns memory that only this keeps from being used here: the device records a step.
+    /// The number of the arena that owns this memory, if the memory is refused because its step
+    /// runs while this device records another.
     pub(crate) fn arena_of_running_step(&self, owner: u64) -> Option<u64> {
         let arena = owner & ARENA_BITS;
         (arena > 0 && !self.reaches(owner) && self.reaches(owner & !ARENA_BITS)).then_some(arena)
@@ -471,15 +472,12 @@ impl Device {
         // The system grants memory that it does not have, and ends a process that writes to it.
         let available = (bytes >= LARGE_READ_BYTES).then(HostMemory::available_bytes);
         if let Some(available) = available.filter(|&available| bytes as u64 > available) {
-            let reason = "a read needs as much of the host's memory: read a range at a time, or free some memory";
-            return Err(no_host_memory(bytes, available, reason));
+            return Err(no_host_memory(bytes, available));
         }
         self.synchronize(deadline)?;
         self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
-            let mut to = Vec::new();
-            let reserved = to.try_reserve_exact(len);
-            reserved.map_err(|reason| no_host_memory(bytes, HostMemory::available_bytes(), reason))?;
-            to.resize(len, T::zeroed());
+            let zeros = bytemuck::allocation::try_zeroed_slice_box(len);
+            let mut to: Vec<T> = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
             // SAFETY: `from` is device memory of `len` elements, as this function asks, and `to` is as long and the call's own.
             let copied = unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) };
             if let Err(error) = copied {
@@ -579,7 +577,8 @@ impl Device {
 
     /// Whether this thread records a step of this device. The device that it records on is another.
     fn is_recorded_here(&self) -> bool {
-        // A thread that is ending has left all recordings, and still drops what it kept in its local storage.
+        // A thread that is ending has left all recordings, and still drops what it kept in its
+        // local storage.
         RECORDED.try_with(|recorded| recorded.borrow().contains(&self.identity())).unwrap_or(false)
     }
 
@@ -610,12 +609,13 @@ impl Device {
     }
 }
 
-/// So much is read at once only if the host is known to have the memory.
+/// From this size on, a read first checks the host's available memory.
 const LARGE_READ_BYTES: usize = 64 << 20;
 
-/// The host has no memory for what is read.
-fn no_host_memory(requested_bytes: usize, free_bytes: u64, reason: impl ToString) -> Error {
-    Error::DeviceMemory { device: "the host".into(), requested_bytes, free_bytes, reason: reason.to_string() }
+/// The error for a read that the host has no memory for.
+fn no_host_memory(requested_bytes: usize, free_bytes: u64) -> Error {
+    let reason = "a read takes as much of the host's memory: read a range at a time, or free some memory".into();
+    Error::DeviceMemory { device: "the host".into(), requested_bytes, free_bytes, reason }
 }
 
 /// Whether the error leaves its device of no use.

@@ -87,7 +87,8 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns all elements.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`] after the device's deadline.
+    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`]
+    /// after the device's deadline.
     pub fn read(&self) -> Result<Vec<T>> {
         self.read_range(0, self.len)
     }

@@ -262,7 +262,8 @@ impl Region {
         Ok(unsafe { Memory::new(self.owner, address, shape.elements()) })
     }
 
-    /// This memory is read when the step is over: the tensor that has it may be given back, and keeps it.
+    /// This memory is read when the step is over: the tensor that has it may be given back, and
+    /// keeps it.
     pub(crate) fn keep<T: Element>(&self, memory: Memory<T>) {
         if self.owns(memory) {
             // What a recorded step has lies in its own part of the arena: there is no overflow.
@@ -270,7 +271,7 @@ impl Region {
         }
     }
 
-    /// Whether the memory is a tensor's of the running step, and not a buffer's.
+    /// Returns true for memory of a tensor of the running step, false for that of a buffer.
     pub(crate) fn owns<T: Element>(&self, memory: Memory<T>) -> bool {
         memory.is_of(self.owner)
     }

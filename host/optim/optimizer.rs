@@ -48,7 +48,8 @@ struct Declared {
 
 impl Declared {
     /// # Errors
-    /// [`Error::Misuse`] for no name, and when two parts of the state would have one name in a checkpoint.
+    /// [`Error::Misuse`] for no name, and when two parts of the state would have one name in a
+    /// checkpoint.
     fn of(rule: &impl UpdateRule) -> Result<Self> {
         let (name, state) = (rule.name(), rule.state());
         let is_used = |(place, part): (usize, &&str)| part.is_empty() || state[..place].contains(part);

@@ -54,8 +54,8 @@ use half::bf16;
 /// # }
 /// ```
 pub trait UpdateRule: 'static {
-    /// What it is called in errors and in checkpoints: `adamw`. An optimiser calls this, `state`, `has_groups` and `writes_copy` once, when it is
-    /// made.
+    /// What it is called in errors and in checkpoints: `adamw`. An optimiser calls this, `state`,
+    /// `has_groups` and `writes_copy` once, when it is made.
     fn name(&self) -> &'static str;
 
     /// An error for a setting out of range.
@@ -72,14 +72,15 @@ pub trait UpdateRule: 'static {
         &[]
     }
 
-    /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group. If this is true and no launch reads them,
-    /// the update is [`Error::Misuse`].
+    /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group.
+    /// If this is true and no launch reads them, the update is [`Error::Misuse`].
     fn has_groups(&self) -> bool {
         false
     }
 
     /// Whether [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If not, it gets none, and [`Optimizer`](crate::Optimizer) queues a
-    /// launch behind it that rounds all weights. If this is true and a part is not written, the update is [`Error::Misuse`].
+    /// launch behind it that rounds all weights. If this is true and a part is not written, the
+    /// update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
         false
     }
@@ -109,7 +110,8 @@ pub struct UpdateArguments<'b, 's> {
     pub gradients: Lent<'b, 's>,
     /// What [`UpdateRule::state`] names, in its order.
     pub state: Vec<LentMut<'b, 's>>,
-    /// The settings of the update: `[settings]` or, if there are several groups, `[groups, settings]`.
+    /// The settings of the update: `[settings]`; if there are several groups,
+    /// `[groups, settings]`.
     pub settings: Lent<'b, 's>,
     /// The group of each run of 64 elements, if there are several groups.
     pub groups: Option<Lent<'b, 's, u32>>,

@@ -41,7 +41,8 @@ impl<T: Pod> Memory<T> {
     ///
     /// # Safety
     /// `len` elements at `address`, and the rest of the words that they begin and end in, are memory of this owner: of a device's buffers
-    /// or of an arena's steps. They are aligned for `T`, for as long as any holder of this value lives.
+    /// or of an arena's steps. They are aligned for `T`, for as long as any holder of this value
+    /// lives.
     pub(crate) unsafe fn new(owner: u64, address: u64, len: usize) -> Self {
         Self { owner, address, len, element: PhantomData }
     }

@@ -117,11 +117,12 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
         }
     }
 
-    /// How many recordings captured steps keep, one for each shape of micro-batch and its place in a batch (first, last, both or between): see
-    /// [`Captured::keep`](crate::Captured::keep). Without effect where steps run launch by launch.
+    /// How many recordings captured steps keep, one for each shape of micro-batch and its place in
+    /// a batch (first, last, both or between): see [`Captured::keep`](crate::Captured::keep).
+    /// Without effect where steps run launch by launch.
     ///
-    /// Batches of many shapes, as texts of any length are, take fewer recordings if each length is padded up to one of a few, such as
-    /// the powers of two, and the loss ignores the padding.
+    /// Batches of many shapes, as texts of any length are, take fewer recordings if each length is
+    /// padded up to one of a few, such as the powers of two, and the loss ignores the padding.
     #[must_use]
     pub fn recordings(mut self, kept: usize) -> Self {
         if let Stage::Captured(captured) = &mut self.stage {

@@ -138,7 +138,8 @@ impl<'s> Trial<'_, 's> {
 
     /// Runs an op that takes memory for itself besides its outputs.
     pub(crate) fn with_scratch<R>(&self, op: impl FnOnce() -> Result<R>) -> Result<R> {
-        // Of a size that no op gives back, so that they lie in front of what the op makes, and behind it.
+        // Of a size that no op gives back, so that they lie in front of what the op makes, and
+        // behind it.
         let start = self.place(&self.step.empty::<u32>([MARK])?);
         let result = op()?;
         let end = self.place(&self.step.empty::<u32>([MARK])?);

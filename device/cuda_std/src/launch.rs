@@ -218,7 +218,8 @@ macro_rules! device_memory {
         }
 
         impl<T> $name<'_, T> {
-            /// Device memory by address and length in elements, and the number that the host gives its owner.
+            /// Device memory by address and length in elements, and the number that the host gives
+            /// its owner.
             ///
             /// # Safety
             /// The memory must be valid on the device, for as long as a launch may use it, and aligned for `T`.
@@ -429,7 +430,8 @@ impl Words {
         &self.extents
     }
 
-    /// The first pointer to memory whose owner `accepts` returns false for: its place among the pointers, and the owner.
+    /// The first pointer to memory whose owner `accepts` returns false for: its place among the
+    /// pointers, and the owner.
     pub fn first_of_other(&self, accepts: impl Fn(u64) -> bool) -> Option<(usize, u64)> {
         let owners = self.owners.iter().copied().enumerate();
         owners.filter(|&(_, owner)| owner != NO_OWNER).find(|&(_, owner)| !accepts(owner))
