@@ -26,7 +26,16 @@ pub(crate) fn launch<K: Contract>(
     let refused = |violation| Error::Contract { kernel: entry.name, violation };
     let grid = kernel.grid().map_err(refused)?;
     let words = Words::of(kernel);
-    if !words.all_on(|of_argument| device.reaches(of_argument)) {
+    if let Some((place, owner)) = words.first_of_other(|owner| device.reaches(owner)) {
+        if let Some(arena) = device.arena_of_running_step(owner) {
+            let got = format!(
+                "kernel `{}` with {} elements (pointer {place} of {kernel:?}) of the running step of arena {arena}, which a replay would \
+                 overwrite after they are saved or freed: pass the values as an input, or keep them in a `Buffer`",
+                entry.name,
+                words.extents()[place].length,
+            );
+            return Err(Error::misuse("capture", "tensors of the recorded step, inputs and buffers", got));
+        }
         let expected = format!("memory of this device, {}", device.description().name);
         return Err(refused(Violation::new("arguments", expected, "another device's, or a rehearsal's")));
     }

@@ -8,6 +8,7 @@ use crate::cgroup::{CgroupMemory, Cgroups};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs;
+use std::path::Path;
 
 /// The share of a memory cgroup's limit that stays free at most: a floor for a whole machine may be more than a small container has.
 const CGROUP_SHARE: u64 = 32;
@@ -33,6 +34,11 @@ impl HostMemory {
             cgroup: cgroups.tightest(),
             stalled_percent: pressure.as_deref().and_then(stalled_percent),
         }
+    }
+
+    /// Bytes that this process may still take of the host's memory, as far as the system tells.
+    pub(crate) fn available_bytes() -> u64 {
+        Self::read(&Cgroups::find(Path::new("/"))).above(0)
     }
 
     /// The floor of a cgroup, where that of the machine is `floor_bytes`.

@@ -131,7 +131,11 @@ impl<'s> Step<'s> {
 
     fn check(&self, labels: &impl Source<'s, u32>, classes: usize, ignore: bool) -> Result<()> {
         let (memory, conditions) = (labels.memory(), self.region.conditions());
-        let asked = Labels { address: memory.as_slice().address(), classes, ignore };
+        if !self.region.owns(memory) {
+            // A buffer's: the host does not know them.
+            return Ok(());
+        }
+        let asked = Labels { address: memory.address(), classes, ignore };
         if self.region.is_lent() {
             conditions.ask_labels(asked);
         } else if conditions.doubts(asked) {
@@ -296,7 +300,9 @@ impl<'s> Eager<'s> {
     /// Waits for the work queued before and returns the tensor's elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the device's deadline, or what is left of the step's; that of a launch which the driver refused.
+    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`]
+    /// after the device's deadline, or what is left of the step's; that of a launch which the
+    /// driver refused.
     pub fn read<T: Element>(&self, tensor: &impl Source<'s, T>) -> Result<Vec<T>> {
         let region = self.region();
         region.launched(tensor.memory().download(self.device(), region.time_left()))

@@ -5,7 +5,6 @@
 
 #![forbid(unsafe_code)]
 
-use crate::cgroup::Cgroups;
 use crate::error::{Error, Result, short};
 use crate::files::{PlainFile, Replacement};
 use crate::shortage::HostMemory;
@@ -164,7 +163,7 @@ fn of_torch_save(start: [u8; 8]) -> Option<&'static str> {
 /// The next `count` bytes of a file.
 fn bytes(file: &mut PlainFile, path: &Path, count: u64) -> Result<Vec<u8>> {
     // The system may grant memory that it does not have, and end a process that writes to it.
-    let available = HostMemory::read(&Cgroups::find(Path::new("/"))).above(0);
+    let available = HostMemory::available_bytes();
     if count > available {
         let reason = format!(
             "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {count}: free some memory"

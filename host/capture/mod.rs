@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod recordings;
 mod segments;
 mod slots;
 mod state;
@@ -20,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
+use recordings::{RecordedStep, Recordings};
 use segments::Segments;
 use serde::Serialize;
 use slots::{Key, Ports};
@@ -35,20 +37,13 @@ use tracing::field::Empty;
 /// [`Output`]s. A function or a closure that captures nothing.
 pub type Record<S, R> = for<'s> fn(&mut Step<'s>, &mut S, &Slots<'s>) -> Result<R>;
 
-/// Recordings that a captured step keeps unless told otherwise.
-const KEPT: usize = 4;
-
 /// A step that is replayed as one graph, with the state that it works on. One recording for each shape of the inputs.
 pub struct Captured<S, R> {
     // Graphs end before the section that they write goes back to the arena, and before the state does.
-    /// The one used last stands last.
-    recordings: Vec<RecordedStep<R>>,
-    kept: usize,
+    recordings: Recordings<R>,
     place: Place,
     record: Record<S, R>,
     state: S,
-    recorded: u64,
-    record_time: Duration,
     replays: u64,
 }
 
@@ -69,18 +64,6 @@ struct Place {
     floor: Floor,
 }
 
-/// One recording.
-struct RecordedStep<R> {
-    state: State,
-    ports: Ports,
-    result: R,
-    /// Whose updates each replay makes.
-    turns: Vec<Arc<Turns>>,
-    checks: Option<Checks>,
-    // Ends last: what waited for its pins is freed then.
-    segments: Segments,
-}
-
 /// What a captured step has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -89,6 +72,11 @@ pub struct CaptureReport {
     pub nodes: usize,
     /// Recordings made, one for each new shape of the inputs.
     pub recordings: u64,
+    /// Recordings that are kept at most.
+    pub kept: usize,
+    /// Recordings that were evicted, since more shapes came than are kept or memory for another one
+    /// was short.
+    pub evictions: u64,
     /// Seconds that making them took.
     pub record_seconds: f64,
     /// Replays.
@@ -100,7 +88,7 @@ pub struct CaptureReport {
 impl Arena {
     /// Captures a step for inputs of these shapes. Nothing runs until [`Captured::replay`]; the values are not looked at.
     ///
-    /// `record` is called twice, must do the same both times, and may not touch the device but through its step: an upload, a
+    /// `record` is called twice or more for each recording, must do the same each time, and may not touch the device but through its step: an upload, a
     /// read or an allocation in it is [`Error::Misuse`]. The part of the arena that the step needs belongs to the capture
     /// until it is dropped. Pass `&mut state` to keep the state if this fails.
     ///
@@ -137,8 +125,10 @@ impl Arena {
     /// ```
     ///
     /// # Errors
-    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called; those of `record`; [`Error::Driver`] when
-    /// the driver refuses. The arena and the device are as before then.
+    /// [`Error::CaptureNeeds`] when the arena has less, before the driver is called;
+    /// [`Error::Misuse`] for a launch that names a tensor of a step that runs meanwhile, which the
+    /// state has brought; those of `record`; [`Error::Driver`] when the driver refuses. The arena
+    /// and the device are as before then.
     pub fn capture<S, R>(&mut self, mut state: S, inputs: &Inputs<'_>, record: Record<S, R>) -> Result<Captured<S, R>> {
         let start = Instant::now();
         let device = self.device().clone();
@@ -151,18 +141,25 @@ impl Arena {
         };
         let place = Place { section, address, guard_bytes, deadline: self.deadline(), device, floor: self.floor() };
         let first = place.record(&key, tensors, &mut state, record)?;
-        let recordings = vec![first];
-        let record_time = start.elapsed();
-        Ok(Captured { recordings, kept: KEPT, place, record, state, recorded: 1, record_time, replays: 0 })
+        let recordings = Recordings::new(first, start.elapsed());
+        Ok(Captured { recordings, place, record, state, replays: 0 })
     }
 }
 
 impl<S, R> Captured<S, R> {
-    /// How many recordings are kept, at least one (default 4); beyond that the one unused for longest goes.
+    /// How many recordings are kept, at least one (default 32). Each is for one combination of the
+    /// inputs' shapes and the variant. When there are more, or the memory for another one is
+    /// refused, the one that was unused for longest is evicted; its shapes are recorded anew when
+    /// they come again. A warning is logged once when that happens repeatedly.
     #[must_use]
     pub fn keep(mut self, recordings: usize) -> Self {
-        self.kept = recordings.max(1);
+        self.recordings.keep(recordings);
         self
+    }
+
+    /// [`Captured::keep`], in place.
+    pub(crate) fn set_kept(&mut self, recordings: usize) {
+        self.recordings.keep(recordings);
     }
 
     /// The state that the step works on. What the host reads of it is read behind all replays so far.
@@ -184,10 +181,13 @@ impl<S, R> Captured<S, R> {
 
     /// What was captured, and how often it ran.
     pub fn report(&self) -> CaptureReport {
+        let (kept, recordings, evictions, time) = self.recordings.report();
         CaptureReport {
-            nodes: self.recordings.last().map_or(0, |recording| recording.segments.kernels()),
-            recordings: self.recorded,
-            record_seconds: self.record_time.as_secs_f64(),
+            nodes: self.recordings.last().segments.kernels(),
+            recordings,
+            kept,
+            evictions,
+            record_seconds: time.as_secs_f64(),
             replays: self.replays,
             bytes_owned: self.place.section.bytes(),
         }
@@ -227,11 +227,7 @@ impl<S, R> Captured<S, R> {
 
     /// Has the recording for these inputs stand last.
     fn choose(&mut self, inputs: &Inputs<'_>) -> Result<()> {
-        match self.recordings.iter().position(|recording| recording.ports.fit(inputs)) {
-            Some(found) => self.recordings[found..].rotate_left(1),
-            None => self.add(inputs)?,
-        }
-        Ok(())
+        if self.recordings.find(inputs) { Ok(()) } else { self.add(inputs) }
     }
 
     /// Replays the recording that stands last.
@@ -241,7 +237,7 @@ impl<S, R> Captured<S, R> {
         between: &mut dyn FnMut(&mut S, usize) -> Result<()>,
     ) -> Result<Replay<'_, R>> {
         let device = &self.place.device;
-        let recording = self.recordings.last_mut().expect("one is always kept");
+        let recording = self.recordings.last_mut();
         let (key, kernels) = (recording.ports.key(), recording.segments.kernels());
         let _span = tracing::debug_span!("replay", %key, kernels, number = self.replays).entered();
         self.place.floor.begin_step()?;
@@ -266,13 +262,14 @@ impl<S, R> Captured<S, R> {
         if bytes > available {
             return Err(Error::CaptureNeeds { bytes, available, overflow_bytes: 0 });
         }
-        let recording = self.place.record(&key, tensors, &mut self.state, self.record)?;
-        while self.recordings.len() >= self.kept {
-            self.recordings.remove(0);
-        }
-        self.recordings.push(recording);
-        self.recorded += 1;
-        self.record_time += start.elapsed();
+        let recording = loop {
+            match self.place.record(&key, tensors, &mut self.state, self.record) {
+                // There is memory for fewer recordings than are to be kept.
+                Err(Error::Refused(_) | Error::DeviceMemory { .. }) if self.recordings.evict() => {}
+                recorded => break recorded?,
+            }
+        };
+        self.recordings.add(recording, start.elapsed());
         Ok(())
     }
 }
@@ -351,25 +348,6 @@ impl Place {
         let (bytes, kernels) = (section.bytes(), segments.kernels());
         Span::current().record("bytes", bytes).record("tensors", tensors).record("kernels", kernels);
         Ok(RecordedStep { state: life.after(Event::Seal)?, segments, ports, result, turns, checks })
-    }
-}
-
-impl<R> RecordedStep<R> {
-    fn replay(
-        &mut self,
-        device: &Device,
-        inputs: Option<&Inputs<'_>>,
-        deadline: Duration,
-        between: &mut dyn FnMut(usize) -> Result<()>,
-    ) -> Result<()> {
-        self.state = self.state.after(Event::Replay)?;
-        inputs.map_or(Ok(()), |inputs| self.ports.check(inputs))?;
-        Turns::take(&self.turns)?;
-        let filled = inputs.map_or(Ok(()), |inputs| self.ports.fill(device, inputs, deadline));
-        let queued = filled.and_then(|()| self.segments.replay(between));
-        Turns::end(&self.turns, queued.is_ok());
-        queued?;
-        self.checks.as_ref().map_or(Ok(()), Checks::replayed)
     }
 }
 

@@ -199,8 +199,8 @@ impl<'s> Slots<'s> {
     pub fn output<T: Element>(&self, tensor: &impl Source<'s, T>) -> Output<T> {
         let Ports { outputs, pins, recording, .. } = self.ports;
         let memory = tensor.memory();
-        pins.add([memory.as_slice().address()]);
-        self.region.keep(memory.as_slice().address());
+        pins.add([memory.address()]);
+        self.region.keep(memory);
         let mut outputs = outputs.borrow_mut();
         outputs.push(memory.bytes());
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
@@ -265,8 +265,9 @@ impl Ports {
 
     /// Looks at the labels among the inputs.
     pub(super) fn check(&self, inputs: &Inputs<'_>) -> Result<()> {
-        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| {
-            port.labels.iter().try_for_each(|labels| labels.check(bytemuck::cast_slice(value.values.bytes())))
+        self.inputs.iter().zip(&inputs.values).try_for_each(|(port, value)| match value.values {
+            Values::U32(values) => port.labels.iter().try_for_each(|labels| labels.check(values)),
+            Values::F32(_) | Values::Bf16(_) => Ok(()),
         })
     }
 

@@ -61,7 +61,8 @@ pub struct DeviceBuilder {
     ordinal: u32,
     deadline: Duration,
     faults: Option<FaultPlan>,
-    ring: Option<RingSize>,
+    /// Slots and the bytes of each, as they were asked for.
+    staging: Option<(usize, usize)>,
     checked: bool,
     kernels: Vec<Kernels>,
     self_test: SelfTest,
@@ -84,9 +85,9 @@ impl Device {
 
 impl DeviceBuilder {
     fn new(kind: DeviceKind) -> Self {
-        let (deadline, ring) = (DEFAULT_DEADLINE, None);
+        let (deadline, staging) = (DEFAULT_DEADLINE, None);
         let self_test = SelfTest::default();
-        Self { kind, ordinal: 0, deadline, faults: None, ring, checked: false, kernels: Vec::new(), self_test }
+        Self { kind, ordinal: 0, deadline, faults: None, staging, checked: false, kernels: Vec::new(), self_test }
     }
 
     /// Which of the GPUs that the program can see, counted from 0 (default: 0). The emulator takes any number.
@@ -104,10 +105,12 @@ impl DeviceBuilder {
     }
 
     /// Page-locked host memory that uploads pass through: `slots` of `slot_bytes` each, at least one of at least 4 KiB (default:
-    /// two of 64 MiB, on the emulator of 1 MiB). Each is taken from the system when it is first needed.
+    /// two of 64 MiB, on the emulator of 1 MiB). Each is taken from the system when it is first
+    /// needed. If all of them are more than the host has available when the device is opened,
+    /// opening it is [`Error::DeviceMemory`].
     #[must_use]
     pub fn staging(mut self, slots: usize, slot_bytes: usize) -> Self {
-        self.ring = Some(RingSize { slots: slots.max(1), slot_bytes: slot_bytes.max(4096).next_multiple_of(256) });
+        self.staging = Some((slots, slot_bytes));
         self
     }
 
@@ -158,6 +161,7 @@ impl DeviceBuilder {
     /// Opens the device; its kernels are not tested.
     pub(crate) fn open_untested(self) -> Result<Device> {
         check_names(&self.kernels)?;
+        let ring = self.staging.map(|(slots, slot_bytes)| RingSize::asked(slots, slot_bytes)).transpose()?;
         let checks = CheckedMode { asked: self.checked, forced: checked_variable()? };
         let lane = Lane::start().map_err(|error| Error::NoDevice {
             wanted: "any",
@@ -178,7 +182,7 @@ impl DeviceBuilder {
         if let Some(plan) = self.faults {
             driver = Arc::new(Faulty::new(driver, plan));
         }
-        let ring = self.ring.unwrap_or_else(|| RingSize::of(driver.description().kind));
+        let ring = ring.unwrap_or_else(|| RingSize::of(driver.description().kind));
         Ok(Device::new(driver, lane, self.deadline, Staging::new(ring), checks))
     }
 }

@@ -17,6 +17,7 @@ use super::rehearsal::{Launch, Rehearsal};
 use super::retired::{self, NotEnded, Retired};
 use super::ring::Staging;
 use crate::error::{Error, Result};
+use crate::shortage::HostMemory;
 use bytemuck::Pod;
 use cuda_std::emulator::Mode;
 use std::cell::RefCell;
@@ -31,10 +32,14 @@ const AWAKE: Duration = Duration::from_millis(20);
 const NAP_SHARE: u32 = 64;
 /// .. but not longer than this.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
-/// What tells memory of one device from another's.
+/// The low bits of the number of a memory's owner: zero for a buffer, else the number of the arena
+/// whose step has the memory. The others are the device's.
+const ARENA_BITS: u64 = (1 << 24) - 1;
+
+/// The number of one more device.
 fn new_identity() -> u64 {
     static DEVICES: AtomicU64 = AtomicU64::new(0);
-    DEVICES.fetch_add(1, Ordering::Relaxed)
+    DEVICES.fetch_add(ARENA_BITS + 1, Ordering::Relaxed)
 }
 
 /// An open device. Clones share it.
@@ -69,6 +74,9 @@ struct Shared {
 struct Rehearsing {
     /// The devices whose memory it may take: that which it stands for first.
     parents: Vec<u64>,
+    /// True if its launches are replayed after the steps that run now. Then it takes buffers of its
+    /// parents and no memory of their steps.
+    replayed: bool,
     /// Whether the closure that it was made for has ended.
     over: AtomicBool,
 }
@@ -89,15 +97,17 @@ thread_local! {
 struct RecordingGuard;
 
 impl RecordingGuard {
-    fn of(identity: u64) -> Self {
-        RECORDED.with_borrow_mut(|recorded| recorded.push(identity));
-        Self
+    /// An error where this thread is ending, and drops what it kept in its local storage.
+    fn of(identity: u64) -> Result<Self> {
+        let pushed = RECORDED.try_with(|recorded| recorded.borrow_mut().push(identity));
+        pushed.map(|()| Self).map_err(|_| Error::misuse("capture", "a thread that goes on", "one that is ending"))
     }
 }
 
 impl Drop for RecordingGuard {
     fn drop(&mut self) {
-        RECORDED.with_borrow_mut(|recorded| recorded.pop());
+        // A thread that is ending has left all recordings.
+        let _ = RECORDED.try_with(|recorded| recorded.borrow_mut().pop());
     }
 }
 
@@ -210,7 +220,7 @@ impl Device {
 
     /// Runs `rehearse` with this device without memory or kernels: what is allocated there is counted and nothing else.
     pub(crate) fn rehearse<R>(&self, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
-        self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), rehearse)
+        self.rehearse_on(Arc::new(Rehearsal::of(self.description().clone())), false, rehearse)
     }
 
     /// The same as if this were such a device, and what was launched there, in order; `pins` hold what that uses.
@@ -220,8 +230,18 @@ impl Device {
         pins: Pins,
         rehearse: impl FnOnce(&Self) -> Result<R>,
     ) -> Result<(R, Vec<Launch>)> {
+        self.list(description, pins, false, rehearse)
+    }
+
+    fn list<R>(
+        &self,
+        description: Description,
+        pins: Pins,
+        replayed: bool,
+        rehearse: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<(R, Vec<Launch>)> {
         let rehearsal = Arc::new(Rehearsal::listing(description, pins));
-        let result = self.rehearse_on(Arc::clone(&rehearsal), rehearse)?;
+        let result = self.rehearse_on(Arc::clone(&rehearsal), replayed, rehearse)?;
         Ok((result, rehearsal.take_launches()))
     }
 
@@ -230,7 +250,12 @@ impl Device {
         self.shared.rehearsing.is_some()
     }
 
-    fn rehearse_on<R>(&self, driver: Arc<Rehearsal>, rehearse: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
+    fn rehearse_on<R>(
+        &self,
+        driver: Arc<Rehearsal>,
+        replayed: bool,
+        rehearse: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<R> {
         let Shared { lane, deadline, identity, pins, rehearsing, .. } = &*self.shared;
         let mut parents = vec![*identity];
         parents.extend(rehearsing.iter().flat_map(|rehearsing| &rehearsing.parents));
@@ -248,7 +273,7 @@ impl Device {
             pages: Mutex::default(),
             // There are no bytes to verify and no guards to look at.
             checks: CheckedMode { asked: false, forced: None },
-            rehearsing: Some(Rehearsing { parents, over: AtomicBool::new(false) }),
+            rehearsing: Some(Rehearsing { parents, replayed, over: AtomicBool::new(false) }),
             links: Mutex::default(),
         };
         let rehearsal = Over(Self { shared: Arc::new(shared) });
@@ -280,22 +305,37 @@ impl Device {
     pub(crate) fn record<R>(&self, pins: &Pins, record: impl FnOnce(&Self) -> Result<R>) -> Result<(R, Vec<Launch>)> {
         self.check("capture")?;
         let outcome = {
-            let _recording = RecordingGuard::of(self.identity());
-            self.rehearse_as(self.description().clone(), pins.clone(), record)
+            let _recording = RecordingGuard::of(self.identity())?;
+            self.list(self.description().clone(), pins.clone(), true, record)
         };
         self.end_retired();
         outcome
     }
 
-    /// What tells this device's memory from another's.
+    /// The number of the device, and of the owner of its buffers.
     pub(crate) fn identity(&self) -> u64 {
         self.shared.identity
     }
 
-    /// Whether memory of the device of this identity may be used here: its own, and in a rehearsal its parents'.
-    pub(crate) fn reaches(&self, identity: u64) -> bool {
-        let of_parent = |rehearsing: &Rehearsing| rehearsing.parents.contains(&identity);
-        identity == self.identity() || self.shared.rehearsing.as_ref().is_some_and(of_parent)
+    /// The number of the owner of what an arena's steps have.
+    pub(crate) fn owner_of_steps(&self, arena: u64) -> u64 {
+        self.identity() | arena.clamp(1, ARENA_BITS)
+    }
+
+    /// Returns true for memory that may be used here: the device's own, and in a rehearsal its
+    /// parents'. A recorded step may not use the memory of running steps.
+    pub(crate) fn reaches(&self, owner: u64) -> bool {
+        let of_parent = |rehearsing: &Rehearsing| {
+            rehearsing.parents.contains(&(owner & !ARENA_BITS)) && !(rehearsing.replayed && owner & ARENA_BITS > 0)
+        };
+        owner & !ARENA_BITS == self.identity() || self.shared.rehearsing.as_ref().is_some_and(of_parent)
+    }
+
+    /// The number of the arena that owns this memory, if the memory is refused because its step
+    /// runs while this device records another.
+    pub(crate) fn arena_of_running_step(&self, owner: u64) -> Option<u64> {
+        let arena = owner & ARENA_BITS;
+        (arena > 0 && !self.reaches(owner) && self.reaches(owner & !ARENA_BITS)).then_some(arena)
     }
 
     pub(crate) fn free_bytes(&self, deadline: Duration) -> Result<u64> {
@@ -428,9 +468,16 @@ impl Device {
     /// `from` is memory of this device, of at least `len` elements, that stays until the copy is done or the device is lost.
     pub(crate) unsafe fn download<T: Pod + Send>(&self, from: u64, len: usize, deadline: Duration) -> Result<Vec<T>> {
         let start = Instant::now();
+        let bytes = len.saturating_mul(size_of::<T>());
+        // The system grants memory that it does not have, and ends a process that writes to it.
+        let available = (bytes >= LARGE_READ_BYTES).then(HostMemory::available_bytes);
+        if let Some(available) = available.filter(|&available| bytes as u64 > available) {
+            return Err(no_host_memory(bytes, available));
+        }
         self.synchronize(deadline)?;
         self.call("download", deadline.saturating_sub(start.elapsed()), move |driver| {
-            let mut to = vec![T::zeroed(); len];
+            let zeros = bytemuck::allocation::try_zeroed_slice_box(len);
+            let mut to: Vec<T> = zeros.map_err(|()| no_host_memory(bytes, HostMemory::available_bytes()))?.into_vec();
             // SAFETY: `from` is device memory of `len` elements, as this function asks, and `to` is as long and the call's own.
             let copied = unsafe { driver.download(from, bytemuck::cast_slice_mut(&mut to)) };
             if let Err(error) = copied {
@@ -530,7 +577,9 @@ impl Device {
 
     /// Whether this thread records a step of this device. The device that it records on is another.
     fn is_recorded_here(&self) -> bool {
-        RECORDED.with_borrow(|recorded| recorded.contains(&self.identity()))
+        // A thread that is ending has left all recordings, and still drops what it kept in its
+        // local storage.
+        RECORDED.try_with(|recorded| recorded.borrow().contains(&self.identity())).unwrap_or(false)
     }
 
     /// An error when `call` cannot be made: the device is lost, or this thread records a step of it.
@@ -558,6 +607,15 @@ impl Device {
         lose(&self.shared.lost, &self.shared.driver, &error);
         error
     }
+}
+
+/// From this size on, a read first checks the host's available memory.
+const LARGE_READ_BYTES: usize = 64 << 20;
+
+/// The error for a read that the host has no memory for.
+fn no_host_memory(requested_bytes: usize, free_bytes: u64) -> Error {
+    let reason = "a read takes as much of the host's memory: read a range at a time, or free some memory".into();
+    Error::DeviceMemory { device: "the host".into(), requested_bytes, free_bytes, reason }
 }
 
 /// Whether the error leaves its device of no use.

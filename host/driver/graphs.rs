@@ -57,7 +57,7 @@ impl Drop for SealedGraph {
 
 /// The memory of launches, each stretch once.
 fn uses(launches: &[Launch]) -> Vec<Use> {
-    let extents = launches.iter().flat_map(|launch| launch.words.extents());
+    let extents = launches.iter().flat_map(|launch| launch.words.extents()).filter(|extent| extent.length > 0);
     let mut uses: Vec<Use> = extents
         .map(|extent| Use { bytes: extent.address..extent.address + extent.bytes() as u64, written: extent.written })
         .collect();

@@ -13,7 +13,7 @@ use super::device::Device;
 use super::lane;
 use super::patience;
 use crate::error::{Error, Result};
-use cuda_std::launch::{Entry, Grid, Words};
+use cuda_std::launch::{Entry, Extent, Grid, Words};
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -29,6 +29,8 @@ const AWAKE: Duration = Duration::from_micros(50);
 pub(crate) struct Launches {
     posted: Cell<u64>,
     made: RefCell<Arc<Made>>,
+    /// The memory that launches use, while somebody watches.
+    watched: RefCell<Option<Vec<Extent>>>,
 }
 
 /// What the lane has made of them.
@@ -52,6 +54,11 @@ impl Device {
         (entry, grid, words): (Entry, Grid, Words),
         deadline: Duration,
     ) -> Result<()> {
+        if let Some(launches) = of_step
+            && let Some(watched) = &mut *launches.watched.borrow_mut()
+        {
+            watched.extend(words.extents());
+        }
         let deadline = patience::of_launch(deadline);
         // SAFETY: what this function asks for is what the driver asks for: the lane makes the call before any that is made next. Recorded
         // memory is pinned by the rehearsal.
@@ -81,8 +88,16 @@ impl Made {
 }
 
 impl Launches {
+    /// Runs what makes launches, and returns the memory that these use, too.
+    pub(crate) fn watch<R>(&self, make: impl FnOnce() -> R) -> (R, Vec<Extent>) {
+        self.watched.replace(Some(Vec::new()));
+        let made = make();
+        (made, self.watched.take().unwrap_or_default())
+    }
+
     /// Another step begins. What the one before left on the lane, when it panicked, tells nobody.
     pub(crate) fn begin(&self) {
+        self.watched.take();
         if self.posted.replace(0) > 0 {
             *self.made.borrow_mut() = Arc::default();
         }

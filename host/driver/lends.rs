@@ -92,9 +92,15 @@ impl Lending {
         Self { lends: Arc::clone(lends), number: table.next, listed: Cell::new(false) }
     }
 
+    /// The number of the arena among those of its device, counted from 1.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// The step is lent `bytes` bytes at `address`, to be read or also written.
     pub(crate) fn add(&self, address: u64, bytes: usize, written: bool) {
         let lent = Use { bytes: address..address.saturating_add(bytes as u64), written };
+        debug_assert!(!lent.bytes.is_empty(), "a buffer has elements");
         self.listed.set(true);
         let mut table = self.lends.table();
         let thread = std::thread::current().id();

@@ -40,9 +40,10 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// The block in which these bytes lie.
+    /// The block in which these bytes lie. No bytes lie in none: where they end, another block may
+    /// begin.
     pub(super) fn around(&mut self, bytes: &[u8]) -> Option<&mut Block> {
-        let start = bytes.as_ptr() as u64;
+        let start = bytes.first().map(std::ptr::from_ref)? as u64;
         let (&address, block) = self.held.range_mut(..=start).next_back()?;
         let end = (start - address).checked_add(bytes.len() as u64)?;
         (end <= block.bytes as u64).then_some(block)

@@ -73,7 +73,13 @@ unsafe impl Driver for Rehearsal {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        Ok(self.next.fetch_add((bytes as u64).next_multiple_of(256), Ordering::Relaxed))
+        let after = |next: u64| (bytes as u64).checked_next_multiple_of(256).and_then(|bytes| next.checked_add(bytes));
+        self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, after).map_err(|next| Error::DeviceMemory {
+            device: "a rehearsal".into(),
+            requested_bytes: bytes,
+            free_bytes: u64::MAX - next,
+            reason: "it has no more addresses".into(),
+        })
     }
 
     unsafe fn free(&self, _: u64, _: usize) -> Result<()> {
@@ -143,7 +149,8 @@ unsafe impl Driver for Rehearsal {
 
     unsafe fn launch(&self, entry: &Entry, grid: Grid, words: &Words) -> Result<()> {
         let Some(Listed { launches, pins }) = &self.listed else { return Ok(()) };
-        pins.add(words.extents().iter().map(|extent| extent.address));
+        // Where an argument without elements ends, another's memory may begin.
+        pins.add(words.extents().iter().filter(|extent| extent.length > 0).map(|extent| extent.address));
         let launch = Launch { entry: *entry, grid, words: words.clone() };
         launches.lock().unwrap_or_else(PoisonError::into_inner).push(launch);
         Ok(())

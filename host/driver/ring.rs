@@ -5,7 +5,8 @@
 
 use super::calls::{Driver, Fence};
 use super::description::DeviceKind;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::shortage::HostMemory;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -13,6 +14,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 /// a piece are written by several threads.
 pub(crate) type Fill<'f> = dyn Fn(usize, &mut [u8]) + Sync + 'f;
 
+/// Bytes of the smallest slot.
+const LEAST_SLOT_BYTES: usize = 4096;
 /// The share of a piece that a thread takes at a time.
 const PART_BYTES: usize = 128 << 10;
 /// Where a piece starts within its slot.
@@ -26,6 +29,28 @@ pub(super) struct RingSize {
 }
 
 impl RingSize {
+    /// At least one slot of at least 4 KiB.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] for more than the host has available.
+    pub(super) fn asked(slots: usize, slot_bytes: usize) -> Result<Self> {
+        let slots = slots.max(1);
+        let size = slot_bytes.max(LEAST_SLOT_BYTES).checked_next_multiple_of(ALIGN_BYTES);
+        let size = size.and_then(|slot_bytes| Some((slot_bytes, slot_bytes.checked_mul(slots)?)));
+        let free_bytes = HostMemory::available_bytes();
+        match size {
+            Some((slot_bytes, bytes)) if bytes as u64 <= free_bytes => Ok(Self { slots, slot_bytes }),
+            _ => Err(Error::DeviceMemory {
+                device: "the host".into(),
+                requested_bytes: slot_bytes.saturating_mul(slots),
+                free_bytes,
+                reason: format!(
+                    "staging of {slots} slots of {slot_bytes} bytes; ask `DeviceBuilder::staging` for less"
+                ),
+            }),
+        }
+    }
+
     /// What such a device has unless someone says otherwise. The emulator copies at once: large slots would only take the host's memory.
     pub(super) fn of(kind: DeviceKind) -> Self {
         let slot_bytes = if kind == DeviceKind::Emulated { 1 << 20 } else { 64 << 20 };

@@ -87,7 +87,8 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns all elements.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the device's deadline.
+    /// [`Error::DeviceMemory`] when the host has less memory than they take; [`Error::Timeout`]
+    /// after the device's deadline.
     pub fn read(&self) -> Result<Vec<T>> {
         self.read_range(0, self.len)
     }
@@ -95,7 +96,7 @@ impl<T: Element> Buffer<T> {
     /// Waits for the work queued before and returns `len` elements from `start` on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they do not exist; [`Error::Timeout`] after the device's deadline.
+    /// [`Error::Misuse`] when they do not exist; as for [`Buffer::read`].
     pub fn read_range(&self, start: usize, len: usize) -> Result<Vec<T>> {
         self.check("buffer.read", start, len)?;
         self.memory().part(start, len).download(&self.device, self.device.deadline())

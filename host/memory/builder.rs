@@ -138,6 +138,7 @@ impl ArenaBuilder {
             region.overflow.insert(RefCell::new(pool)).get_mut().prime(&device)?;
         }
         tracing::info!(
+            number = region.number(),
             capacity_bytes = capacity,
             ?overflow,
             ?growth,

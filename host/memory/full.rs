@@ -16,8 +16,7 @@ impl Region {
     /// The arena is full: from the pool, or an error that says why.
     #[cold]
     pub(super) fn take_beyond(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
-        // An empty tensor names no byte: any address does.
-        let padded = padded(bytes).unwrap_or(usize::MAX).max(1);
+        let padded = padded(bytes).unwrap_or(usize::MAX);
         self.device.check("allocate")?;
         let capacity = self.capacity.get();
         let cause = self.counters.borrow().cause(padded, capacity);

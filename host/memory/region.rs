@@ -33,6 +33,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) struct Region {
     pub(super) device: Device,
     pub(super) address: u64,
+    /// The number of the owner of what steps have.
+    pub(super) owner: u64,
     /// Bytes of device memory at the address that are this region's own; none where it is lent.
     pub(super) owned_bytes: usize,
     /// Bytes that steps may fill: all but what captured steps own.
@@ -76,11 +78,18 @@ impl Region {
     /// Bytes of a region that is addresses alone: as many as a step may want.
     pub(crate) const EVERYTHING: usize = 1 << 46;
 
+    /// The number of the arena among those of its device; none of a step that is recorded.
+    pub(super) fn number(&self) -> Option<u64> {
+        self.lending.as_ref().map(Lending::number)
+    }
+
     /// Takes the memory from the device.
     pub(super) fn allocate(device: Device, capacity: usize) -> Result<Self> {
         let address = device.allocate(capacity)?;
         let mut region = Self::lent(device, address, capacity);
-        region.lending = Some(region.device.lending());
+        let lending = region.device.lending();
+        region.owner = region.device.owner_of_steps(lending.number());
+        region.lending = Some(lending);
         region.owned_bytes = capacity;
         Ok(region)
     }
@@ -89,6 +98,7 @@ impl Region {
     /// more than it was given.
     pub(crate) fn lent(device: Device, address: u64, capacity: usize) -> Self {
         Self {
+            owner: device.owner_of_steps(1),
             device,
             address,
             owned_bytes: 0,
@@ -232,7 +242,7 @@ impl Region {
         let address = self.take_bytes(bytes, Location::caller())?;
         // SAFETY: these bytes were just taken, with those up to the next multiple of 256, and nothing else uses them; whoever lent the
         // region keeps them.
-        Ok(unsafe { Memory::new(self.device.identity(), address, bytes) })
+        Ok(unsafe { Memory::new(self.owner, address, bytes) })
     }
 
     /// Memory for a tensor of the running step, with whatever was there.
@@ -249,14 +259,21 @@ impl Region {
         // SAFETY: these bytes were just taken, with those up to the next multiple of 256, or given back by the tensor that had them, which is
         // gone. Nothing else uses them until the rewind past them; `Step::empty` brands the tensor that it makes of them, so none is left
         // then.
-        Ok(unsafe { Memory::new(self.device.identity(), address, shape.elements()) })
+        Ok(unsafe { Memory::new(self.owner, address, shape.elements()) })
     }
 
-    /// The tensor at this address is read when the step is over: it may be given back, and keeps its memory.
-    pub(crate) fn keep(&self, address: u64) {
-        if let Some(offset) = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok()) {
-            self.reuse.keep(offset);
+    /// This memory is read when the step is over: the tensor that has it may be given back, and
+    /// keeps it.
+    pub(crate) fn keep<T: Element>(&self, memory: Memory<T>) {
+        if self.owns(memory) {
+            // What a recorded step has lies in its own part of the arena: there is no overflow.
+            self.reuse.keep((memory.address() - self.address) as usize);
         }
+    }
+
+    /// Returns true for memory of a tensor of the running step, false for that of a buffer.
+    pub(crate) fn owns<T: Element>(&self, memory: Memory<T>) -> bool {
+        memory.is_of(self.owner)
     }
 
     /// Takes the memory of a tensor of the running step back, for the next one of the same size. In checked mode nothing is handed out twice:
@@ -265,7 +282,7 @@ impl Region {
         let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
         // What lies elsewhere, in the overflow or before the scope, is no place in the running scope's part.
         let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
-        let block = place.zip(padded(bytes)).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
+        let block = place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
         let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
         if self.reuse.give(self.bump.get(), block) {
             self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());
@@ -369,6 +386,8 @@ impl Region {
 
     #[inline]
     fn take_bytes(&self, bytes: usize, site: &'static Location<'static>) -> Result<u64> {
+        // An empty tensor takes a place of its own: no two tensors of a step have one address.
+        let bytes = bytes.max(1);
         if let Some(offset) = self.reuse.take(bytes) {
             self.counters.borrow_mut().allocated(site, 0);
             return Ok(self.address + offset as u64);
@@ -399,7 +418,7 @@ impl Region {
         }
         if let Some(checks) = &self.checks {
             // SAFETY: these bytes were just taken, and nothing else uses them.
-            let block = unsafe { Memory::new(self.device.identity(), address, bytes) };
+            let block = unsafe { Memory::new(self.owner, address, bytes) };
             let made = checks.borrow_mut().made(&self.device, block, request, site);
             made.map_err(|error| self.with_report(error))?;
         }

@@ -96,7 +96,7 @@ impl Region {
         until.bump.since(mark.bump).into_iter().filter(|(_, bytes)| *bytes > 0).try_for_each(|(offset, bytes)| {
             let (address, words) = (self.address + offset as u64, bytes / size_of::<u32>());
             // SAFETY: the scope is over, and with it every tensor in this part of the arena's own memory.
-            let memory = unsafe { Memory::<u32>::new(self.device.identity(), address, words) };
+            let memory = unsafe { Memory::<u32>::new(self.owner, address, words) };
             poison(&self.device, memory, STALE)
         })
     }

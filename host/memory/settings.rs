@@ -28,14 +28,14 @@ pub enum Capacity {
 }
 
 impl Capacity {
-    /// So many times 2^20 bytes.
+    /// So many times 2^20 bytes; where no number says it, more than any device has.
     pub const fn mib(mebibytes: usize) -> Self {
-        Self::Bytes(mebibytes << 20)
+        Self::Bytes(mebibytes.saturating_mul(1 << 20))
     }
 
-    /// So many times 2^30 bytes.
+    /// So many times 2^30 bytes; where no number says it, more than any device has.
     pub const fn gib(gibibytes: usize) -> Self {
-        Self::Bytes(gibibytes << 30)
+        Self::Bytes(gibibytes.saturating_mul(1 << 30))
     }
 }
 

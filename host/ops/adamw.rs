@@ -1,6 +1,7 @@
 //! The AdamW update, with the settings of one group and of several; [`crate::AdamW`] drives it.
 
 use super::same_shape;
+use super::shapes::check_rows;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
@@ -71,6 +72,7 @@ pub fn adamw_groups<'s>(
     if let Some(copy) = &copy {
         same_shape("adamw_groups", weights.shape(), copy.shape())?;
     }
+    check_rows("adamw_groups", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::adamw_groups {
         weights: weights.out(),
         copied: u32::from(copy.is_some()),

@@ -1,6 +1,7 @@
 //! The update of SGD with momentum, with the settings of one group and of several; [`crate::Sgd`] drives it.
 
 use super::same_shape;
+use super::shapes::check_rows;
 use crate::error::Result;
 use crate::step::Step;
 use crate::tensor::{Source, Target};
@@ -67,6 +68,7 @@ pub fn sgd_groups<'s>(
     if let Some(copy) = &copy {
         same_shape("sgd_groups", weights.shape(), copy.shape())?;
     }
+    check_rows("sgd_groups", "hyper", kernel::slot::LEN, hyper)?;
     step.launch(kernel::sgd_groups {
         weights: weights.out(),
         copied: u32::from(copy.is_some()),

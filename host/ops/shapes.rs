@@ -18,3 +18,13 @@ pub(super) fn check_row<'s>(op: &'static str, what: &str, cols: usize, row: &imp
     }
     Err(Error::misuse(op, format!("a {what} of shape [{cols}]"), row.shape().to_string()))
 }
+
+/// An error in the name of `op` for rows of another length. Flat elements are for the kernel's
+/// contract to count.
+pub(super) fn check_rows<'s>(op: &'static str, what: &str, len: usize, rows: &impl Source<'s, f32>) -> Result<()> {
+    match rows.shape().extents() {
+        [_] => Ok(()),
+        [_, extent] if *extent == len => Ok(()),
+        _ => Err(Error::misuse(op, format!("{what} of shape [groups, {len}]"), rows.shape().to_string())),
+    }
+}

@@ -5,7 +5,7 @@
 use super::optimizer::Optimizer;
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
-use super::rule::{UpdateArguments, UpdateRule};
+use super::rule::{UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use crate::error::Result;
 use crate::ops;
@@ -92,8 +92,9 @@ impl UpdateRule for AdamWConfig {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, mut copy, gradients, mut state, settings, groups, squared_norm } = arguments;
-        let [first, second] = &mut state[..] else { unreachable!("the two that `state` names") };
+        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
+        let [mut first, mut second] = expect_state("adamw", self.state(), state)?;
+        let (first, second) = (&mut first, &mut second);
         match groups {
             None => ops::adamw(step, &mut weights, copy.as_mut(), &gradients, first, second, &settings, squared_norm),
             Some(groups) => ops::adamw_groups(

@@ -13,7 +13,9 @@ use crate::ops;
 use crate::params::{Gradients, Layout, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
-use crate::tensor::Tensor;
+use crate::tensor::{Memory, Source, Tensor};
+use cuda_std::launch::Extent;
+use half::bf16;
 use kernels::update::RUN;
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +33,32 @@ pub struct Optimizer<R: ?Sized> {
     state: Vec<Buffer<f32>>,
     /// The elements that the state is of, and that an update changes, ascending: all, unless ranks of a group share them out.
     slices: Vec<Range<usize>>,
+    declared: Declared,
     rule: R,
+}
+
+/// What a rule has said of itself when its optimiser was made. It is not asked again.
+#[derive(Clone, Copy, Debug)]
+struct Declared {
+    name: &'static str,
+    state: &'static [&'static str],
+    has_groups: bool,
+    writes_copy: bool,
+}
+
+impl Declared {
+    /// # Errors
+    /// [`Error::Misuse`] for no name, and when two parts of the state would have one name in a
+    /// checkpoint.
+    fn of(rule: &impl UpdateRule) -> Result<Self> {
+        let (name, state) = (rule.name(), rule.state());
+        let is_used = |(place, part): (usize, &&str)| part.is_empty() || state[..place].contains(part);
+        if name.is_empty() || state.iter().enumerate().any(is_used) {
+            let expected = "a name for the rule, and another one for each part of its state";
+            return Err(Error::misuse("optimizer", expected, format!("`{name}` with the state {state:?}")));
+        }
+        Ok(Self { name, state, has_groups: rule.has_groups(), writes_copy: rule.writes_copy() })
+    }
 }
 
 impl<R: UpdateRule> Optimizer<R> {
@@ -41,13 +68,14 @@ impl<R: UpdateRule> Optimizer<R> {
     /// [`Error::Misuse`] for a setting out of range; [`Error::DeviceMemory`] when there is no room for the state.
     pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
         rule.check()?;
+        let declared = Declared::of(&rule)?;
         let (device, layout) = (parameters.flat().device(), parameters.layout().clone());
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
-        let state = rule.state().iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
-        let turns = Arc::new(Turns::new(rule.name()));
+        let state = declared.state.iter().map(|_| Buffer::zeros(device, layout.elements())).collect::<Result<_>>()?;
+        let turns = Arc::new(Turns::new(declared.name));
         let slices = std::iter::once(0..layout.elements()).collect();
-        Ok(Self { layout, turns, groups, runs: None, settings, state, slices, rule })
+        Ok(Self { layout, turns, groups, runs: None, settings, state, slices, declared, rule })
     }
 
     /// The same with rates and weight decay by group, in place of what groups it had: its updates are as many launches as before. What
@@ -58,7 +86,7 @@ impl<R: UpdateRule> Optimizer<R> {
     pub fn with_parameter_groups(self, groups: &ParameterGroups) -> Result<Self> {
         let name = self.name();
         let (groups, runs) = groups.of(&self.layout)?;
-        if groups.len() > 1 && !self.rule.has_groups() {
+        if groups.len() > 1 && !self.declared.has_groups {
             return Err(Error::misuse(
                 name,
                 "one group: the rule's `has_groups` says that it heeds no others",
@@ -145,10 +173,10 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<Tensor<'s>> {
         let _phase = step.enter(Phase::Optimizer);
         let norm = ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?;
-        let writes_copy = self.rule.writes_copy();
+        let writes_copy = self.declared.writes_copy;
         let queued = self.queue(step, parameters, gradients, &norm, writes_copy);
         // A rule that failed may have queued a part of its launches.
-        let copied = if writes_copy { Ok(()) } else { parameters.queue_copy(step) };
+        let copied = if writes_copy && queued.is_ok() { Ok(()) } else { parameters.queue_copy(step) };
         queued.and(copied).map(|()| norm)
     }
 
@@ -197,12 +225,56 @@ impl<R: UpdateRule> Optimizer<R> {
                 Ok(step.lend_mut(state, all)?.part(start..start + slice.len()))
             });
             let state = kept.collect::<Result<_>>()?;
-            let settings = step.lend(&self.settings, [self.settings.len()])?;
+            let settings = match self.groups.len() {
+                1 => step.lend(&self.settings, [self.settings.len()])?,
+                groups => step.lend(&self.settings, [groups, self.settings.len() / groups])?,
+            };
             let runs = slice.start / RUN..slice.end.div_ceil(RUN);
             let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
             let groups = all_runs.map(|all| all.part(runs));
-            self.rule
-                .queue(step, UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm })?;
+            let promised =
+                Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
+            let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
+            let (queued, extents) = step.region().launches().watch(|| self.rule.queue(step, arguments));
+            queued?;
+            promised.check(self.declared.name, &extents)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory that a rule has said it uses.
+struct Promised {
+    copy: Option<Memory<bf16>>,
+    groups: Option<Memory<u32>>,
+}
+
+impl Promised {
+    /// An error unless launches that use these extents keep what the rule has said.
+    fn check(&self, name: &'static str, extents: &[Extent]) -> Result<()> {
+        let range = |extent: &Extent| extent.address..extent.address + extent.bytes() as u64;
+        if let Some(copy) = self.copy {
+            let end = copy.address() + copy.bytes().len() as u64;
+            let mut written: Vec<_> = extents.iter().filter(|extent| extent.written).map(range).collect();
+            written.sort_by_key(|written| written.start);
+            let reached = written.iter().fold(copy.address(), |reached, written| {
+                if written.start <= reached { reached.max(written.end) } else { reached }
+            });
+            if reached < end {
+                let expected = format!(
+                    "a rule that writes all {} elements of the BF16 copy: its `writes_copy` returned true",
+                    copy.len()
+                );
+                let got = format!("{} of them written", (reached - copy.address()) as usize / size_of::<bf16>());
+                return Err(Error::misuse(name, expected, got));
+            }
+        }
+        if let Some(groups) = self.groups.filter(|groups| groups.len() > 0) {
+            let all = groups.address()..groups.address() + groups.bytes().len() as u64;
+            if !extents.iter().map(range).any(|used| used.start < all.end && all.start < used.end) {
+                let expected = "a rule whose launches read `UpdateArguments::groups`: its `has_groups` returned true";
+                return Err(Error::misuse(name, expected, "none that does"));
+            }
         }
         Ok(())
     }
@@ -211,7 +283,7 @@ impl<R: UpdateRule> Optimizer<R> {
 impl<R: UpdateRule + ?Sized> Optimizer<R> {
     /// The rule's name.
     pub fn name(&self) -> &'static str {
-        self.rule.name()
+        self.declared.name
     }
 
     /// Updates made so far: those that were queued by [`Optimizer::apply`] or by a replay.
@@ -265,7 +337,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
 
     /// What stands before a parameter's name in the names of its state, by part of the state.
     pub(crate) fn prefixes(&self) -> Vec<String> {
-        self.rule.state().iter().map(|state| format!("{}.{state}.", self.name())).collect()
+        self.declared.state.iter().map(|state| format!("{}.{state}.", self.name())).collect()
     }
 
     /// An error unless the state is that of parameters of `layout`.
@@ -292,8 +364,15 @@ fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, 
 fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
     let all: Vec<Vec<f32>> = groups.iter().map(|group| rule.settings(number, group)).collect();
     let len = all[0].len();
+    let settings = all.concat();
     match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {
-        None => Ok(all.concat()),
+        None => match settings.iter().position(|setting| setting.is_nan()) {
+            None => Ok(settings),
+            Some(place) => {
+                let got = format!("NaN as setting {} of group {} in update {number}", place % len, place / len);
+                Err(Error::misuse(rule.name(), "settings that are numbers", got))
+            }
+        },
         Some(0) => Err(Error::misuse(rule.name(), "at least one setting", "none")),
         Some(other) => Err(Error::misuse(rule.name(), format!("{len} settings for each group"), other.to_string())),
     }

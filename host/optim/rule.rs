@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::parameter_groups::ParameterGroup;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Tensor};
 use half::bf16;
@@ -54,13 +54,14 @@ use half::bf16;
 /// # }
 /// ```
 pub trait UpdateRule: 'static {
-    /// What it is called in errors and in checkpoints: `adamw`.
+    /// What it is called in errors and in checkpoints: `adamw`. An optimiser calls this, `state`,
+    /// `has_groups` and `writes_copy` once, when it is made.
     fn name(&self) -> &'static str;
 
     /// An error for a setting out of range.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) that names the setting.
+    /// [`Error::Misuse`] that names the setting.
     fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -72,18 +73,20 @@ pub trait UpdateRule: 'static {
     }
 
     /// Whether [`UpdateRule::queue`] heeds [`UpdateArguments::groups`]. If not, there is one group.
+    /// If this is true and no launch reads them, the update is [`Error::Misuse`].
     fn has_groups(&self) -> bool {
         false
     }
 
     /// Whether [`UpdateRule::queue`] writes [`UpdateArguments::copy`]. If not, it gets none, and [`Optimizer`](crate::Optimizer) queues a
-    /// launch behind it that rounds all weights.
+    /// launch behind it that rounds all weights. If this is true and a part is not written, the
+    /// update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
         false
     }
 
     /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number, and
-    /// always as many. They are on the device when the update runs.
+    /// always as many, none of them NaN. They are on the device when the update runs.
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
 
     /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update. In a group of
@@ -107,10 +110,26 @@ pub struct UpdateArguments<'b, 's> {
     pub gradients: Lent<'b, 's>,
     /// What [`UpdateRule::state`] names, in its order.
     pub state: Vec<LentMut<'b, 's>>,
-    /// The settings of the update, one group's behind the other's.
+    /// The settings of the update: `[settings]`; if there are several groups,
+    /// `[groups, settings]`.
     pub settings: Lent<'b, 's>,
     /// The group of each run of 64 elements, if there are several groups.
     pub groups: Option<Lent<'b, 's, u32>>,
     /// The squared L2 norm of all gradients together, `[1]`. [`ops::clip_factor`](crate::ops::clip_factor) makes of it what clips them.
     pub squared_norm: &'b Tensor<'s>,
+}
+
+/// The state that a rule queues its updates with, which may be that of another rule around it.
+///
+/// # Errors
+/// [`Error::Misuse`] for another number of parts than the rule has.
+pub(super) fn expect_state<'b, 's, const N: usize>(
+    op: &'static str,
+    names: &[&str],
+    state: Vec<LentMut<'b, 's>>,
+) -> Result<[LentMut<'b, 's>; N]> {
+    state.try_into().map_err(|state: Vec<_>| {
+        let expected = format!("the state {names:?}: a rule that wraps this one returns the same from `state`");
+        Error::misuse(op, expected, format!("{} parts", state.len()))
+    })
 }

@@ -5,7 +5,7 @@
 use super::optimizer::Optimizer;
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
-use super::rule::{UpdateArguments, UpdateRule};
+use super::rule::{UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use crate::error::Result;
 use crate::ops;
@@ -86,8 +86,9 @@ impl UpdateRule for SgdConfig {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, mut copy, gradients, mut state, settings, groups, squared_norm } = arguments;
-        let [velocity] = &mut state[..] else { unreachable!("the one that `state` names") };
+        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
+        let [mut velocity] = expect_state("sgd", self.state(), state)?;
+        let velocity = &mut velocity;
         match groups {
             None => ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, squared_norm),
             Some(groups) => ops::sgd_groups(

@@ -105,7 +105,9 @@ impl Parameters {
             .iter()
             .scan(0, |drawn, entry| {
                 let before = *drawn;
-                *drawn += entry.initializer.draws() * entry.shape().elements() as u64;
+                // The generator's place wraps, too.
+                let draws = entry.initializer.draws().wrapping_mul(entry.shape().elements() as u64);
+                *drawn = u64::wrapping_add(*drawn, draws);
                 Some(before)
             })
             .collect();

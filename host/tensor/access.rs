@@ -25,16 +25,16 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
 
     /// A kernel's `&[T]`.
     fn slice(&self) -> Slice<'_, T> {
-        let (device, address, len) = self.memory().parts();
+        let (owner, address, len) = self.memory().parts();
         // SAFETY: valid by `Memory`'s invariant; the borrow keeps others from writing it meanwhile.
-        unsafe { Slice::new(device, address, len) }
+        unsafe { Slice::new(owner, address, len) }
     }
 
     /// A kernel's `*const T`.
     fn pointer(&self) -> Pointer<'_, T> {
-        let (device, address, len) = self.memory().parts();
+        let (owner, address, len) = self.memory().parts();
         // SAFETY: as above.
-        unsafe { Pointer::new(device, address, len) }
+        unsafe { Pointer::new(owner, address, len) }
     }
 }
 
@@ -46,16 +46,16 @@ pub trait Source<'s, T: Element>: sealed::Sealed {
 pub trait Target<'s, T: Element>: Source<'s, T> {
     /// A kernel's `*mut T`.
     fn out(&mut self) -> PointerMut<'_, T> {
-        let (device, address, len) = self.memory().parts();
+        let (owner, address, len) = self.memory().parts();
         // SAFETY: valid by `Memory`'s invariant; the borrow is unique.
-        unsafe { PointerMut::new(device, address, len) }
+        unsafe { PointerMut::new(owner, address, len) }
     }
 
     /// The same memory as a kernel's `*const T` and its `*mut T`, for a kernel that reads an element before it writes
     /// the same one.
     fn in_place(&mut self) -> (Pointer<'_, T>, PointerMut<'_, T>) {
-        let (device, address, len) = self.memory().parts();
+        let (owner, address, len) = self.memory().parts();
         // SAFETY: valid by `Memory`'s invariant; the borrow is unique, and `Pointer` may name what is written.
-        unsafe { (Pointer::new(device, address, len), PointerMut::new(device, address, len)) }
+        unsafe { (Pointer::new(owner, address, len), PointerMut::new(owner, address, len)) }
     }
 }

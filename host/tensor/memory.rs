@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 /// Device memory by address and length: valid for as long as the value that holds it.
 pub struct Memory<T> {
-    device: u64,
+    owner: u64,
     address: u64,
     len: usize,
     element: PhantomData<T>,
@@ -40,24 +40,25 @@ impl<T: Pod> Memory<T> {
     /// Memory that the caller owns.
     ///
     /// # Safety
-    /// `len` elements at `address`, and the rest of the words that they begin and end in, are memory of the device of the identity
-    /// `device`, aligned for `T`, for as long as any holder of this value lives.
-    pub(crate) unsafe fn new(device: u64, address: u64, len: usize) -> Self {
-        Self { device, address, len, element: PhantomData }
+    /// `len` elements at `address`, and the rest of the words that they begin and end in, are memory of this owner: of a device's buffers
+    /// or of an arena's steps. They are aligned for `T`, for as long as any holder of this value
+    /// lives.
+    pub(crate) unsafe fn new(owner: u64, address: u64, len: usize) -> Self {
+        Self { owner, address, len, element: PhantomData }
     }
 
-    /// Its device's identity, its address and its length.
+    /// Its owner's number, its address and its length.
     pub(super) fn parts(self) -> (u64, u64, usize) {
-        (self.device, self.address, self.len)
+        (self.owner, self.address, self.len)
     }
 
     pub(crate) fn address(self) -> u64 {
         self.address
     }
 
-    /// Whether it is of the device of this identity.
-    pub(crate) fn is_of(self, identity: u64) -> bool {
-        self.device == identity
+    /// Whether it is of this owner.
+    pub(crate) fn is_of(self, owner: u64) -> bool {
+        self.owner == owner
     }
 
     pub(crate) fn len(self) -> usize {
@@ -67,13 +68,13 @@ impl<T: Pod> Memory<T> {
     /// A kernel's `&[T]`, for callers that hold what keeps the memory alive.
     pub(crate) fn as_slice(&self) -> Slice<'_, T> {
         // SAFETY: valid by this type's invariant.
-        unsafe { Slice::new(self.device, self.address, self.len) }
+        unsafe { Slice::new(self.owner, self.address, self.len) }
     }
 
     /// A kernel's `*mut T`, for callers that hold the memory alone.
     pub(crate) fn as_out(&self) -> PointerMut<'_, T> {
         // SAFETY: valid by this type's invariant.
-        unsafe { PointerMut::new(self.device, self.address, self.len) }
+        unsafe { PointerMut::new(self.owner, self.address, self.len) }
     }
 
     /// Bytes of all elements.
@@ -89,7 +90,7 @@ impl<T: Pod> Memory<T> {
         let (bytes, size, align) = (self.byte_len(), size_of::<U>(), align_of::<U>());
         let whole = bytes.is_multiple_of(size) && self.address.is_multiple_of(align as u64);
         assert!(whole, "{bytes} bytes at {:#x} as elements of {size}, on multiples of {align}", self.address);
-        Memory { device: self.device, address: self.address, len: bytes / size, element: PhantomData }
+        Memory { owner: self.owner, address: self.address, len: bytes / size, element: PhantomData }
     }
 
     /// The same memory, whatever its elements are.
@@ -102,7 +103,7 @@ impl<T: Pod> Memory<T> {
         const WORD: u64 = size_of::<u32>() as u64;
         let start = self.address - self.address % WORD;
         let end = (self.address + self.byte_len() as u64).next_multiple_of(WORD);
-        Memory { device: self.device, address: start, len: ((end - start) / WORD) as usize, element: PhantomData }
+        Memory { owner: self.owner, address: start, len: ((end - start) / WORD) as usize, element: PhantomData }
     }
 
     /// The part of `len` elements from `start` on.
@@ -111,6 +112,6 @@ impl<T: Pod> Memory<T> {
     /// When it is not inside.
     pub(crate) fn part(self, start: usize, len: usize) -> Self {
         assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{len} elements at {start} of {}", self.len);
-        Self { device: self.device, address: self.address + (start * size_of::<T>()) as u64, len, element: PhantomData }
+        Self { owner: self.owner, address: self.address + (start * size_of::<T>()) as u64, len, element: PhantomData }
     }
 }

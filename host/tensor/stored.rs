@@ -34,7 +34,7 @@ pub enum AnyTensor<'s> {
 macro_rules! stored {
     ($($ty:ty: $variant:ident;)*) => {
         impl AnyTensor<'_> {
-            /// Where it is: the same for no two tensors of a step that have elements.
+            /// Where it is: the same for no two tensors of a step, also of those without elements.
             pub(crate) fn address(&self) -> u64 {
                 match self { $(Self::$variant(tensor) => tensor.memory().address(),)* }
             }

@@ -117,6 +117,20 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
         }
     }
 
+    /// How many recordings captured steps keep, one for each shape of micro-batch and its place in
+    /// a batch (first, last, both or between): see [`Captured::keep`](crate::Captured::keep).
+    /// Without effect where steps run launch by launch.
+    ///
+    /// Batches of many shapes, as texts of any length are, take fewer recordings if each length is
+    /// padded up to one of a few, such as the powers of two, and the loss ignores the padding.
+    #[must_use]
+    pub fn recordings(mut self, kept: usize) -> Self {
+        if let Stage::Captured(captured) = &mut self.stage {
+            captured.set_kept(kept);
+        }
+        self
+    }
+
     /// Where [`Trainer::save`] writes, and after how many updates of an epoch it is called; none: only at a stop.
     #[must_use]
     pub fn checkpoint(mut self, path: impl Into<PathBuf>, every: Option<u64>) -> Self {

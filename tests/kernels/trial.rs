@@ -14,6 +14,8 @@ use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Element, Error, Resu
 const POISON: u32 = 0x7fc0_dead;
 /// Elements between the starts of tensors: 256 bytes.
 const ALIGN: usize = 64;
+/// Elements of a tensor that marks a place.
+const MARK: usize = 61 * ALIGN;
 /// Bytes of the arena that is tried first.
 const LEAST_BYTES: usize = 1 << 17;
 
@@ -136,9 +138,11 @@ impl<'s> Trial<'_, 's> {
 
     /// Runs an op that takes memory for itself besides its outputs.
     pub(crate) fn with_scratch<R>(&self, op: impl FnOnce() -> Result<R>) -> Result<R> {
-        let start = self.place(&self.step.empty::<u32>([0])?);
+        // Of a size that no op gives back, so that they lie in front of what the op makes, and
+        // behind it.
+        let start = self.place(&self.step.empty::<u32>([MARK])?);
         let result = op()?;
-        let end = self.place(&self.step.empty::<u32>([0])?);
+        let end = self.place(&self.step.empty::<u32>([MARK])?);
         self.ledger.borrow_mut().scratch.push(start..end);
         Ok(result)
     }

@@ -210,7 +210,7 @@ macro_rules! device_memory {
         ///
         /// It stays on its thread, as what it points to does.
         pub struct $name<'a, T> {
-            device: u64,
+            owner: u64,
             address: u64,
             length: usize,
             // The raw pointer makes it neither `Send` nor `Sync`.
@@ -218,21 +218,22 @@ macro_rules! device_memory {
         }
 
         impl<T> $name<'_, T> {
-            /// Memory of a device, by the number that its host gives the device, address and length in elements.
+            /// Device memory by address and length in elements, and the number that the host gives
+            /// its owner.
             ///
             /// # Safety
             /// The memory must be valid on the device, for as long as a launch may use it, and aligned for `T`.
             /// If the pointer may be written, nothing else may use the memory within the launch.
             #[inline]
-            pub unsafe fn new(device: u64, address: u64, length: usize) -> Self {
-                Self { device, address, length, borrow: PhantomData }
+            pub unsafe fn new(owner: u64, address: u64, length: usize) -> Self {
+                Self { owner, address, length, borrow: PhantomData }
             }
 
-            /// No elements, on any device: what stands for an argument that is not there.
+            /// No elements, of no owner: what stands for an argument that is not there.
             pub fn empty() -> Self {
                 const { assert!(align_of::<T>() <= 256, "no memory of a device is aligned to more than 256 bytes") };
                 // Aligned for the element, and never read.
-                Self { device: ANY_DEVICE, address: 256, length: 0, borrow: PhantomData }
+                Self { owner: NO_OWNER, address: 256, length: 0, borrow: PhantomData }
             }
 
             /// Elements.
@@ -266,7 +267,7 @@ macro_rules! device_memory {
             #[inline]
             fn pack(&self, words: &mut Words) {
                 words.push_pointer(
-                    self.device,
+                    self.owner,
                     Extent {
                         address: self.address,
                         length: self.length,
@@ -306,8 +307,8 @@ macro_rules! shared {
 // A `PointerMut` is its launch's alone: no copy can name the same output twice.
 shared! { Slice Pointer }
 
-/// The device of memory that is not there.
-const ANY_DEVICE: u64 = u64::MAX;
+/// The owner of memory that is not there.
+const NO_OWNER: u64 = u64::MAX;
 
 mod sealed {
     pub trait Sealed {}
@@ -380,8 +381,8 @@ pub struct Words {
     words: Vec<u64>,
     /// What the pointers among the words point to.
     extents: Vec<Extent>,
-    /// The devices of the pointers that point to memory, in order.
-    devices: Vec<u64>,
+    /// The owner of each.
+    owners: Vec<u64>,
     /// The line that asked for the launch.
     site: &'static Location<'static>,
 }
@@ -393,7 +394,7 @@ impl Words {
         let mut words = Self {
             words: Vec::with_capacity(16),
             extents: Vec::with_capacity(8),
-            devices: Vec::new(),
+            owners: Vec::with_capacity(8),
             site: Location::caller(),
         };
         arguments.pack(&mut words);
@@ -406,15 +407,12 @@ impl Words {
         self.words.push(word);
     }
 
-    /// Adds the address of memory on a device.
+    /// Adds the address of memory of an owner.
     #[inline]
-    fn push_pointer(&mut self, device: u64, extent: Extent) {
-        if device != ANY_DEVICE {
-            // One device is named once, as nearly all launches do.
-            self.devices.extend((self.devices.last() != Some(&device)).then_some(device));
-        }
+    fn push_pointer(&mut self, owner: u64, extent: Extent) {
         self.words.push(extent.address);
         self.extents.push(extent);
+        self.owners.push(owner);
     }
 
     /// The words in order.
@@ -432,9 +430,11 @@ impl Words {
         &self.extents
     }
 
-    /// Whether `accepts` takes the device of every pointer that points to memory.
-    pub fn all_on(&self, accepts: impl Fn(u64) -> bool) -> bool {
-        self.devices.iter().copied().all(accepts)
+    /// The first pointer to memory whose owner `accepts` returns false for: its place among the
+    /// pointers, and the owner.
+    pub fn first_of_other(&self, accepts: impl Fn(u64) -> bool) -> Option<(usize, u64)> {
+        let owners = self.owners.iter().copied().enumerate();
+        owners.filter(|&(_, owner)| owner != NO_OWNER).find(|&(_, owner)| !accepts(owner))
     }
 
     /// Whether every address is a multiple of `align`, a power of two.

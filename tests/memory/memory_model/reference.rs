@@ -81,7 +81,8 @@ impl Reference {
             bytes
                 .checked_next_multiple_of(ALIGN_BYTES)
                 .and_then(|bytes| bytes.checked_add(guard))
-                .unwrap_or(usize::MAX),
+                .unwrap_or(usize::MAX)
+                .max(ALIGN_BYTES),
         )
     }
 

@@ -249,6 +249,10 @@ impl UpdateRule for Odd {
             return Err(Error::Misuse { op: "odd", expected: "nothing".into(), got: "a failure".into() });
         }
         assert_eq!(arguments.groups.is_some(), arguments.settings.shape().elements() > 1);
+        if let Some(groups) = &arguments.groups {
+            // The settings of each run.
+            let _: Tensor<'_> = ops::embedding(step, &arguments.settings, groups)?;
+        }
         ops::fill_into(step, &mut arguments.weights, 0.0)
     }
 }

@@ -1,0 +1,206 @@
+//! How many shapes a captured step keeps recordings of, which one goes first, and what is logged
+//! when shapes come back in vain.
+//!
+//! Invariant: whatever is evicted, the bits are those of steps that run launch by launch.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::cell::RefCell;
+use std::fmt::Debug;
+use std::sync::Once;
+use stepscope::nn::Linear;
+use stepscope::*;
+use support::{Random, on_each_device};
+use tracing::field::{Field, Visit};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+thread_local! {
+    /// The warnings of this thread.
+    static WARNINGS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+}
+
+struct Listener;
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0 += &format!("{}={value:?} ", field.name());
+    }
+}
+
+impl<S: tracing::Subscriber> Layer<S> for Listener {
+    fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+        if *event.metadata().level() == tracing::Level::WARN {
+            let mut line = Line(String::new());
+            event.record(&mut line);
+            WARNINGS.with_borrow_mut(|warnings| warnings.push(line.0));
+        }
+    }
+}
+
+/// Warnings of this thread about recordings, in `work`.
+fn warnings(work: impl FnOnce()) -> Vec<String> {
+    static LISTENING: Once = Once::new();
+    LISTENING.call_once(|| {
+        tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Listener)).unwrap();
+        tracing::callsite::rebuild_interest_cache();
+    });
+    WARNINGS.take();
+    work();
+    WARNINGS.take().into_iter().filter(|line| line.contains("recorded again and again")).collect()
+}
+
+fn arena(device: &Device) -> Arena {
+    Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap()
+}
+
+struct Classifier(Linear);
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.0.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+type Points = support::points::Points<6>;
+
+/// A batch of so many points.
+fn batch(samples: usize) -> Points {
+    let mut random = Random::new(samples as u64);
+    Points { x: random.normals(6 * samples), labels: random.belows(samples, 3) }
+}
+
+/// The weights after updates by batches of these sizes, and what captured steps did.
+fn train(device: &Device, sizes: &[usize], captured: bool, kept: Option<usize>) -> (String, Option<CaptureReport>) {
+    let mut layout = Layout::builder();
+    let model = Classifier(Linear::new(layout.names().at("head"), 6, 3));
+    let config = AdamWConfig { learning_rate: 0.05, ..AdamWConfig::default() };
+    let learner = Learner::new(device, model, &layout.build().unwrap(), 7, config).unwrap();
+    let mut arena = arena(device);
+    let largest = sizes.iter().copied().max().unwrap();
+    let mut trainer = match captured {
+        true => Trainer::captured(&mut arena, learner, &batch(largest)).unwrap(),
+        false => Trainer::eager(&mut arena, learner),
+    };
+    if let Some(kept) = kept {
+        trainer = trainer.recordings(kept);
+    }
+    for &size in sizes {
+        trainer.update(&[batch(size)]).unwrap();
+    }
+    (trainer.learner().parameters.sha256().unwrap(), trainer.capture_report())
+}
+
+/// So many sizes, one after the other and again, so many times. The largest comes first: it is
+/// recorded before training.
+fn alternating(shapes: usize, rounds: usize) -> Vec<usize> {
+    (0..rounds).flat_map(|_| (1..=shapes).rev()).collect()
+}
+
+/// A captured step that returns the sum of its input.
+fn sums(device: &Device, largest: usize) -> (Arena, Captured<(), Output>) {
+    let mut arena = arena(device);
+    let record: Record<(), Output> = |step, (), slots| Ok(slots.output(&ops::sum(step, &slots.input::<f32>(0)?)?));
+    let x = vec![1.0; largest];
+    let captured = arena.capture((), &Inputs::new().with(&x, [largest]).unwrap(), record).unwrap();
+    (arena, captured)
+}
+
+/// The sum of so many ones, by a replay.
+fn sum(captured: &mut Captured<(), Output>, len: usize) -> f32 {
+    let x = vec![1.0; len];
+    let replay = captured.replay(&Inputs::new().with(&x, [len]).unwrap()).unwrap();
+    replay.read_scalar(*replay.outputs()).unwrap()
+}
+
+on_each_device! {
+    fn alternating_shapes_are_replayed(device: &Device) {
+        for shapes in [5, 20, 32] {
+            let sizes = alternating(shapes, 3);
+            let logged = warnings(|| {
+                let (digest, report) = train(device, &sizes, true, None);
+                let CaptureReport { recordings, replays, evictions, kept, .. } = report.unwrap();
+                assert_eq!((recordings, replays, evictions, kept), (shapes as u64, sizes.len() as u64, 0, 32));
+                assert_eq!(digest, train(device, &sizes, false, None).0, "{shapes} shapes");
+            });
+            assert_eq!(logged, [""; 0]);
+        }
+    }
+
+    /// Fewer recordings than shapes: the same bits, and one warning with what to set.
+    fn too_few_recordings(device: &Device) {
+        for (shapes, kept, rounds) in [(5, 4, 4), (20, 4, 2), (3, 1, 3)] {
+            let sizes = alternating(shapes, rounds);
+            let logged = warnings(|| {
+                let (digest, report) = train(device, &sizes, true, Some(kept));
+                let report = report.unwrap();
+                assert_eq!(report.recordings, sizes.len() as u64, "each is recorded anew: {report:?}");
+                assert_eq!((report.kept, report.evictions), (kept, report.recordings - kept as u64));
+                assert_eq!(digest, train(device, &sizes, false, Some(kept)).0);
+            });
+            let [line] = &logged[..] else { panic!("one warning, not {logged:?}") };
+            for words in [format!("kept={kept} "), "f32[".into(), "`Trainer::recordings`".into(), "pad the inputs".into()] {
+                assert!(line.contains(&words), "{words}: {line}");
+            }
+        }
+    }
+
+    /// The one that was unused for longest goes first, a larger number keeps what is there, and a
+    /// smaller one evicts at once.
+    fn the_least_recently_used_goes(device: &Device) {
+        let (_arena, captured) = sums(device, 9);
+        let mut captured = captured.keep(3);
+        let recordings = |captured: &mut Captured<(), Output>, len: usize| {
+            assert_eq!(sum(captured, len), len as f32);
+            captured.report().recordings
+        };
+        for (len, expected) in [(9, 1), (1, 2), (2, 3), (9, 3), (3, 4), (9, 4), (2, 4), (1, 5), (2, 5), (9, 5), (3, 6)] {
+            assert_eq!(recordings(&mut captured, len), expected, "{len}");
+        }
+        let mut captured = captured.keep(5);
+        for (len, expected) in [(2, 6), (9, 6), (3, 6), (4, 7), (5, 8), (2, 8), (6, 9), (9, 10)] {
+            assert_eq!(recordings(&mut captured, len), expected, "{len}");
+        }
+        let mut captured = captured.keep(0);
+        assert_eq!((captured.report().kept, captured.report().evictions), (1, 9));
+        for (len, expected) in [(9, 10), (6, 11), (9, 12), (9, 12)] {
+            assert_eq!(recordings(&mut captured, len), expected, "{len}");
+        }
+        // `repeat` runs the one that is left.
+        let replay = captured.repeat().unwrap();
+        assert_eq!(replay.read_scalar(*replay.outputs()).unwrap(), 9.0);
+    }
+
+    /// Shapes that never come back are warned of, too: when as many were evicted as are kept, and
+    /// one more.
+    fn shapes_that_never_come_back(device: &Device) {
+        let logged = warnings(|| {
+            let (_arena, captured) = sums(device, 40);
+            let mut captured = captured.keep(4);
+            (1..=8).for_each(|len| assert_eq!(sum(&mut captured, len), len as f32));
+            assert_eq!(captured.report().evictions, 5);
+        });
+        assert_eq!(logged.len(), 1, "{logged:?}");
+        let logged = warnings(|| {
+            let (_arena, captured) = sums(device, 40);
+            let mut captured = captured.keep(4);
+            (1..=7).for_each(|len| assert_eq!(sum(&mut captured, len), len as f32));
+        });
+        assert_eq!(logged, [""; 0], "a few shapes more at the end of an epoch are none of its business");
+    }
+
+    /// A shape that needs more than the capture owns evicts nothing.
+    fn shapes_that_are_refused(device: &Device) {
+        let (_arena, mut captured) = sums(device, 64);
+        assert_eq!(sum(&mut captured, 3), 3.0);
+        let x = vec![1.0; 4096];
+        let error = captured.replay(&Inputs::new().with(&x, [4096]).unwrap()).err().unwrap();
+        assert!(matches!(error, Error::CaptureNeeds { .. }), "{error}");
+        assert_eq!((sum(&mut captured, 64), sum(&mut captured, 3)), (64.0, 3.0));
+        let report = captured.report();
+        assert_eq!((report.recordings, report.evictions), (2, 0));
+    }
+}

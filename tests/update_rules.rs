@@ -1,0 +1,257 @@
+//! Rules of other packages: what one does must be what it says of itself.
+//!
+//! Invariant: a rule that says one thing and does another is refused when the optimiser is made, or
+//! at its first update.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use std::cell::Cell;
+use stepscope::*;
+use support::on_each_device;
+
+const LEN: usize = 200;
+
+/// Which rule is wrapped, what is said of it, and what is changed about it.
+#[derive(Clone, Default)]
+struct Wrapper<R> {
+    inner: R,
+    state: &'static [&'static str],
+    has_groups: bool,
+    writes_copy: bool,
+    /// Settings behind those of the inner rule.
+    more: Vec<f32>,
+    /// Whether the inner rule gets the copy, and the groups.
+    hides: [bool; 2],
+}
+
+impl<R: UpdateRule + Clone> UpdateRule for Wrapper<R> {
+    fn name(&self) -> &'static str {
+        "wrapper"
+    }
+
+    fn state(&self) -> &'static [&'static str] {
+        self.state
+    }
+
+    fn has_groups(&self) -> bool {
+        self.has_groups
+    }
+
+    fn writes_copy(&self) -> bool {
+        self.writes_copy
+    }
+
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
+        [self.inner.settings(number, group), self.more.clone()].concat()
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        arguments.copy = arguments.copy.filter(|_| !self.hides[0]);
+        arguments.groups = arguments.groups.filter(|_| !self.hides[1]);
+        self.inner.queue(step, arguments)
+    }
+}
+
+/// A wrapper that says what AdamW says.
+fn adamw() -> Wrapper<AdamWConfig> {
+    Wrapper { state: &["first", "second"], has_groups: true, writes_copy: true, ..Wrapper::default() }
+}
+
+/// A group for each of so many parameters.
+fn groups(count: usize) -> ParameterGroups {
+    (0..count).fold(ParameterGroups::new(), |groups, number| {
+        let group = ParameterGroup { rate: 0.5 + number as f32, weight_decay: None };
+        groups.with(group, move |entry| entry.name() == format!("p{number}"))
+    })
+}
+
+struct World {
+    arena: Arena,
+    weights: Parameters,
+    gradients: Gradients,
+}
+
+impl World {
+    fn new(device: &Device) -> Self {
+        let mut layout = Layout::builder();
+        let parameters: Vec<_> =
+            (0..8).map(|number| layout.add(format!("p{number}"), [LEN], Initializer::fan_in(4))).collect();
+        let weights = Parameters::new(device, &layout.build().unwrap(), 7).unwrap().with_bf16_copy().unwrap();
+        let mut gradients = Gradients::zeros(&weights).unwrap();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap();
+        let fill = |step: &mut Eager<'_>| {
+            parameters.iter().try_for_each(|&w| ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 0.25))
+        };
+        arena.step(fill).unwrap();
+        Self { arena, weights, gradients }
+    }
+
+    /// Two updates by a rule, with so many groups beside the first: the weights' digest.
+    fn train<R: UpdateRule>(mut self, rule: R, groups: usize) -> Result<String> {
+        let mut optimizer = Optimizer::new(&self.weights, rule)?;
+        if groups > 0 {
+            optimizer = optimizer.with_parameter_groups(&self::groups(groups))?;
+        }
+        for _ in 0..2 {
+            optimizer.advance()?;
+            self.arena.step(|step| optimizer.apply(step, &mut self.weights, &self.gradients))?;
+        }
+        self.weights.sha256()
+    }
+}
+
+#[track_caller]
+fn refused(trained: Result<String>, words: &[&str]) {
+    let error = trained.unwrap_err();
+    assert!(matches!(error, Error::Misuse { .. } | Error::Contract { .. }), "{error}");
+    let error = error.to_string();
+    assert!(words.iter().all(|words| error.contains(words)), "{error}");
+}
+
+on_each_device! {
+    fn a_wrapper_that_tells_the_truth(device: &Device) {
+        for groups in [0, 3, 7] {
+            let expected = World::new(device).train(AdamWConfig::default(), groups).unwrap();
+            assert_eq!(World::new(device).train(adamw(), groups).unwrap(), expected, "{groups} groups");
+            // Without its copy, which the optimiser then writes.
+            let plain = Wrapper { writes_copy: false, ..adamw() };
+            assert_eq!(World::new(device).train(plain, groups).unwrap(), expected, "{groups} groups");
+        }
+        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity"], has_groups: true, writes_copy: true, ..Wrapper::default() };
+        let expected = World::new(device).train(SgdConfig::default(), 2).unwrap();
+        assert_eq!(World::new(device).train(sgd, 2).unwrap(), expected);
+    }
+
+    fn a_wrapper_with_another_state(device: &Device) {
+        let with = |state| World::new(device).train(Wrapper { state, ..adamw() }, 0);
+        refused(with(&[]), &["adamw", "[\"first\", \"second\"]", "0 parts"]);
+        refused(with(&["first"]), &["adamw", "1 parts"]);
+        refused(with(&["first", "second", "average"]), &["adamw", "3 parts"]);
+        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity", "other"], ..Wrapper::default() };
+        refused(World::new(device).train(sgd, 0), &["sgd", "[\"velocity\"]", "2 parts"]);
+        // In a checkpoint, two parts would have one name.
+        refused(with(&["first", "first"]), &["optimizer", "[\"first\", \"first\"]"]);
+        refused(with(&["first", ""]), &["optimizer", "[\"first\", \"\"]"]);
+    }
+
+    /// With eight groups, 9 settings for each are as many as 9 groups of 8 settings.
+    fn a_wrapper_with_more_settings(device: &Device) {
+        let more = |count: usize| Wrapper { more: vec![0.5; count], ..adamw() };
+        refused(World::new(device).train(more(1), 0), &["hyper", "8"]);
+        for groups in [1, 3, 7] {
+            refused(World::new(device).train(more(1), groups), &["adamw_groups", "[groups, 8]", &format!("[{}, 9]", groups + 1)]);
+            refused(World::new(device).train(more(8), groups), &["adamw_groups", "[groups, 8]"]);
+        }
+        let sgd = Wrapper { inner: SgdConfig::default(), state: &["velocity"], has_groups: true, more: vec![1.0], ..Wrapper::default() };
+        refused(World::new(device).train(sgd, 4), &["sgd_groups", "[groups, 5]", "[5, 6]"]);
+        refused(World::new(device).train(Wrapper { more: vec![f32::NAN], ..adamw() }, 0), &["wrapper", "NaN as setting 8 of group 0"]);
+    }
+
+    fn a_wrapper_that_hides_what_it_promised(device: &Device) {
+        let copy = Wrapper { hides: [true, false], ..adamw() };
+        refused(World::new(device).train(copy.clone(), 0), &["wrapper", "`writes_copy` returned true", "0 of them"]);
+        refused(World::new(device).train(copy, 3), &["wrapper", "`writes_copy` returned true"]);
+        // AdamW without groups takes the settings of one.
+        let groups = Wrapper { hides: [false, true], ..adamw() };
+        refused(World::new(device).train(groups, 3), &["hyper"]);
+        refused(World::new(device).train(Heedless, 3), &["heedless", "`has_groups` returned true"]);
+        refused(World::new(device).train(Wrapper { has_groups: false, ..adamw() }, 3), &["wrapper", "heeds no others"]);
+    }
+
+    /// A captured update is looked at when it is recorded.
+    fn a_captured_rule(device: &Device) {
+        let World { mut arena, weights, gradients } = World::new(device);
+        let optimizer = Optimizer::new(&weights, Wrapper { hides: [true, false], ..adamw() }).unwrap();
+        let captured = arena.capture((weights, gradients, optimizer), &Inputs::new(), |step, (weights, gradients, optimizer), _| {
+            optimizer.apply(step, weights, gradients)
+        });
+        refused(captured.map(|_| String::new()), &["wrapper", "`writes_copy` returned true"]);
+    }
+}
+
+/// Says that it has groups, and looks at none.
+struct Heedless;
+
+impl UpdateRule for Heedless {
+    fn name(&self) -> &'static str {
+        "heedless"
+    }
+
+    fn has_groups(&self) -> bool {
+        true
+    }
+
+    fn settings(&self, _: u64, _: &ParameterGroup) -> Vec<f32> {
+        vec![-0.1]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let change = ops::scale(step, &arguments.gradients, -0.1)?;
+        ops::add_assign(step, &mut arguments.weights, &change)
+    }
+}
+
+/// Says something else each time that it is asked.
+struct Fickle(Cell<usize>);
+
+impl Fickle {
+    fn next(&self, of: usize) -> usize {
+        self.0.set(self.0.get() + 1);
+        self.0.get() % of
+    }
+}
+
+impl UpdateRule for Fickle {
+    fn name(&self) -> &'static str {
+        ["fickle", "adamw", "sgd"][self.next(3)]
+    }
+
+    fn state(&self) -> &'static [&'static str] {
+        [&[][..], &["a"], &["a", "b", "c"]][self.next(3)]
+    }
+
+    fn has_groups(&self) -> bool {
+        self.next(2) == 0
+    }
+
+    fn writes_copy(&self) -> bool {
+        self.next(2) == 0
+    }
+
+    fn settings(&self, _: u64, _: &ParameterGroup) -> Vec<f32> {
+        vec![0.5]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        ops::fill_into(step, &mut arguments.weights, 1.0)?;
+        arguments.state.iter_mut().try_for_each(|state| ops::fill_into(step, state, 2.0))
+    }
+}
+
+/// What it said first holds: a checkpoint has the state that it has.
+#[test]
+fn a_rule_is_asked_once() {
+    let device = support::open(DeviceKind::Emulated);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("fickle.safetensors");
+    let mut outcomes = [0, 0];
+    for start in 0..36 {
+        let World { mut arena, mut weights, gradients } = World::new(&device);
+        let mut optimizer = Optimizer::new(&weights, Fickle(Cell::new(start))).unwrap();
+        optimizer.advance().unwrap();
+        match arena.step(|step| optimizer.apply(step, &mut weights, &gradients)) {
+            Ok(()) => outcomes[0] += 1,
+            // Said that it writes the copy, and does not.
+            Err(error) => {
+                assert!(error.to_string().contains("`writes_copy` returned true"), "{error}");
+                outcomes[1] += 1;
+            }
+        }
+        Checkpoint::save(&path, &weights, Some(&optimizer), &[]).unwrap();
+        Checkpoint::load(&path).unwrap().restore(&mut weights, Some(&mut optimizer)).unwrap();
+        assert!(optimizer.state().iter().all(|state| state.read().unwrap()[0] == 2.0));
+    }
+    assert!(outcomes.iter().all(|&count| count > 0), "{outcomes:?}");
+}
