@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
+use cuda_std::float_mode;
 use segments::Segments;
 use serde::Serialize;
 use slots::{Key, Ports};
@@ -187,7 +188,7 @@ impl<S, R> Captured<S, R> {
         CaptureReport {
             nodes: self.recordings.last().map_or(0, |recording| recording.segments.kernels()),
             recordings: self.recorded,
-            record_seconds: self.record_time.as_secs_f64(),
+            record_seconds: float_mode::in_default(|| self.record_time.as_secs_f64()),
             replays: self.replays,
             bytes_owned: self.place.section.bytes(),
         }

@@ -8,12 +8,14 @@
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
 use super::rule::{UpdateArguments, UpdateRule};
 use crate::error::{Error, Result};
+use crate::finite::is_finite;
 use crate::memory::{Buffer, Turns};
 use crate::ops;
 use crate::params::{Gradients, Layout, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::Tensor;
+use cuda_std::float_mode;
 use kernels::update::RUN;
 use std::ops::Range;
 use std::sync::Arc;
@@ -288,9 +290,14 @@ fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, 
     slices.iter().scan(0, |end, slice| Some((slice, std::mem::replace(end, *end + slice.len()))))
 }
 
-/// The settings of an update, by group.
+/// The settings of an update, by group, computed in IEEE 754's default mode.
 fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
-    let all: Vec<Vec<f32>> = groups.iter().map(|group| rule.settings(number, group)).collect();
+    let settings = || groups.iter().map(|group| rule.settings(number, group)).collect();
+    let all: Vec<Vec<f32>> = float_mode::in_default(settings);
+    if let Some(value) = all.iter().flatten().find(|&&value| !is_finite(value)) {
+        let expected = "finite settings: a rate, times the schedule's factor and the group's rate, that fits f32";
+        return Err(Error::misuse(rule.name(), expected, format!("{value} for update {number}")));
+    }
     let len = all[0].len();
     match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {
         None => Ok(all.concat()),
