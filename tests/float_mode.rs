@@ -25,7 +25,7 @@ fn device() -> Device {
 /// The library's cases in `form`, and how many of them give other bits than the committed ones.
 fn wrong_digests(device: &Device, form: Form) -> Vec<String> {
     let lines = cases().iter().map(|(name, case)| line(name, &run(device, case, form).unwrap())).collect::<Vec<_>>();
-    let found = lines.join("\n");
+    let found = lines.concat();
     let verdicts = compare(&found, form.golden());
     assert!(verdicts.len() > 100, "{}", verdicts.len());
     verdicts.iter().filter(|verdict| !verdict.equal()).map(|verdict| format!("{verdict:?}")).collect()
