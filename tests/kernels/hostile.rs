@@ -5,7 +5,7 @@
 //! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
 //! that wraps panics, and that is no refusal; `tests/downstream` uses this file in a build where it is not.
 //!
-//! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one to three larger or smaller, and the
+//! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one to three larger, and the
 //! buffers get the lengths that the contract then asks for. On a GPU a vector at such a place would end the process's context; the
 //! emulator reports it, so such a launch must be refused or be right.
 
@@ -171,7 +171,7 @@ fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'
         }
     }
     for at in 0..words.len() {
-        for off in [1, 2, 3, u64::MAX, u64::MAX - 1, u64::MAX - 2] {
+        for off in 1..=3 {
             let mut views = Views::default();
             let hostile = |off: u64| [Some((at, off)), None];
             // Few contracts ask for the length of more buffers than these.
