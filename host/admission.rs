@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::cgroup::CgroupMemory;
+use cuda_std::float_mode;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -235,7 +236,8 @@ pub(crate) struct Size(pub(crate) u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.1} MiB ({} bytes)", self.0 as f64 / MIB as f64, self.0)
+        let mib = float_mode::in_default(|| self.0 as f64 / MIB as f64);
+        write!(f, "{mib:.1} MiB ({} bytes)", self.0)
     }
 }
 
@@ -261,8 +263,8 @@ pub(crate) fn arena_bytes_from_env(value: Option<&str>) -> Result<Option<usize>,
     if !decimal(whole) || !decimal(fraction) {
         return Err(refuse("not a positive decimal number"));
     }
-    let gib: f64 = value.parse().map_err(|_| refuse("not a positive decimal number"))?;
-    let bytes = gib * GIB as f64;
+    let bytes = float_mode::in_default(|| value.parse::<f64>().map(|gib| gib * GIB as f64));
+    let bytes = bytes.map_err(|_| refuse("not a positive decimal number"))?;
     if bytes >= isize::MAX as f64 {
         return Err(refuse("more than this machine can address"));
     }

@@ -46,8 +46,14 @@ pub(crate) fn all_finite(bytes: &[u8]) -> bool {
 fn part_is_finite(part: &[u8]) -> bool {
     part.chunks(RUN_BYTES).all(|run| {
         let (words, _) = run.as_chunks();
-        words.iter().fold(true, |finite, &word| finite & f32::from_le_bytes(word).is_finite())
+        words.iter().fold(true, |finite, &word| finite & is_finite(f32::from_le_bytes(word)))
     })
+}
+
+/// Whether a number is finite, by its bits: a comparison could trap, where the thread's floating-point mode says so.
+pub(crate) fn is_finite(value: f32) -> bool {
+    const EXPONENT: u32 = f32::INFINITY.to_bits();
+    value.to_bits() & EXPONENT != EXPONENT
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use crate::ops;
 use crate::params::{Gradients, Layout, Parameter, Parameters};
 use crate::random::SplitMix64;
 use crate::tensor::Shape;
+use cuda_std::float_mode;
 
 /// How the gradients of a function are compared with finite differences, as `torch.autograd.gradcheck` does.
 ///
@@ -56,6 +57,15 @@ impl GradCheck {
     /// [`Error::Gradient`], which names the first element that differs by more than the tolerance; [`Error::Misuse`] for an input whose values are
     /// not as many as its shape has; those of the function.
     pub fn run(
+        &self,
+        arena: &mut Arena,
+        inputs: &[(&[f32], Shape)],
+        function: impl for<'t, 's> Fn(&Tape<'t, 's>, &[Var<'s>]) -> Result<Var<'s>>,
+    ) -> Result<f64> {
+        float_mode::in_default(|| self.run_all(arena, inputs, function))
+    }
+
+    fn run_all(
         &self,
         arena: &mut Arena,
         inputs: &[(&[f32], Shape)],

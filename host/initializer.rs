@@ -5,7 +5,9 @@
 
 #![forbid(unsafe_code)]
 
+use crate::finite::is_finite;
 use crate::random::SplitMix64;
+use cuda_std::float_mode;
 
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,18 +34,39 @@ impl Initializer {
     pub const ONE: Self = Self::Constant(1.0);
 
     /// Evenly spread over `1 / sqrt(fan_in)` to either side, as PyTorch starts a linear layer.
+    ///
+    /// For a `fan_in` of 0 the bound is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn fan_in(fan_in: usize) -> Self {
-        Self::Uniform { bound: (1.0 / (fan_in as f64).sqrt()) as f32 }
+        float_mode::in_default(|| Self::Uniform { bound: (1.0 / (fan_in as f64).sqrt()) as f32 })
     }
 
     /// Evenly spread over `sqrt(6 / (fan_in + fan_out))` to either side (Glorot and Bengio, 2010).
+    ///
+    /// Where both are 0 the bound is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn glorot(fan_in: usize, fan_out: usize) -> Self {
-        Self::Uniform { bound: (6.0 / (fan_in + fan_out) as f64).sqrt() as f32 }
+        let sum = fan_in as u128 + fan_out as u128;
+        float_mode::in_default(|| Self::Uniform { bound: (6.0 / sum as f64).sqrt() as f32 })
     }
 
     /// Normally distributed with deviation `sqrt(2 / fan_in)`, for layers before a rectifier (He et al., 2015).
+    ///
+    /// For a `fan_in` of 0 the deviation is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn he(fan_in: usize) -> Self {
-        Self::Normal { deviation: (2.0 / fan_in as f64).sqrt() as f32 }
+        float_mode::in_default(|| Self::Normal { deviation: (2.0 / fan_in as f64).sqrt() as f32 })
+    }
+
+    /// What is wrong with it: every value that it draws must be finite.
+    pub(crate) fn flaw(self) -> Option<&'static str> {
+        let within = |value: f32, most: f32| (0.0..=most).contains(&value);
+        match self {
+            Self::Constant(constant) if !is_finite(constant) => Some("a finite constant"),
+            Self::Uniform { bound } if !within(bound, f32::MAX) => Some("a bound that is finite and at least 0"),
+            // The largest of the random numbers is 5.8 deviations from zero: sqrt(-2 log(2^-24)).
+            Self::Normal { deviation } if !within(deviation, f32::MAX / 8.0) => {
+                Some("a deviation of at least 0 and at most an eighth of the largest f32")
+            }
+            _ => None,
+        }
     }
 
     /// Random numbers that each element takes.
@@ -94,6 +117,40 @@ mod tests {
             // Five standard errors of 100,000 numbers.
             assert!((mean - center).abs() <= 5.0 * expected / 316.0, "{initializer:?}: mean {mean}");
             assert!((deviation - expected).abs() <= 0.016 * expected, "{initializer:?}: deviation {deviation}");
+        }
+    }
+
+    #[test]
+    fn what_could_draw_infinity_or_nan_is_flawed() {
+        let not_finite = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        for value in not_finite {
+            for flawed in [
+                Initializer::Constant(value),
+                Initializer::Uniform { bound: value },
+                Initializer::Normal { deviation: value },
+            ] {
+                assert!(flawed.flaw().is_some(), "{flawed:?}");
+            }
+        }
+        let flawed = [
+            Initializer::fan_in(0),
+            Initializer::glorot(0, 0),
+            Initializer::he(0),
+            Initializer::Uniform { bound: -1.0 },
+            Initializer::Normal { deviation: -1.0 },
+            Initializer::Normal { deviation: f32::MAX },
+        ];
+        assert!(flawed.into_iter().all(|flawed| flawed.flaw().is_some()));
+        let largest = [
+            Initializer::Constant(-f32::MAX),
+            Initializer::Uniform { bound: f32::MAX },
+            Initializer::Normal { deviation: f32::MAX / 8.0 },
+            Initializer::glorot(usize::MAX, usize::MAX),
+        ];
+        for sound in largest {
+            assert_eq!(sound.flaw(), None);
+            let mut random = SplitMix64::new(1);
+            assert!((0..1000).all(|_| sound.draw(&mut random).is_finite()), "{sound:?}");
         }
     }
 

@@ -39,10 +39,7 @@ pub(crate) fn launch<K: Contract>(
         let expected = format!("memory of this device, {}", device.description().name);
         return Err(refused(Violation::new("arguments", expected, "another device's, or a rehearsal's")));
     }
-    if !words.aligned_to(entry.align) {
-        let expected = format!("addresses that are multiples of {} bytes", entry.align);
-        return Err(refused(cuda_std::launch::Violation::new("arguments", expected, format!("{kernel:?}"))));
-    }
+    words.check_alignment(entry).map_err(refused)?;
     if grid.blocks() == 0 {
         return Ok(());
     }

@@ -7,6 +7,7 @@
 
 use crate::driver::DEFAULT_DEADLINE;
 use crate::error::{Error, Result};
+use cuda_std::float_mode;
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,7 +46,10 @@ impl<T: Send + 'static> Loader<T> {
     /// [`Error::Loader`] when no thread can be had.
     pub fn new(batches: impl Iterator<Item = Result<T>> + Send + 'static) -> Result<Self> {
         let (sender, receiver) = sync_channel(AHEAD);
-        let started = thread::Builder::new().name("stepscope-loader".into()).spawn(move || make(batches, &sender));
+        let started = thread::Builder::new().name("stepscope-loader".into()).spawn(move || {
+            float_mode::set_default();
+            make(batches, &sender);
+        });
         started.map_err(|error| Error::Loader { reason: format!("no thread: {error}") })?;
         Ok(Self { batches: receiver, deadline: DEFAULT_DEADLINE })
     }

@@ -8,8 +8,9 @@
 
 use crate::error::{Error, Quantity, Result, short};
 use crate::files::{PlainFile, Replacement, remove_file};
-use crate::finite::Numbers;
+use crate::finite::{Numbers, is_finite};
 use crate::tensors::{NamedTensor, Tensors, Texts, write};
+use cuda_std::float_mode;
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
@@ -135,10 +136,12 @@ impl StateDict {
             let values: Vec<f32> = match dtype {
                 Dtype::F32 => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
                 Dtype::BF16 => bytes.as_chunks().0.iter().map(|&two| bf16::from_le_bytes(two).to_f32()).collect(),
-                Dtype::F16 => bytes.as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()).collect(),
+                Dtype::F16 => float_mode::in_default(|| {
+                    bytes.as_chunks().0.iter().map(|&two| f16::from_le_bytes(two).to_f32()).collect()
+                }),
                 other => return Err(refused(format!("expected F32, BF16 or F16, got {other:?}"))),
             };
-            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+            if let Some(at) = values.iter().position(|&value| !is_finite(value)) {
                 return Err(refused(format!("expected finite numbers, got {} at place {at}", values[at])));
             }
             self.insert(name, shape, values)?;
@@ -194,7 +197,7 @@ impl StateDict {
 
     fn check_finite(&self) -> Result<()> {
         let finite = |(name, _, values): (&str, &[usize], &[f32])| {
-            (name.to_owned(), values.iter().all(|value| value.is_finite()))
+            (name.to_owned(), values.iter().all(|&value| is_finite(value)))
         };
         Numbers::Finite.check((None, Quantity::Weight), self.iter().map(finite))
     }

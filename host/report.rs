@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+use cuda_std::float_mode;
 use serde::Serialize;
 use std::fmt;
 use tracing::Span;
@@ -186,9 +187,11 @@ const SITES_SHOWN: usize = 10;
 
 /// Bytes in MiB, or in KiB where that would round them away.
 pub(crate) fn size(bytes: impl TryInto<u64>) -> String {
-    let bytes = bytes.try_into().unwrap_or(u64::MAX) as f64;
-    let (kib, mib) = (bytes / 1024.0, bytes / f64::from(1 << 20));
-    if mib < 1.0 && kib > 0.0 { format!("{kib:.1} KiB") } else { format!("{mib:.1} MiB") }
+    float_mode::in_default(|| {
+        let bytes = bytes.try_into().unwrap_or(u64::MAX) as f64;
+        let (kib, mib) = (bytes / 1024.0, bytes / f64::from(1 << 20));
+        if mib < 1.0 && kib > 0.0 { format!("{kib:.1} KiB") } else { format!("{mib:.1} MiB") }
+    })
 }
 
 impl fmt::Display for ArenaReport {

@@ -5,6 +5,7 @@
 
 use crate::admission::{MemInfo, Situation, Size, bytes_of_line};
 use crate::cgroup::{CgroupMemory, Cgroups};
+use cuda_std::float_mode;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs;
@@ -140,7 +141,8 @@ impl MemoryForecast {
 /// The percentage that a text as of `/proc/pressure/memory` gives.
 fn stalled_percent(text: &str) -> Option<f32> {
     let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
-    let percent = some.split(' ').find_map(|word| word.strip_prefix("avg10="))?.parse::<f32>().ok()?;
+    let percent = some.split(' ').find_map(|word| word.strip_prefix("avg10="))?;
+    let percent = float_mode::in_default(|| percent.parse::<f32>()).ok()?;
     percent.is_finite().then_some(percent)
 }
 

@@ -7,6 +7,7 @@
 
 use crate::error::{Error, Result};
 use crate::random::SplitMix64;
+use cuda_std::float_mode;
 
 /// How tokens are drawn: all of them as likely as they are, unless something is set.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -71,6 +72,10 @@ impl TokenSampler {
     /// # Errors
     /// [`Error::Misuse`] for a logit that is NaN or infinity, and when no token is allowed.
     pub fn next(&mut self, logits: &[f32]) -> Result<u32> {
+        float_mode::in_default(|| self.draw(logits))
+    }
+
+    fn draw(&mut self, logits: &[f32]) -> Result<u32> {
         let TokenSamplerConfig { temperature, top_k, top_p } = self.config;
         let refused = |got: String| {
             Error::misuse("token_sampler", "logits that are finite or minus infinity, at least one of them finite", got)

@@ -33,6 +33,7 @@ pub mod format;
 pub mod math;
 pub mod mma;
 pub mod philox;
+pub mod rescale;
 pub mod row_chunk;
 pub mod squares;
 pub mod stored;

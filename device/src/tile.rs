@@ -187,6 +187,7 @@ impl<T: SharedElement> SharedTile<T> {
     #[track_caller]
     pub fn chunk(self, index: u32) -> [T; 4] {
         self.reads(index, 4);
+        self.reads_at_once(index, 4);
         // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -201,6 +202,7 @@ impl<T: SharedElement> SharedTile<T> {
     #[track_caller]
     pub fn set_chunk(self, index: u32, values: [T; 4]) {
         self.writes(index, 4);
+        self.writes_at_once(index, 4);
         // SAFETY: inside the tile; 16-byte aligned by the contracts of `new` and of `index`.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
@@ -226,6 +228,26 @@ impl<T: SharedElement> SharedTile<T> {
     fn writes(self, index: u32, count: u32) {
         #[cfg(not(target_arch = "nvptx64"))]
         self.check(Kind::Write, index, count);
+        #[cfg(target_arch = "nvptx64")]
+        let _ = (index, count);
+    }
+
+    /// Called before a read of `count` values in one access: the first lies on a boundary of as many.
+    #[inline(always)]
+    #[track_caller]
+    fn reads_at_once(self, index: u32, count: usize) {
+        #[cfg(not(target_arch = "nvptx64"))]
+        access::at_once(Kind::Read, self.pointer, index as usize, count * size_of::<T>());
+        #[cfg(target_arch = "nvptx64")]
+        let _ = (index, count);
+    }
+
+    /// Called before such a write.
+    #[inline(always)]
+    #[track_caller]
+    fn writes_at_once(self, index: u32, count: usize) {
+        #[cfg(not(target_arch = "nvptx64"))]
+        access::at_once(Kind::Write, self.pointer, index as usize, count * size_of::<T>());
         #[cfg(target_arch = "nvptx64")]
         let _ = (index, count);
     }
@@ -266,7 +288,10 @@ impl SharedTile<f32> {
             [a, b]
         }
         #[cfg(not(target_arch = "nvptx64"))]
-        [self.get(index), self.get(index + 1)]
+        {
+            self.reads_at_once(index, 2);
+            [self.get(index), self.get(index + 1)]
+        }
     }
 
     /// Writes `N` values from `index`, on the CPU: one check, one write.
@@ -381,6 +406,8 @@ impl SharedTile<u32> {
             copy16(self.address + index * 4, x.as_ptr().add(from));
             #[cfg(not(target_arch = "nvptx64"))]
             {
+                self.writes_at_once(index, 4);
+                vector::reads_at_once(x.as_ptr(), from, 16 / size_of::<S>());
                 let bits = |at: usize| vector::load(x, from + at).widen().to_bits();
                 let narrow = size_of::<S>() < 4;
                 for word in 0..4 {
@@ -424,6 +451,7 @@ impl SharedTile<u32> {
     pub(crate) unsafe fn matrices(self, index: u32, transposed: bool) -> [u32; 4] {
         #[cfg(not(target_arch = "nvptx64"))]
         {
+            self.reads_at_once(index, 4);
             let own = [0, 1, 2, 3].map(|word| self.get(index + word));
             let rows = cuda_std::emulator::lanes(&own);
             let (g, t) = (cuda_std::warp::lane_id() as usize / 4, cuda_std::warp::lane_id() as usize % 4);

@@ -12,7 +12,7 @@
 //!
 //! Every access of a kernel to global memory goes through this file: kernels pass a pointer as they got it, and the index. On the CPU a
 //! read outside a slice panics with the index and the length, and the emulator refuses an access through a pointer that leaves its
-//! argument. On the GPU nothing is checked.
+//! argument, and a vector that does not lie on its boundary. On the GPU nothing is checked.
 
 use crate::map4;
 use crate::stored::{Stored, write_words};
@@ -74,6 +74,7 @@ impl F4 {
     pub unsafe fn load<S: Stored>(x: &[S], index: usize) -> Self {
         reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
+        reads_at_once(x.as_ptr(), index, Self::LEN);
         // SAFETY: the range lies inside `x`, which starts on 16 bytes, and `index` is a multiple of four, as the caller promises.
         unsafe { Self::at(x.as_ptr(), index) }
     }
@@ -86,6 +87,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_raw<S: Stored>(x: *const S, index: usize) -> Self {
         reads(x, index, Self::LEN);
+        reads_at_once(x, index, Self::LEN);
         // SAFETY: the elements may be read and lie on a boundary of four, as the caller promises.
         unsafe { Self::at(x, index) }
     }
@@ -99,6 +101,9 @@ impl F4 {
     pub unsafe fn load_part<S: Stored>(x: &[S], index: usize, part: Part, fill: f32) -> Self {
         reads_slice(x, index, part.count());
         check_range(index, part.count(), x.len());
+        if part == Part::Whole {
+            reads_at_once(x.as_ptr(), index, Self::LEN);
+        }
         // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on a boundary of four.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
@@ -111,6 +116,9 @@ impl F4 {
     #[track_caller]
     pub unsafe fn load_part_raw<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
         reads(x, index, part.count());
+        if part == Part::Whole {
+            reads_at_once(x, index, Self::LEN);
+        }
         // SAFETY: the elements may be read, and a whole vector lies on a boundary of four, as the caller promises.
         unsafe { Self::part_at(x, index, part, fill) }
     }
@@ -165,6 +173,7 @@ impl F4 {
     #[track_caller]
     pub unsafe fn store<S: Stored>(self, out: *mut S, index: usize) {
         writes(out, index, Self::LEN);
+        writes_at_once(out, index, Self::LEN);
         // SAFETY: the four elements may be written and lie on a boundary of four, as the caller promises.
         unsafe { S::write4(out.add(index), self.0) }
     }
@@ -313,6 +322,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 
     reads_slice(x, index, 2);
     check_range(index, 2, x.len());
+    reads_at_once(x.as_ptr(), index, 2);
     // SAFETY: both elements lie inside `x`, as the caller promises and the CPU checks, on 8 bytes since `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
@@ -325,6 +335,7 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
 #[track_caller]
 pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
     reads(x, index, 2);
+    reads_at_once(x, index, 2);
     // SAFETY: both may be read, and lie on 4 bytes, as the caller promises.
     unsafe { x.add(index).cast::<u32>().read() }
 }
@@ -337,6 +348,7 @@ pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
 #[track_caller]
 pub unsafe fn store_words(out: *mut bf16, index: usize, words: [u32; 2]) {
     writes(out, index, F4::LEN);
+    writes_at_once(out, index, F4::LEN);
     // SAFETY: the elements may be written and lie on 8 bytes, as the caller promises.
     unsafe { write_words(out.add(index), words) };
 }
@@ -462,6 +474,26 @@ fn reads<T>(x: *const T, index: usize, count: usize) {
 fn writes<T>(out: *mut T, index: usize, count: usize) {
     #[cfg(not(target_arch = "nvptx64"))]
     access::global(Kind::Write, out, index, count);
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (out, index, count);
+}
+
+/// Tells the emulator that what follows reads `count` elements in one access: the first lies on a boundary of as many. The emulator judges it.
+#[inline(always)]
+#[track_caller]
+pub(crate) fn reads_at_once<T>(x: *const T, index: usize, count: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    access::at_once(Kind::Read, x, index, count * size_of::<T>());
+    #[cfg(target_arch = "nvptx64")]
+    let _ = (x, index, count);
+}
+
+/// Tells the emulator of a write in the same way.
+#[inline(always)]
+#[track_caller]
+fn writes_at_once<T>(out: *mut T, index: usize, count: usize) {
+    #[cfg(not(target_arch = "nvptx64"))]
+    access::at_once(Kind::Write, out, index, count * size_of::<T>());
     #[cfg(target_arch = "nvptx64")]
     let _ = (out, index, count);
 }

@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::memory::{ALIGN_BYTES, Arena, Checks, Floor, Region, Section, Turns};
 use crate::step::Step;
 use crate::tensor::{Element, Stored};
+use cuda_std::float_mode;
 use recordings::{RecordedStep, Recordings};
 use segments::Segments;
 use serde::Serialize;
@@ -187,7 +188,7 @@ impl<S, R> Captured<S, R> {
             recordings,
             kept,
             evictions,
-            record_seconds: time.as_secs_f64(),
+            record_seconds: float_mode::in_default(|| time.as_secs_f64()),
             replays: self.replays,
             bytes_owned: self.place.section.bytes(),
         }

@@ -14,6 +14,7 @@ use super::lane::{Lane, TimedOut};
 use super::ring::{RingSize, Staging};
 use crate::error::{Error, Result};
 use cuda_std::emulator::Mode;
+use cuda_std::float_mode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -169,13 +170,17 @@ impl DeviceBuilder {
         })?;
         let (kind, ordinal, kernels) = (self.kind, self.ordinal, self.kernels);
         // Opening compiles the kernels, which takes seconds, and a driver can hang there as anywhere.
-        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || match kind {
-            DeviceKind::Emulated => emulated(),
-            DeviceKind::Cuda => cuda(ordinal, &kernels),
-            DeviceKind::Auto => cuda(ordinal, &kernels).or_else(|reason| {
-                tracing::debug!(%reason, "no CUDA device, using the emulator");
-                emulated()
-            }),
+        let opened = lane.run(self.deadline.max(DEFAULT_DEADLINE), move || {
+            // The lane inherits the mode of the thread that opens the device.
+            float_mode::set_default();
+            match kind {
+                DeviceKind::Emulated => emulated(),
+                DeviceKind::Cuda => cuda(ordinal, &kernels),
+                DeviceKind::Auto => cuda(ordinal, &kernels).or_else(|reason| {
+                    tracing::debug!(%reason, "no CUDA device, using the emulator");
+                    emulated()
+                }),
+            }
         });
         let mut driver =
             opened.map_err(|TimedOut { waited }| Error::Timeout { call: "open", waited, report: None })??;

@@ -7,6 +7,7 @@ use super::calls::{Driver, Fence};
 use super::description::DeviceKind;
 use crate::error::{Error, Result};
 use crate::shortage::HostMemory;
+use cuda_std::float_mode;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -143,7 +144,8 @@ impl Writers {
     fn start() -> Option<ThreadPool> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
         let name = |number| format!("stepscope-upload-{number}");
-        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name).build();
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(name);
+        let pool = pool.start_handler(|_| float_mode::set_default()).build();
         pool.inspect_err(|error| tracing::warn!(%error, "uploads are written by one thread")).ok()
     }
 }

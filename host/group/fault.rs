@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+use cuda_std::float_mode;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -155,7 +156,7 @@ impl fmt::Display for Op<'_> {
 
 /// A time as a message shows it.
 fn seconds(time: Duration) -> String {
-    format!("{:.1} s", time.as_secs_f64())
+    format!("{:.1} s", float_mode::in_default(|| time.as_secs_f64()))
 }
 
 /// Why the ranks of a group did not meet.

@@ -13,6 +13,7 @@ use super::situation::situation;
 use crate::admission::{ARENA_VARIABLE, arena_bytes_from_env};
 use crate::driver::Device;
 use crate::error::{Error, Result};
+use cuda_std::float_mode;
 use std::cell::RefCell;
 use std::time::Duration;
 
@@ -115,7 +116,7 @@ impl ArenaBuilder {
             (Some(bytes), _) | (None, Capacity::Bytes(bytes)) => bytes,
             (None, Capacity::Measured(measured)) => measured.high_water_bytes,
             (None, Capacity::FractionOfAvailable(share)) if share > 0.0 && share <= 1.0 => {
-                (situation.available_bytes() as f64 * share) as usize
+                float_mode::in_default(|| (situation.available_bytes() as f64 * share) as usize)
             }
             (None, Capacity::FractionOfAvailable(share)) => {
                 return Err(Error::misuse("arena", "a share above 0 and up to 1", share.to_string()));

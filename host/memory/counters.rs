@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use crate::report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+use cuda_std::float_mode;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::Location;
@@ -69,6 +70,7 @@ impl Counters {
         let largest = self
             .largest
             .map(|(site, bytes)| Largest { location: format!("{}:{}", site.file(), site.line()), bytes: bytes as u64 });
+        let waited_ms = float_mode::in_default(|| self.waited.as_secs_f64() * 1e3);
         ArenaReport {
             capacity_bytes: 0,
             captured_bytes: 0,
@@ -81,7 +83,7 @@ impl Counters {
             largest,
             phases: Phase::ALL.map(|phase| (phase, self.phases[phase as usize])),
             sites,
-            overflow: OverflowReport { waited_ms: self.waited.as_secs_f64() * 1e3, ..self.overflow },
+            overflow: OverflowReport { waited_ms, ..self.overflow },
             growths: 0,
             memory: SystemMemory::default(),
         }

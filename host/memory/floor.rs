@@ -10,6 +10,7 @@
 use crate::cgroup::Cgroups;
 use crate::error::{Error, Result};
 use crate::shortage::{HostMemory, MemoryShortage, ProcessMemory};
+use cuda_std::float_mode;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -71,6 +72,7 @@ impl Watch {
         *current = Arc::downgrade(&watch);
         let watched = Arc::downgrade(&watch);
         let run = move || {
+            float_mode::set_default();
             let mut pause = watch_once(&watched);
             while let Some(RecvTimeoutError::Timeout) = pause.and_then(|pause| gone.recv_timeout(pause).err()) {
                 pause = watch_once(&watched);
@@ -90,6 +92,10 @@ impl Watch {
 
     /// Looks, and says how long that holds.
     fn look(&self) -> Duration {
+        float_mode::in_default(|| self.look_now())
+    }
+
+    fn look_now(&self) -> Duration {
         let floor_bytes = self.floor_bytes.load(Ordering::Relaxed);
         let memory = HostMemory::read(&self.cgroups);
         self.see(&memory);
@@ -121,7 +127,7 @@ impl Watch {
 
     /// What others take in this time.
     fn others_take(&self, time: Duration) -> u64 {
-        (self.others_take.load(Ordering::Relaxed) as f64 * time.as_secs_f64()) as u64
+        float_mode::in_default(|| (self.others_take.load(Ordering::Relaxed) as f64 * time.as_secs_f64()) as u64)
     }
 }
 

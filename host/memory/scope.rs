@@ -9,6 +9,7 @@ use super::region::Region;
 use super::snapshot::{Kind, Origin};
 use crate::error::Result;
 use crate::tensor::{Memory, STALE};
+use cuda_std::float_mode;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::thread;
@@ -42,11 +43,12 @@ impl Aside<'_> {
 }
 
 impl Region {
-    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked.
+    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked. All of a step's arithmetic on the host is
+    /// within one, and computes in IEEE 754's default mode.
     pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let mark = self.mark();
         let around = self.reuse.begin(mark.bump, self.end.get());
-        let outcome = catch_unwind(AssertUnwindSafe(run));
+        let outcome = float_mode::in_default(|| catch_unwind(AssertUnwindSafe(run)));
         self.reuse.resume(around);
         let whole_step = mark.bump.taken() == 0 && mark.blocks == 0;
         self.close(if whole_step { Kind::Reset } else { Kind::Rewind }, [mark, self.mark()], outcome)

@@ -10,6 +10,7 @@ use super::schedule::Schedule;
 use crate::error::Result;
 use crate::ops;
 use crate::step::Step;
+use cuda_std::float_mode;
 use kernels::adamw::slot;
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as PyTorch computes it.
@@ -24,7 +25,7 @@ pub struct AdamWConfig {
     pub beta1: f32,
     /// Decay of the second moment.
     pub beta2: f32,
-    /// Added to the root of the second moment.
+    /// Added to the root of the second moment; above 0.
     pub epsilon: f32,
     /// Decoupled weight decay, where a group has none of its own.
     pub weight_decay: f32,
@@ -59,7 +60,8 @@ impl UpdateRule for AdamWConfig {
         for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
             expect("adamw", name, beta, (0.0..1.0).contains(&beta), "in [0, 1)")?;
         }
-        at_least_zero("adamw", "epsilon", epsilon)?;
+        // With an epsilon of 0 the update of a weight whose gradients were all zero is 0 / 0.
+        expect("adamw", "epsilon", epsilon, epsilon > 0.0 && epsilon.is_finite(), "finite and above 0")?;
         at_least_zero("adamw", "weight_decay", weight_decay)?;
         expect_clip("adamw", clip)?;
         schedule.check("adamw")
@@ -78,7 +80,7 @@ impl UpdateRule for AdamWConfig {
     }
 
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
-        let correction = |beta: f32| (1.0 - power(f64::from(beta), number)) as f32;
+        let correction = |beta: f32| float_mode::in_default(|| (1.0 - power(f64::from(beta), number)) as f32);
         let mut hyper = vec![0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = self.schedule.rate(self.learning_rate, number, group);
         hyper[slot::BETA1] = self.beta1;

@@ -8,12 +8,14 @@
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
 use super::rule::{UpdateArguments, UpdateRule};
 use crate::error::{Error, Result};
+use crate::finite::is_finite;
 use crate::memory::{Buffer, Turns};
 use crate::ops;
 use crate::params::{Gradients, Layout, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::{Memory, Source, Tensor};
+use cuda_std::float_mode;
 use cuda_std::launch::Extent;
 use half::bf16;
 use kernels::update::RUN;
@@ -360,19 +362,17 @@ fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, 
     slices.iter().scan(0, |end, slice| Some((slice, std::mem::replace(end, *end + slice.len()))))
 }
 
-/// The settings of an update, by group.
+/// The settings of an update, by group, computed in IEEE 754's default mode.
 fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
-    let all: Vec<Vec<f32>> = groups.iter().map(|group| rule.settings(number, group)).collect();
+    let settings = || groups.iter().map(|group| rule.settings(number, group)).collect();
+    let all: Vec<Vec<f32>> = float_mode::in_default(settings);
+    if let Some(value) = all.iter().flatten().find(|&&value| !is_finite(value)) {
+        let expected = "finite settings: a rate, times the schedule's factor and the group's rate, that fits f32";
+        return Err(Error::misuse(rule.name(), expected, format!("{value} for update {number}")));
+    }
     let len = all[0].len();
-    let settings = all.concat();
     match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {
-        None => match settings.iter().position(|setting| setting.is_nan()) {
-            None => Ok(settings),
-            Some(place) => {
-                let got = format!("NaN as setting {} of group {} in update {number}", place % len, place / len);
-                Err(Error::misuse(rule.name(), "settings that are numbers", got))
-            }
-        },
+        None => Ok(all.concat()),
         Some(0) => Err(Error::misuse(rule.name(), "at least one setting", "none")),
         Some(other) => Err(Error::misuse(rule.name(), format!("{len} settings for each group"), other.to_string())),
     }

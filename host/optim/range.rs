@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use std::fmt::Display;
 
 /// An error unless a setting is what it must be.
-pub(super) fn expect(op: &'static str, name: &str, value: impl Display, holds: bool, rule: &str) -> Result<()> {
+pub(crate) fn expect(op: &'static str, name: &str, value: impl Display, holds: bool, rule: &str) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::misuse(op, format!("`{name}` {rule}"), value.to_string())) }
 }
 

@@ -5,6 +5,7 @@
 use super::parameter_groups::ParameterGroup;
 use super::range::expect;
 use crate::error::Result;
+use cuda_std::float_mode;
 
 /// How the learning rate changes over the updates.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,7 +13,8 @@ use crate::error::Result;
 pub enum Schedule {
     /// Always the same.
     Constant,
-    /// Linear from zero over `warmup` updates, then half a cosine down to `floor` at update `total`.
+    /// Linear from zero over `warmup` updates, then half a cosine down to `floor` at update `total`. If `total` is not above `warmup`, the
+    /// factor is `floor` from the first update after the warm-up on.
     WarmupCosine {
         /// Updates of the rise.
         warmup: u64,
@@ -35,14 +37,19 @@ impl Schedule {
 
     /// `rate` times the factors of update `number` and of its group.
     pub(super) fn rate(&self, rate: f32, number: u64, group: &ParameterGroup) -> f32 {
-        (f64::from(rate) * self.factor(number) * f64::from(group.rate)) as f32
+        float_mode::in_default(|| (f64::from(rate) * self.factor_at(number) * f64::from(group.rate)) as f32)
     }
 
-    /// The factor for update `number`, counted from 1.
+    /// The factor for update `number`, counted from 1. Number 0 stands for the time before the first update: the factor is then 0 with a
+    /// warm-up and 1 without one.
     pub fn factor(&self, number: u64) -> f64 {
+        float_mode::in_default(|| self.factor_at(number))
+    }
+
+    fn factor_at(&self, number: u64) -> f64 {
         match *self {
             Self::Constant => 1.0,
-            Self::WarmupCosine { warmup, .. } if number <= warmup => number as f64 / warmup as f64,
+            Self::WarmupCosine { warmup, .. } if number <= warmup && warmup > 0 => number as f64 / warmup as f64,
             Self::WarmupCosine { warmup, total, floor } => {
                 let done = (number - warmup) as f64 / total.saturating_sub(warmup).max(1) as f64;
                 // libm's cosine has the same bits on every machine.
@@ -65,5 +72,22 @@ mod tests {
         assert!(factors[3..12].windows(2).all(|pair| pair[0] > pair[1]));
         assert!((factors[7] - 0.55).abs() < 1e-12, "half way down: {}", factors[7]);
         assert!(factors[11..].iter().all(|factor| (factor - 0.1).abs() < 1e-12));
+    }
+
+    #[test]
+    fn every_edge_of_the_schedule_is_defined() {
+        let edges = [0, 1, 2, 4, u64::MAX - 1, u64::MAX];
+        for (warmup, total, number) in
+            edges.iter().flat_map(|&w| edges.iter().flat_map(move |&t| edges.iter().map(move |&n| (w, t, n))))
+        {
+            let factor = Schedule::WarmupCosine { warmup, total, floor: 0.25 }.factor(number);
+            assert!((0.0..=1.0).contains(&factor), "warmup {warmup}, total {total}, update {number}: {factor}");
+        }
+        let without = |total, number| Schedule::WarmupCosine { warmup: 0, total, floor: 0.25 }.factor(number);
+        assert_eq!([without(8, 0), without(0, 0), without(0, 1), without(8, 8)], [1.0, 1.0, 0.25, 0.25]);
+        let late = |number| Schedule::WarmupCosine { warmup: 4, total: 2, floor: 0.25 }.factor(number);
+        assert_eq!([late(0), late(2), late(4), late(5), late(u64::MAX)], [0.0, 0.5, 1.0, 0.25, 0.25]);
+        let whole = Schedule::WarmupCosine { warmup: u64::MAX, total: 0, floor: 1.0 };
+        assert_eq!([whole.factor(0), whole.factor(u64::MAX)], [0.0, 1.0]);
     }
 }

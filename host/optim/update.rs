@@ -8,6 +8,7 @@ use super::optimizer::Optimizer;
 use super::rule::UpdateRule;
 use crate::autograd::{Tape, Var};
 use crate::error::{Error, Quantity, Result};
+use crate::finite::is_finite;
 use crate::memory::Arena;
 use crate::params::{Gradients, Parameters};
 use crate::step::Eager;
@@ -58,7 +59,7 @@ impl<R: UpdateRule> Optimizer<R> {
             Ok([step.read_scalar(loss.value())?, step.read_scalar(&squared_norm)?])
         })?;
         for (what, value) in [(Quantity::Loss, loss), (Quantity::GradientNorm, squared_norm)] {
-            if !value.is_finite() {
+            if !is_finite(value) {
                 let tensor = weights.first_not_finite(gradients, "")?;
                 return Err(Error::NotFinite { update: Some(update), what, tensor });
             }

@@ -159,7 +159,7 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// [`Error::Misuse`] for no parameter, an empty one, two of one name (as `b.c` in `a` and `c` in `a.b` are), one named `__metadata__`, as
-    /// no tensor of a file can be, or more bytes than memory can have.
+    /// no tensor of a file can be, more bytes than memory can have, or an initializer whose values may be infinite or NaN.
     pub fn build(self) -> Result<Layout> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
         let named = |entry: &LayoutEntry| format!("`{}` {}", short(&entry.name), entry.shape);
@@ -180,6 +180,11 @@ impl LayoutBuilder {
         }
         if self.entries.is_empty() {
             return refused("at least one parameter", "none".into());
+        }
+        let flaw =
+            |entry: &LayoutEntry| entry.initializer.flaw().map(|expected| (expected, named(entry), entry.initializer));
+        if let Some((expected, named, initializer)) = self.entries.iter().find_map(flaw) {
+            return refused(&format!("{expected} to start from"), format!("{initializer:?} for {named}"));
         }
         let Self { identity, entries, elements, .. } = self;
         Ok(Layout { shared: Arc::new(Shared { identity, entries, elements }) })

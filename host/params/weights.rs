@@ -17,6 +17,7 @@ use crate::random::SplitMix64;
 use crate::step::Step;
 use crate::tensor::{Lent, LentMut, Memory, Shape, Source, Stored, Target};
 use crate::upload::{Content, Transfer};
+use cuda_std::float_mode;
 use half::bf16;
 use kernels::cast::cast_to_bf16;
 use sha2::{Digest, Sha256};
@@ -115,9 +116,11 @@ impl Parameters {
             layout.fill(offset, place, |number, entry, within, part| {
                 let before = (within / size_of::<f32>()) as u64 * entry.initializer.draws();
                 let mut random = SplitMix64::after(seed, drawn[number] + before);
-                for word in part.as_chunks_mut().0 {
-                    *word = entry.initializer.draw(&mut random).to_le_bytes();
-                }
+                float_mode::in_default(|| {
+                    for word in part.as_chunks_mut().0 {
+                        *word = entry.initializer.draw(&mut random).to_le_bytes();
+                    }
+                });
             });
         };
         let values = Buffer::allocate(device, layout.elements())?;

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::finite::is_finite;
 use half::bf16;
 use std::fmt;
 
@@ -44,7 +45,7 @@ impl<'v> Values<'v> {
     /// The place of the first that is not finite.
     pub(crate) fn first_not_finite(self) -> Option<usize> {
         match self {
-            Self::F32(values) => values.iter().position(|value| !value.is_finite()),
+            Self::F32(values) => values.iter().position(|&value| !is_finite(value)),
             Self::Bf16(values) => values.iter().position(|value| !value.is_finite()),
             Self::U32(_) => None,
         }

@@ -3,6 +3,7 @@
 use crate::capture::Inputs;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, short};
+use cuda_std::float_mode;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -103,14 +104,14 @@ impl EpochProgress {
 
     /// The mean loss of the samples so far.
     pub fn mean_loss(&self) -> f64 {
-        self.loss_sum / self.samples as f64
+        float_mode::in_default(|| self.loss_sum / self.samples as f64)
     }
 
     /// Counts an update.
     pub fn add(&mut self, update: &Update) {
         self.updates += 1;
         self.samples += update.samples as u64;
-        self.loss_sum += update.loss * update.samples as f64;
+        float_mode::in_default(|| self.loss_sum += update.loss * update.samples as f64);
     }
 }
 

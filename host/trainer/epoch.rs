@@ -9,12 +9,14 @@ use super::stage::Queued;
 use crate::autograd::{Tape, Var};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Quantity, Result};
+use crate::finite::is_finite;
 use crate::memory::Arena;
 use crate::ops;
 use crate::optim::UpdateRule;
 use crate::shortage::MemoryShortage;
 use crate::step::Eager;
 use crate::upload::Transfer;
+use cuda_std::float_mode;
 use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
@@ -205,7 +207,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let squared = self.told(applied)?;
         self.accumulated = false;
         let update = self.learner().optimizer.updates();
-        self.check(update, Quantity::GradientNorm, squared.is_finite(), || Ok(None))
+        self.check(update, Quantity::GradientNorm, is_finite(squared), || Ok(None))
     }
 
     /// Makes the update, and returns the squared norm of all gradients.
@@ -264,7 +266,8 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
         let update = self.learner().optimizer.updates();
-        self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples), 0..1))?;
+        let finite = float_mode::in_default(|| loss.is_finite());
+        self.check(update, Quantity::Loss, finite, || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 

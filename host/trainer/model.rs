@@ -14,6 +14,7 @@ use crate::params::{Gradients, Layout, LayoutEntry, Parameter, Parameters};
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Saved, Tensor};
+use cuda_std::float_mode;
 
 /// What a [`Trainer`](super::Trainer) trains: handles of parameters, and the way from a batch to a loss.
 ///
@@ -230,7 +231,7 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     /// The sum of the losses of all parts of a batch, of which these are the own ones; `norms` are what all ranks must have alike.
     #[track_caller]
     pub(super) fn loss_of_all(&self, losses: &[f32], norms: &[f32]) -> Result<f64> {
-        let sum = |losses: &[f32]| losses.iter().map(|&loss| f64::from(loss)).sum();
+        let sum = |losses: &[f32]| float_mode::in_default(|| losses.iter().map(|&loss| f64::from(loss)).sum());
         match &self.shards {
             None => Ok(sum(losses)),
             Some(shards) => Ok(sum(&shards.losses_of_all(losses, norms)?)),

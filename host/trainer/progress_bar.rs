@@ -9,6 +9,7 @@ use super::batch::{EpochProgress, Update};
 use super::epoch::Observer;
 use crate::error::Result;
 use crate::memory::Arena;
+use cuda_std::float_mode;
 use indicatif::{ProgressState, ProgressStyle};
 use std::fmt;
 use std::io::{Write, stderr};
@@ -164,6 +165,10 @@ impl ProgressBar {
 
     /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`].
     pub fn finish(&self, progress: &EpochProgress) -> Duration {
+        float_mode::in_default(|| self.finish_now(progress))
+    }
+
+    fn finish_now(&self, progress: &EpochProgress) -> Duration {
         let (duration, done, loss) = (self.start.elapsed(), self.counted(self.done), progress.mean_loss());
         let seconds = duration.as_secs_f64();
         let per_second = done as f64 / seconds;
@@ -219,11 +224,13 @@ impl Observer for ProgressBar {
     fn updated(&mut self, update: &Update, _: &EpochProgress, arena: &Arena) -> Result<()> {
         self.done += update.samples;
         self.updates += 1;
-        self.bar.set_position(self.counted(self.done) as u64);
-        let every = if self.bar.is_hidden() { LINE_EVERY } else { DRAW_EVERY };
-        if self.shown.elapsed() >= every {
-            self.show(update.loss, arena);
-        }
+        float_mode::in_default(|| {
+            self.bar.set_position(self.counted(self.done) as u64);
+            let every = if self.bar.is_hidden() { LINE_EVERY } else { DRAW_EVERY };
+            if self.shown.elapsed() >= every {
+                self.show(update.loss, arena);
+            }
+        });
         Ok(())
     }
 }

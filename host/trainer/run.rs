@@ -7,9 +7,10 @@ use super::shards::Wanted;
 use super::stage::{Queued, Results, Stage};
 use crate::driver::Landing;
 use crate::error::{Error, Quantity, Result};
-use crate::finite::Numbers;
+use crate::finite::{Numbers, is_finite};
 use crate::optim::UpdateRule;
 use crate::tensor::Source;
+use cuda_std::float_mode;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -129,13 +130,13 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let (gradients, watched) = norms.split_at(usize::from(updates));
         let loss = self.learner().loss_of_all(losses, norms)?;
         let finite = [
-            (Quantity::Loss, loss.is_finite()),
-            (Quantity::GradientNorm, gradients.iter().all(|squared| squared.is_finite())),
+            (Quantity::Loss, float_mode::in_default(|| loss.is_finite())),
+            (Quantity::GradientNorm, gradients.iter().all(|&squared| is_finite(squared))),
         ];
         finite
             .into_iter()
             .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
-        let watched_l2 = watched.first().map(|&squared| f64::from(squared).sqrt());
+        let watched_l2 = watched.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt()));
         Ok(Update { number, samples, loss, watched_l2 })
     }
 

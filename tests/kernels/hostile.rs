@@ -4,10 +4,15 @@
 //! powers of two, near `usize::MAX`, and such that products of them wrap to the length of a buffer. Each launch must be refused by
 //! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
 //! that wraps panics, and that is no refusal; `ci/test` runs these tests in a release build too, where it does not panic.
+//!
+//! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one to three larger, and the
+//! buffers get the lengths that the contract then asks for. On a GPU a vector at such a place would end the process's context; the
+//! emulator reports it, so such a launch must be refused or be right.
 
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Scalar, inventory};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use stepscope::{Arena, Capacity, Device, DeviceKind, Eager, Error, Result};
 
 /// A parameter of a kernel that is a number.
@@ -18,14 +23,45 @@ struct Number {
     most: u64,
 }
 
-/// The numbers of a launch, in the order of the parameters.
+/// A buffer's name and how many elements it has honestly; it has room for more.
+struct Length {
+    name: &'static str,
+    honest: usize,
+}
+
+/// Elements of a buffer of so many, honest and hostile ones: what a view may begin late by, or be longer.
+pub(crate) fn room(honest: usize) -> usize {
+    4 * honest + 64
+}
+
+/// Which elements of the buffers a launch is given.
+#[derive(Clone, Default)]
+struct Views {
+    /// A buffer, and how many elements late it begins.
+    late: Option<(&'static str, usize)>,
+    /// Buffers that have not their honest length.
+    lengths: BTreeMap<&'static str, usize>,
+}
+
+/// The numbers of a launch, in the order of the parameters, and its views of the buffers.
 pub(crate) struct Numbers<'n> {
     hostile: [Option<(usize, u64)>; 2],
     known: &'n mut Vec<Number>,
     next: usize,
+    views: &'n Views,
+    buffers: &'n mut Vec<Length>,
 }
 
 impl Numbers<'_> {
+    /// The elements that the launch is given of a buffer, which has [`room`].
+    pub(crate) fn view(&mut self, name: &'static str, honest: usize) -> Range<usize> {
+        if self.buffers.iter().all(|buffer| buffer.name != name) {
+            self.buffers.push(Length { name, honest });
+        }
+        let start = self.views.late.filter(|(late, _)| *late == name).map_or(0, |(_, elements)| elements);
+        start..start + self.views.lengths.get(name).copied().unwrap_or(honest)
+    }
+
     /// The number that the launch's next parameter is.
     pub(crate) fn next<S: Scalar>(&mut self, name: &'static str, honest: S) -> S {
         let at = self.next;
@@ -71,8 +107,12 @@ pub(crate) fn hostile_launches(
     mut run: impl FnMut(&mut Numbers<'_>, bool) -> Result<()>,
 ) {
     let mut known = Vec::new();
+    misaligned_launches(kernel, &mut run);
+    let views = Views::default();
     let mut accepted = |hostile, known: &mut Vec<Number>, launch| {
-        let outcome = Mode::RACES.scope(|| run(&mut Numbers { hostile, known, next: 0 }, launch));
+        let buffers = &mut Vec::new();
+        let outcome =
+            Mode::RACES.scope(|| run(&mut Numbers { hostile, known, next: 0, views: &views, buffers }, launch));
         let choice = || hostile.iter().flatten().map(|&(at, word)| (known[at].name, word)).collect::<Vec<_>>();
         let refused = matches!(outcome, Err(Error::Contract { .. }));
         assert!(refused || outcome.is_ok(), "{kernel}, with {:?}: {outcome:?}", choice());
@@ -105,6 +145,73 @@ pub(crate) fn hostile_launches(
     }
 }
 
+/// Launches whose buffers begin late, and launches whose numbers are one to three off, with buffers of the lengths that go with them. Each
+/// must be refused, or run without a fault, in the mode that watches for races and without.
+fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'_>, bool) -> Result<()>) {
+    let (mut known, mut buffers) = (Vec::new(), Vec::new());
+    let mut outcome = |hostile, views: &Views, launch| {
+        let mut numbers = Numbers { hostile, known: &mut known, next: 0, views, buffers: &mut buffers };
+        let outcome = run(&mut numbers, launch);
+        let refusal = match outcome {
+            Ok(()) => None,
+            Err(Error::Contract { violation, .. }) => Some(violation),
+            Err(other) => {
+                panic!("{kernel}, with {hostile:?}, {:?} late and {:?} long: {other}", views.late, views.lengths)
+            }
+        };
+        let words = numbers.known.iter().map(|number| number.honest).collect();
+        (refusal, words, numbers.buffers.iter().map(|buffer| (buffer.name, buffer.honest)).collect())
+    };
+    let honest = Views::default();
+    let (refusal, words, buffers): (_, Vec<u64>, Vec<(&'static str, usize)>) = outcome([None; 2], &honest, true);
+    assert_eq!(refusal, None, "{kernel}: the honest launch is refused");
+    for &(name, _) in &buffers {
+        for late in 1..=3 {
+            outcome([None; 2], &Views { late: Some((name, late)), ..Views::default() }, true);
+        }
+    }
+    for at in 0..words.len() {
+        for off in 1..=3 {
+            let mut views = Views::default();
+            let hostile = |off: u64| [Some((at, off)), None];
+            // Few contracts ask for the length of more buffers than these.
+            for _ in 0..16 {
+                let word = words[at].wrapping_add(off);
+                let (refusal, ..) = outcome(hostile(word), &views, false);
+                let Some(refusal) = refusal else {
+                    for mode in [Mode::RACES, Mode { races: false, shuffle: None }] {
+                        let (refusal, ..) = mode.scope(|| outcome(hostile(word), &views, true));
+                        assert_eq!(refusal, None, "{kernel}");
+                    }
+                    break;
+                };
+                let Some(&(name, honest)) = buffers.iter().find(|(name, _)| *name == refusal.argument) else { break };
+                let length = views.lengths.get(name).copied().unwrap_or(honest);
+                let wanted = wanted_length(&refusal.expected, length);
+                if wanted == length || wanted > room(honest) - 3 {
+                    break;
+                }
+                views.lengths.insert(name, wanted);
+            }
+        }
+    }
+}
+
+/// The length that a contract asks for in these words, of a buffer that has another.
+fn wanted_length(expected: &str, length: usize) -> usize {
+    let number = |text: &str| text.parse::<usize>().ok();
+    if let Some(elements) = expected.strip_suffix(" elements") {
+        if let Some(exact) = number(elements) {
+            return exact;
+        }
+        if let Some(multiple) = elements.strip_prefix("a multiple of cols = ").and_then(number) {
+            return length.next_multiple_of(multiple.max(1));
+        }
+    }
+    // At least so many, in other words.
+    length + length.max(1)
+}
+
 /// The names of the kernels that an [`attack!`] has.
 pub(crate) struct Attacked(pub(crate) fn() -> Vec<&'static str>);
 
@@ -118,7 +225,7 @@ pub(crate) fn attacked() -> BTreeSet<&'static str> {
 /// Runs launches in a step of the emulator.
 pub(crate) fn emulated(launches: impl for<'s> FnOnce(&Eager<'s>) -> Result<()>) {
     let device = Device::open(DeviceKind::Emulated).unwrap();
-    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(8)).build().unwrap();
     arena.step(|step| launches(step)).unwrap();
 }
 
@@ -189,15 +296,15 @@ macro_rules! attack {
     (@variants $file:ident $kernel:ident) => { [(stringify!($kernel), ())].into_iter() };
     (@variants $file:ident $family:ident $choice:ident) => { kernels::$file::$family::VARIANTS.iter().copied() };
     (@make $step:ident, $lengths:ident, $name:ident, f32s, $length:expr) => {
-        let $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
+        let $name = $step.upload(&vec![1.0_f32; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, stored, $length:expr) => {
-        let $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $length], [$length])?;
+        let $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, out_stored, $length:expr) => {
-        let mut $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $length], [$length])?;
+        let mut $name = $step.upload(&vec![<S as kernels::stored::Stored>::narrow(1.0); $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, stored_pointer, $length:expr) => {
@@ -210,37 +317,37 @@ macro_rules! attack {
         attack!(@make $step, $lengths, $name, u32s, $length);
     };
     (@make $step:ident, $lengths:ident, $name:ident, u32s, $length:expr) => {
-        let $name = $step.upload(&vec![0_u32; $length], [$length])?;
+        let $name = $step.upload(&vec![0_u32; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, out, $length:expr) => {
-        let mut $name = $step.upload(&vec![1.0_f32; $length], [$length])?;
+        let mut $name = $step.upload(&vec![1.0_f32; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, halves, $length:expr) => {
-        let $name = $step.upload(&vec![stepscope::bf16::ONE; $length], [$length])?;
+        let $name = $step.upload(&vec![stepscope::bf16::ONE; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, out_halves, $length:expr) => {
-        let mut $name = $step.upload(&vec![stepscope::bf16::ONE; $length], [$length])?;
+        let mut $name = $step.upload(&vec![stepscope::bf16::ONE; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, out_u32, $length:expr) => {
-        let mut $name = $step.upload(&vec![0_u32; $length], [$length])?;
+        let mut $name = $step.upload(&vec![0_u32; $crate::hostile::room($length)], [$crate::hostile::room($length)])?;
         $lengths.push($length as u64);
     };
     (@make $step:ident, $lengths:ident, $name:ident, $number:ident, $value:expr) => {};
-    (@argument $numbers:ident, $name:ident, f32s, $length:expr) => { $name.slice() };
-    (@argument $numbers:ident, $name:ident, stored_pointer, $length:expr) => { $name.pointer() };
-    (@argument $numbers:ident, $name:ident, stored, $length:expr) => { $name.slice() };
-    (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out() };
-    (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice() };
-    (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out() };
-    (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice() };
-    (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer() };
-    (@argument $numbers:ident, $name:ident, pointer_u32, $length:expr) => { $name.pointer() };
-    (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out() };
-    (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out() };
+    (@argument $numbers:ident, $name:ident, f32s, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, stored_pointer, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, stored, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, out_stored, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, halves, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, out_halves, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, u32s, $length:expr) => { $name.slice().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, pointer, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, pointer_u32, $length:expr) => { $name.pointer().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, out, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
+    (@argument $numbers:ident, $name:ident, out_u32, $length:expr) => { $name.out().part($numbers.view(stringify!($name), $length)) };
     (@argument $numbers:ident, $name:ident, number, $value:expr) => { $numbers.next(stringify!($name), $value) };
     (@argument $numbers:ident, $name:ident, float, $value:expr) => { $value };
 }

@@ -11,6 +11,7 @@ pub mod unpack;
 use crate::emulator::Block;
 use core::fmt;
 use core::marker::PhantomData;
+use core::ops::Range;
 use core::panic::Location;
 pub use size::Size;
 
@@ -198,6 +199,14 @@ impl Violation {
         Err(Self::new(argument, format!("{expected} elements"), format!("{length}")))
     }
 
+    /// Ok when `value` is a multiple of `elements`. For a place, a stride, a distance or a row length from which a kernel moves so many elements
+    /// in one access: on a GPU an access that is not aligned ends the process's context.
+    pub fn unless_aligned(argument: &'static str, value: impl Into<Size>, elements: usize) -> Result<(), Self> {
+        let value = value.into();
+        let is_aligned = value.number().is_some_and(|number| number.is_multiple_of(elements));
+        Self::unless(is_aligned, argument, &format!("a multiple of {elements}"), value)
+    }
+
     /// Ok when `holds`.
     pub fn unless(holds: bool, argument: &'static str, expected: &str, got: impl fmt::Display) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self::new(argument, expected, got.to_string())) }
@@ -252,6 +261,17 @@ macro_rules! device_memory {
             #[inline]
             pub fn address(&self) -> u64 {
                 self.address
+            }
+
+            /// The part of these elements.
+            ///
+            /// # Panics
+            /// When they are not inside.
+            #[must_use]
+            pub fn part(self, elements: Range<usize>) -> Self {
+                let Range { start, end } = elements;
+                assert!(start <= end && end <= self.length, "elements {start}..{end} of {}", self.length);
+                Self { address: self.address + (start * size_of::<T>()) as u64, length: end - start, ..self }
             }
         }
 
@@ -437,8 +457,11 @@ impl Words {
         owners.filter(|&(_, owner)| owner != NO_OWNER).find(|&(_, owner)| !accepts(owner))
     }
 
-    /// Whether every address is a multiple of `align`, a power of two.
-    pub fn aligned_to(&self, align: u64) -> bool {
-        self.extents.iter().all(|extent| extent.address & (align - 1) == 0)
+    /// Ok when every address is as aligned as `entry` demands of its pointers.
+    pub fn check_alignment(&self, entry: &Entry) -> Result<(), Violation> {
+        let is_aligned = |extent: &Extent| extent.address.is_multiple_of(entry.align);
+        let Some(at) = self.extents.iter().position(|extent| !is_aligned(extent)) else { return Ok(()) };
+        let expected = format!("an address that is a multiple of {} bytes", entry.align);
+        Err(Violation::new(entry.pointers[at], expected, format!("{:#x}", self.extents[at].address)))
     }
 }

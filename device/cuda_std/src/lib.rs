@@ -5,7 +5,7 @@
 //! kernel, block and thread.
 //!
 //! Invariant: a kernel written against this crate compiles unchanged with rust-cuda's own `cuda_std`. What stands
-//! beyond that API ([`launch`], [`emulator`]) exists on the CPU alone.
+//! beyond that API ([`launch`], [`emulator`], [`float_mode`]) exists on the CPU alone.
 
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
@@ -28,6 +28,8 @@ pub mod warp;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulator;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod float_mode;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 

@@ -123,11 +123,13 @@ unsafe fn forward<const GROUPS: usize>(
 
         let (mut factor, mut of_k) = (0.0, 0.0);
         if head.has_row() {
-            factor = apply_gains(q, lane, shared_gains, 0, epsilon);
-            of_k = apply_gains(k, lane, shared_gains, 1, epsilon);
+            let [q_at, k_at] = [0, head.length].map(|part| part + head.row(lane));
+            let (q_small, k_small);
+            [q_small, factor] = apply_gains((q, lane), (qkv, q_at), (shared_gains, 0), epsilon);
+            [k_small, of_k] = apply_gains((k, lane), (qkv, k_at), (shared_gains, 1), epsilon);
             if exists {
-                store(inverse_rms, head.scale_index(0), factor);
-                store(inverse_rms, head.scale_index(1), of_k);
+                store(inverse_rms, head.scale_index(0), factor * q_small);
+                store(inverse_rms, head.scale_index(1), of_k * k_small);
             }
         }
         k_factors.set(lane, of_k);

@@ -194,9 +194,9 @@ family! {
     // SAFETY: `out` has whole rows of `width`, one for each head of each token of a whole number of samples; `dout` is as long, and
     // `delta` has an element for each row. A thread touches a row only where it begins inside `out`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
-        let width = Size::of(k.width).at_most(MAX_WIDTH);
-        let suits = width && k.width > 0 && k.width.is_multiple_of(4);
-        Violation::unless(suits, "width", "a multiple of 4 up to 256", k.width)?;
+        Violation::unless_aligned("width", k.width, crate::vector::F4::LEN)?;
+        let suits = k.width > 0 && Size::of(k.width).at_most(MAX_WIDTH);
+        Violation::unless(suits, "width", "1 to 256", k.width)?;
         let rows = Size::of(k.tokens).times(k.heads);
         let samples = crate::warp::rows_in("out", k.out.len(), rows.times(k.width))?;
         Violation::unless_length("dout", k.out.len(), k.dout.len())?;

@@ -3,8 +3,8 @@
 //! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows. The variance is the mean of
 //! squared differences from the mean, so that a row of large, nearly equal numbers loses nothing.
 
-use crate::block::divide;
-use crate::math;
+use crate::block::{divide, stay_rolled};
+use crate::rescale;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
@@ -70,7 +70,6 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     mean: *mut f32,
     inverse_std: *mut f32,
 ) {
-    let (mut sum, mut squares) = (F4::splat(0.0), F4::splat(0.0));
     // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked.
     unsafe {
         let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
@@ -93,23 +92,34 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 }
             };
         }
+        let mut factor = rescale::FIRST;
+        let [center, scale] = loop {
+            stay_rolled();
+            let (mut sum, mut squares) = (F4::splat(0.0), F4::splat(0.0));
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                sum = sum + row_value!(at, column, part) * F4::splat(factor);
+            });
+            let center = row.sum(sum) / cols as f32;
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                let value = row_value!(at, column, part) * F4::splat(factor);
+                let difference = (value - F4::splat(center)).only(part);
+                squares = squares.fma(difference, difference);
+            });
+            let sum = row.sum(squares);
+            match rescale::again(sum, factor) {
+                Some(smaller) => factor = smaller,
+                None => break [center, rescale::inverse_root(sum, cols, epsilon, factor)],
+            }
+        };
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            sum = sum + row_value!(at, column, part);
-        });
-        let center = row.sum(sum) / cols as f32;
-        for_each_vector!(HELD, row, cols, |at, column, part| {
-            let difference = (row_value!(at, column, part) - F4::splat(center)).only(part);
-            squares = squares.fma(difference, difference);
-        });
-        let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
-        for_each_vector!(HELD, row, cols, |at, column, part| {
-            let normal = (row_value!(at, column, part) - F4::splat(center)) * F4::splat(scale);
+            let value = row_value!(at, column, part) * F4::splat(factor);
+            let normal = (value - F4::splat(center)) * F4::splat(scale);
             let (gain, bias) = (F4::load_part(gain, column, part, 0.0), F4::load_part(bias, column, part, 0.0));
             bias.fma(normal, gain).store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
-            store(mean, row.number, center);
-            store(inverse_std, row.number, scale);
+            store(mean, row.number, rescale::restored(center, factor));
+            store(inverse_std, row.number, scale * factor);
         }
     }
 }
@@ -123,6 +133,22 @@ pub const ADD_DH: u32 = 1;
 pub const ADD_DGAIN: u32 = 2;
 /// `add`: the gradient of the bias is added to what `dbias` holds.
 pub const ADD_DBIAS: u32 = 4;
+
+/// Where the numbers of a row stand: mean and inverse deviation after each was multiplied by `factor`, see [`rescale`].
+#[derive(Clone, Copy)]
+struct RowPlace {
+    center: f32,
+    scale: f32,
+    factor: f32,
+}
+
+impl RowPlace {
+    /// `(h - mean) s`.
+    #[inline(always)]
+    fn normal(self, h: F4) -> F4 {
+        (h * F4::splat(self.factor) - F4::splat(self.center)) * F4::splat(self.scale)
+    }
+}
 
 /// What a block of the backward pass works on.
 #[derive(Clone, Copy)]
@@ -158,12 +184,12 @@ impl<S: Stored> Backward<'_, S> {
                 of_bias.set4((group + column) as u32, F4::splat(0.0));
             });
             while row.number < self.rows.end {
-                let (center, scale) = (load(self.mean, row.number), load(self.inverse_std, row.number));
+                let (place, scale) = self.place(row.number);
                 let mut normal = Share::<HELD, _>::new(row, self.h, row.start, cols, 0.0);
                 let mut g = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
                 let (mut sum, mut dot) = (F4::splat(0.0), F4::splat(0.0));
                 for_each_vector!(HELD, row, cols, |at, column, part| {
-                    let n = (normal.get(at, column, part) - F4::splat(center)) * F4::splat(scale);
+                    let n = place.normal(normal.get(at, column, part));
                     let dy = g.get(at, column, part);
                     // Sums in registers would leave room for fewer threads.
                     let place = (group + column) as u32;
@@ -206,9 +232,9 @@ impl<S: Stored> Backward<'_, S> {
                 && row.number < self.rows.end
             {
                 let (mut sum, mut dot) = (F4::splat(0.0), F4::splat(0.0));
-                let (center, scale) = (load(self.mean, row.number), load(self.inverse_std, row.number));
+                let (place, _) = self.place(row.number);
                 for_each_vector!(row, cols, |column, part| {
-                    let normal = self.normal(row.start + column, part, center, scale);
+                    let normal = self.normal(row.start + column, part, place);
                     let g = F4::load_part(self.dy, row.start + column, part, 0.0)
                         * F4::load_part(self.gain, column, part, 0.0);
                     sum = sum + g;
@@ -225,11 +251,23 @@ impl<S: Stored> Backward<'_, S> {
         }
     }
 
+    /// Where the numbers of a row stand, and s.
+    ///
+    /// # Safety
+    /// The row has an element in `mean` and in `inverse_std`.
+    #[inline(always)]
+    unsafe fn place(self, row: usize) -> (RowPlace, f32) {
+        // SAFETY: as the caller promises.
+        let (center, scale) = unsafe { (load(self.mean, row), load(self.inverse_std, row)) };
+        let [factor, of_scaled] = rescale::of_scale(scale, self.cols);
+        (RowPlace { center: center * factor, scale: of_scaled, factor }, scale)
+    }
+
     /// `(h - mean) s` at an index of a row.
     #[inline(always)]
-    unsafe fn normal(self, index: usize, part: Part, center: f32, scale: f32) -> F4 {
+    unsafe fn normal(self, index: usize, part: Part, place: RowPlace) -> F4 {
         // SAFETY: the index lies in `h`.
-        unsafe { (F4::load_part(self.h, index, part, 0.0) - F4::splat(center)) * F4::splat(scale) }
+        unsafe { place.normal(F4::load_part(self.h, index, part, 0.0)) }
     }
 
     /// Writes four columns of dh in the rows of a group; the sums for their gain and bias.
@@ -244,8 +282,8 @@ impl<S: Stored> Backward<'_, S> {
             let gain = F4::load_part(self.gain, column, part, 0.0);
             while number < self.rows.end {
                 let index = number * self.cols + column;
-                let scale = load(self.inverse_std, number);
-                let normal = self.normal(index, part, load(self.mean, number), scale);
+                let (place, scale) = self.place(number);
+                let normal = self.normal(index, part, place);
                 let dy = F4::load_part(self.dy, index, part, 0.0);
                 let [of_g, of_g_n] = self.means.map(|means| F4::splat(means.get((number - self.rows.first) as u32)));
                 let old =

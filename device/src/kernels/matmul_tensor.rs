@@ -56,7 +56,7 @@ macro_rules! grid {
         let chunks = sum_chunks!($p);
         check_outputs!($p, chunks);
         for (name, words) in [("stride_a", $p.stride_a), ("stride_b", $p.stride_b)] {
-            Violation::unless(words.is_multiple_of(4), name, "a multiple of four", words)?;
+            Violation::unless_aligned(name, words, 4)?;
         }
         Violation::unless(
             chunks == 1 || $p.chunk.is_multiple_of($format::PER_STEP),

@@ -19,7 +19,7 @@
 //! row's length.
 
 use crate::block::{divide, stay_rolled};
-use crate::math;
+use crate::rescale;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::row_chunk::chunk_of;
 use crate::row_chunk::{BLOCK, MAX_ROWS, RowChunk, SUMS, groups_of, width};
@@ -79,7 +79,6 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     y: *mut S,
     inverse_rms: *mut f32,
 ) {
-    let mut squares = F4::splat(0.0);
     // SAFETY: the row lies inside the arguments, and its lanes are together here, as the caller promises.
     unsafe {
         let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
@@ -103,17 +102,26 @@ unsafe fn forward<const HELD: usize, S: Stored>(
             };
         }
         let gain = Share::<HELD, _>::new(row, gain, 0, cols, 0.0);
+        let mut factor = rescale::FIRST;
+        let scale = loop {
+            stay_rolled();
+            let mut squares = F4::splat(0.0);
+            for_each_vector!(HELD, row, cols, |at, column, part| {
+                let value = row_value!(at, column, part) * F4::splat(factor);
+                squares = squares.fma(value, value);
+            });
+            let sum = row.sum(squares);
+            match rescale::again(sum, factor) {
+                Some(smaller) => factor = smaller,
+                None => break rescale::inverse_root(sum, cols, epsilon, factor),
+            }
+        };
         for_each_vector!(HELD, row, cols, |at, column, part| {
-            let value = row_value!(at, column, part);
-            squares = squares.fma(value, value);
-        });
-        let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
-        for_each_vector!(HELD, row, cols, |at, column, part| {
-            let value = row_value!(at, column, part) * F4::splat(scale) * gain.get(at, column, part);
-            value.store_part(y, row.start + column, part);
+            let value = row_value!(at, column, part) * F4::splat(factor);
+            (value * F4::splat(scale) * gain.get(at, column, part)).store_part(y, row.start + column, part);
         });
         if row.is_first_lane() {
-            store(inverse_rms, row.number, scale);
+            store(inverse_rms, row.number, scale * factor);
         }
     }
 }
@@ -145,7 +153,7 @@ struct Backward<'k, S> {
 }
 
 impl<S: Stored> Backward<'_, S> {
-    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
+    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`. Where a row is rescaled, all of them and dx are.
     #[inline(always)]
     fn x_coefficient(self, dot: f32, scale: f32) -> f32 {
         // s^3 alone could overflow where this product does not.
@@ -167,8 +175,8 @@ impl<S: Stored> Backward<'_, S> {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
             });
             while row.number < self.rows.end {
-                let scale = load(self.inverse_rms, row.number);
-                let x = Share::<HELD, _>::new(row, self.x, row.start, cols, 0.0);
+                let [factor, scale] = rescale::of_scale(load(self.inverse_rms, row.number), cols);
+                let mut x = Share::<HELD, _>::new(row, self.x, row.start, cols, 0.0);
                 let mut dy = Share::<HELD, _>::new(row, self.dy, row.start, cols, 0.0);
                 let mut part = 1;
                 while part < self.parts {
@@ -181,12 +189,13 @@ impl<S: Stored> Backward<'_, S> {
                 }
                 let mut dot = F4::splat(0.0);
                 for_each_vector!(HELD, row, cols, |at, column, part| {
-                    let (x, dy_here) = (x.get(at, column, part), dy.get(at, column, part));
+                    let (x_here, dy_here) = (x.get(at, column, part) * F4::splat(factor), dy.get(at, column, part));
+                    x.hold(at, x_here);
                     let dy_gain = dy_here * F4::load_part(self.gain, column, part, 0.0);
                     // Sums in registers would leave room for fewer threads.
                     let sum = self.sums.get4((group + column) as u32);
-                    self.sums.set4((group + column) as u32, sum.fma(x * F4::splat(scale), dy_here));
-                    dot = dot.fma(dy_gain, x);
+                    self.sums.set4((group + column) as u32, sum.fma(x_here * F4::splat(scale), dy_here));
+                    dot = dot.fma(dy_gain, x_here);
                     dy.hold(at, dy_gain);
                 });
                 let coefficient = self.x_coefficient(row.sum(dot), scale);
@@ -198,8 +207,8 @@ impl<S: Stored> Backward<'_, S> {
                 }
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let gradient = dy.get(at, column, part) * F4::splat(scale);
-                    let gradient = old[at] + gradient.fma(F4::splat(-coefficient), x.get(at, column, part));
-                    gradient.store_part(self.dx, row.start + column, part);
+                    let gradient = gradient.fma(F4::splat(-coefficient), x.get(at, column, part));
+                    (old[at] + gradient * F4::splat(factor)).store_part(self.dx, row.start + column, part);
                 });
                 row = row.later(groups_of(cols), cols);
             }
@@ -221,12 +230,13 @@ impl<S: Stored> Backward<'_, S> {
                 && row.number < self.rows.end
             {
                 let mut dot = F4::splat(0.0);
+                let [factor, scale] = rescale::of_scale(load(self.inverse_rms, row.number), cols);
                 for_each_vector!(row, cols, |column, part| {
-                    let x = F4::load_part(x, row.start + column, part, 0.0);
+                    let x = F4::load_part(x, row.start + column, part, 0.0) * F4::splat(factor);
                     let gain = F4::load_part(gain, column, part, 0.0);
                     dot = dot.fma(self.dy(row.start + column, part) * gain, x);
                 });
-                let coefficient = self.x_coefficient(row.sum(dot), load(self.inverse_rms, row.number));
+                let coefficient = self.x_coefficient(row.sum(dot), scale);
                 if row.is_first_lane() {
                     coefficients.set((row.number - self.rows.first) as u32, coefficient);
                 }
@@ -285,12 +295,12 @@ impl<S: Stored> Backward<'_, S> {
             let gain = F4::load_part(self.gain, column, part, 0.0);
             while number < self.rows.end {
                 let index = number * self.cols + column;
-                let (x, dy) = (F4::load_part(self.x, index, part, 0.0), self.dy(index, part));
-                let scale = F4::splat(load(self.inverse_rms, number));
+                let [factor, scale] = rescale::of_scale(load(self.inverse_rms, number), self.cols).map(F4::splat);
+                let (x, dy) = (F4::load_part(self.x, index, part, 0.0) * factor, self.dy(index, part));
                 let coefficient = F4::splat(-coefficients.get((number - self.rows.first) as u32));
                 let old =
                     if self.add & ADD_DX == 0 { F4::splat(0.0) } else { F4::load_part_raw(self.dx, index, part, 0.0) };
-                (old + (dy * gain * scale).fma(coefficient, x)).store_part(self.dx, index, part);
+                (old + (dy * gain * scale).fma(coefficient, x) * factor).store_part(self.dx, index, part);
                 sum = sum.fma(x * scale, dy);
                 number += groups_of(self.cols);
             }

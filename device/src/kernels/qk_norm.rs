@@ -12,12 +12,12 @@
 //!
 //! Invariant: the order of a row's sums follows from its width alone; that of the sums for a gain from the numbers of rows and columns.
 
-use crate::block::divide;
+use crate::block::{divide, stay_rolled};
 use crate::row_chunk::{BLOCK, RowChunk, groups_of};
 use crate::tile::SharedTile;
 use crate::vector::{F4, load, store};
 use crate::warp::{Row, lanes_of};
-use crate::{family, for_each_vector, math};
+use crate::{family, for_each_vector, rescale};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -55,7 +55,7 @@ family! {
     /// are copied, with s = 1.
     ///
     /// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), `gains`: those of q
-    /// and, `distance` behind them, those of k; `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
+    /// and, `distance` (a multiple of four) behind them, those of k; `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
     qk_norm_forward<S: Stored> { qk_norm_forward_f32: f32; qk_norm_forward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -75,20 +75,31 @@ family! {
         unsafe {
             let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
             let mut held = [F4::splat(0.0); HELD];
-            let mut squares = F4::splat(0.0);
             for_each_vector!(HELD, row, cols, |at, column, present| {
                 held[at] = F4::load_part(x, row.start + column, present, 0.0);
-                squares = squares.fma(held[at], held[at]);
             });
-            let scale = math::rsqrt(row.sum(squares) / cols as f32 + epsilon);
+            let mut factor = rescale::FIRST;
+            let scale = loop {
+                stay_rolled();
+                let mut squares = F4::splat(0.0);
+                for_each_vector!(HELD, row, cols, |at, _column, _present| {
+                    let value = held[at] * F4::splat(factor);
+                    squares = squares.fma(value, value);
+                });
+                let sum = row.sum(squares);
+                match rescale::again(sum, factor) {
+                    Some(smaller) => factor = smaller,
+                    None => break rescale::inverse_root(sum, cols, epsilon, factor),
+                }
+            };
             let is_normed = part < 2;
             for_each_vector!(HELD, row, cols, |at, column, present| {
                 let gain = F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
-                let value = held[at] * F4::splat(scale) * gain;
+                let value = held[at] * F4::splat(factor) * F4::splat(scale) * gain;
                 (if is_normed { value } else { held[at] }).store_part(y, row.start + column, present);
             });
             if row.is_first_lane() {
-                store(inverse_rms, row.number, if is_normed { scale } else { 1.0 });
+                store(inverse_rms, row.number, if is_normed { scale * factor } else { 1.0 });
             }
         }
     }
@@ -97,6 +108,7 @@ family! {
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
         Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        Violation::unless_aligned("distance", k.distance, F4::LEN)?;
         Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
         Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
@@ -150,10 +162,10 @@ family! {
                 && row.number < rows.end
             {
                 let part = part_of(row.number, inverse_rms.len(), heads, kv_heads, stacked);
-                let scale = load(inverse_rms, row.number);
+                let [factor, scale] = rescale::of_scale(load(inverse_rms, row.number), cols);
                 let (mut held, mut gradients, mut dot) = ([F4::splat(0.0); HELD], [F4::splat(0.0); HELD], F4::splat(0.0));
                 for_each_vector!(HELD, row, cols, |at, column, present| {
-                    held[at] = F4::load_part(x, row.start + column, present, 0.0);
+                    held[at] = F4::load_part(x, row.start + column, present, 0.0) * F4::splat(factor);
                     let dy = F4::load_part_raw(dx, row.start + column, present, 0.0);
                     gradients[at] = dy * F4::load_part(gains, part as usize % 2 * distance as usize + column, present, 0.0);
                     dot = dot.fma(gradients[at], held[at]);
@@ -169,7 +181,7 @@ family! {
                 if part < 2 {
                     for_each_vector!(HELD, row, cols, |at, column, present| {
                         let gradient = (gradients[at] * F4::splat(scale)).fma(F4::splat(-coefficient), held[at]);
-                        gradient.store_part(dx, row.start + column, present);
+                        (gradient * F4::splat(factor)).store_part(dx, row.start + column, present);
                     });
                 }
                 next = Some(row.later(groups_of(cols), cols));
@@ -208,6 +220,7 @@ family! {
     contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
         let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
         Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
+        Violation::unless_aligned("distance", k.distance, F4::LEN)?;
         Violation::unless(Size::of(k.distance).plus(k.width).at_most(u32::MAX as usize), "distance", "less than 2^32", k.distance)?;
         Violation::unless_length("gains", Size::of(k.distance).plus(k.width), k.gains.len())?;
         Violation::unless_length("inverse_rms", rows, k.inverse_rms.len())?;
@@ -223,8 +236,8 @@ family! {
 #[cfg(not(target_arch = "nvptx64"))]
 fn rows_in(length: usize, [heads, kv_heads, width, stacked]: [u32; 4]) -> Result<usize, cuda_std::launch::Violation> {
     use cuda_std::launch::{Size, Violation};
-    let suits = width > 0 && width.is_multiple_of(4) && width as usize <= MAX_WIDTH;
-    Violation::unless(suits, "width", "a multiple of 4 up to 256", width)?;
+    Violation::unless_aligned("width", width, F4::LEN)?;
+    Violation::unless(width > 0 && width as usize <= MAX_WIDTH, "width", "1 to 256", width)?;
     Violation::unless(heads > 0, "heads", "at least 1", heads)?;
     let suits = kv_heads > 0 && (stacked == 0 || kv_heads == heads);
     Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", kv_heads)?;

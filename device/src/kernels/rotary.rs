@@ -101,7 +101,8 @@ family! {
         Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
         let suits = k.kv_heads > 0 && (k.stacked == 0 || k.kv_heads == k.heads);
         Violation::unless(suits, "kv_heads", "at least 1; `heads` if q, k and v are stacked", k.kv_heads)?;
-        Violation::unless(k.width > 0 && k.width.is_multiple_of(8), "width", "a multiple of 8", k.width)?;
+        Violation::unless_aligned("width", k.width, 2 * F4::LEN)?;
+        Violation::unless(k.width > 0, "width", "at least 1", k.width)?;
         let heads = Size::of(k.kv_heads).times(2).plus(k.heads);
         Violation::unless(heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", k.heads)?;
         let rows = Size::of(k.samples).times(k.tokens);

@@ -33,7 +33,7 @@ pub unsafe fn sum_parts(parts: &[f32], count: usize, pitch: usize, length: usize
 // four, as a vector does.
 contract! { unsafe sum_parts { block: crate::block::BLOCK } |k| {
     Violation::unless(matches!(k.count, 1 | 2 | 4 | 8 | 16 | 32 | 64), "count", "a power of two up to 64", k.count)?;
-    Violation::unless(k.pitch.is_multiple_of(4), "pitch", "a multiple of 4", k.pitch)?;
+    Violation::unless_aligned("pitch", k.pitch, F4::LEN)?;
     Violation::unless(k.length <= k.pitch, "length", "at most `pitch`", k.length)?;
     Violation::unless_length("parts", Size::of(k.count).times(k.pitch), k.parts.len())?;
     Violation::unless_length("out", k.length, k.out.len())?;

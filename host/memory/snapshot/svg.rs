@@ -6,6 +6,7 @@
 use super::event::Origin;
 use super::recording::Recording;
 use super::timeline::Timeline;
+use cuda_std::float_mode;
 use std::fmt::{Result, Write};
 
 const WIDTH: f64 = 960.0;
@@ -42,9 +43,11 @@ const DASHED: &str = "stroke-width='1.5' stroke-dasharray='7 4'";
 impl Recording {
     /// A picture of the memory in use over time, stacked by phase, as SVG. Sizes are rounded up to the alignment.
     pub fn timeline_svg(&self) -> String {
-        let mut picture = Picture::new(self);
-        picture.draw().expect("writing into a string does not fail");
-        picture.svg
+        float_mode::in_default(|| {
+            let mut picture = Picture::new(self);
+            picture.draw().expect("writing into a string does not fail");
+            picture.svg
+        })
     }
 }
 

@@ -228,6 +228,27 @@ fn touch_global(kind: Kind, span: Span, location: &'static Location<'static>) {
     }
 }
 
+/// The running thread is about to move the elements from `base[index]` on in one access, at global or shared memory. Its address must be a
+/// multiple of `align` bytes, a power of two. This is judged in every build.
+#[inline(always)]
+#[track_caller]
+pub fn at_once<T>(kind: Kind, base: *const T, index: usize, align: usize) {
+    let address = base.wrapping_add(index) as usize;
+    if address & (align - 1) != 0 {
+        misaligned(kind, address, align, Location::caller());
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn misaligned(kind: Kind, address: usize, align: usize, location: &'static Location<'static>) -> ! {
+    let block = CURRENT.get();
+    assert!(!block.is_null(), "a vector at {address:#x}, which is no multiple of {align} bytes");
+    // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
+    let cause = unsafe { &*block }.misaligned(kind, address, align, location);
+    resume_unwind(Box::new(cause))
+}
+
 /// The running thread is about to touch `tile[index..index + count]` in shared memory. The tile has `len` elements.
 #[inline(always)]
 #[track_caller]

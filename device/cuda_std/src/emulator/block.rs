@@ -156,10 +156,29 @@ impl Block {
         if let Some(detector) = &self.detector {
             return detector.borrow_mut().global(thread, kind, span, location);
         }
-        self.arguments().inside(span, kind).map_err(|(place, bounds)| {
-            let access = Access { kind, block: self.index, thread, epoch: self.epoch.get(), location };
-            Cause::OutOfBounds { place, bounds, access }
+        self.arguments().inside(span, kind).map_err(|(place, bounds)| Cause::OutOfBounds {
+            place,
+            bounds,
+            access: self.access(kind, location),
         })
+    }
+
+    /// What the running thread does.
+    fn access(&self, kind: Kind, location: &'static Location<'static>) -> Access {
+        Access { kind, block: self.index, thread: self.running.get(), epoch: self.epoch.get(), location }
+    }
+
+    /// What is wrong with an access whose address is no multiple of `align` bytes.
+    pub(super) fn misaligned(
+        &self,
+        kind: Kind,
+        address: usize,
+        align: usize,
+        location: &'static Location<'static>,
+    ) -> Cause {
+        let byte = address.wrapping_sub(self.shared as usize);
+        let place = if byte < self.shared_bytes { Place::Shared { byte: byte as i64 } } else { self.place(address) };
+        Cause::Misaligned { place, align, access: self.access(kind, location) }
     }
 
     fn arguments(&self) -> &Arguments {

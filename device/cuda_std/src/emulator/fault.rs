@@ -81,6 +81,15 @@ pub enum Cause {
         /// What it did there.
         access: Access,
     },
+    /// The thread moved several elements in one access that does not begin where such an access may.
+    Misaligned {
+        /// Where it began.
+        place: Place,
+        /// The bytes of which its address must be a multiple.
+        align: usize,
+        /// What it did there.
+        access: Access,
+    },
     /// The thread read shared memory that no thread of its block had written.
     Unwritten {
         /// Where.
@@ -176,6 +185,9 @@ impl fmt::Display for Fault {
                 )
             }
             Cause::OutOfBounds { place, access, .. } => write!(f, "out of bounds: {place} {access}"),
+            Cause::Misaligned { place, align, access } => {
+                write!(f, "misaligned: {place} is no multiple of {align} bytes, {access}; a GPU would be lost")
+            }
             Cause::Unwritten { place, access } => write!(f, "never written: {place} {access}"),
         }
     }

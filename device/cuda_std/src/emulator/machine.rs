@@ -1,13 +1,14 @@
 //! The OS threads that run one device's launches.
 //!
 //! Invariant: a launch that never ends holds the threads of its own machine and the thread that called. It holds nothing that others wait
-//! for.
+//! for. Every block runs in IEEE 754's default mode, whatever the mode of the thread that launches it.
 
 use super::arguments::Arguments;
 use super::block::{Launch, Runner};
 use super::guards::Guards;
 use super::mode::{Mode, Order};
 use super::{CURRENT, Fault, panics};
+use crate::float_mode;
 use crate::launch::{Entry, Grid, Words};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -68,8 +69,13 @@ impl Machine {
     /// As for [`Machine::launch`].
     unsafe fn run(&self, launch: &Launch<'_>) -> Result<(), Fault> {
         let blocks = launch.grid.blocks();
-        // SAFETY: the launch's words fit its entry, as `Machine::launch` asks.
-        let run = |index: u64| RUNNER.with_borrow_mut(|runner| unsafe { runner.run(launch, index) });
+        // Threads of the pool inherit a mode, and a kernel may change it, so each block sets it.
+        let run = |index: u64| {
+            float_mode::in_default(|| {
+                // SAFETY: the launch's words fit its entry, as `Machine::launch` asks.
+                RUNNER.with_borrow_mut(|runner| unsafe { runner.run(launch, index) })
+            })
+        };
         if let Some(seed) = launch.shuffle {
             let blocks = u32::try_from(blocks).expect("a shuffled launch has fewer than 2^32 blocks");
             return Order::new(blocks, seed, u64::MAX).iter().try_for_each(|index| run(u64::from(index)));

@@ -15,7 +15,7 @@
 
 use super::{HEAD, HEADS, MAX_TOKENS};
 use crate::block::{divide, stay_rolled};
-use crate::math;
+use crate::rescale;
 use crate::tile::SharedTile;
 use crate::unroll_on_gpu;
 use crate::vector::F4;
@@ -101,6 +101,12 @@ impl Head {
     #[inline(always)]
     pub(super) fn index(self, row: usize) -> usize {
         self.first + row * self.stride + self.column as usize
+    }
+
+    /// The index in q of the first column of a row.
+    #[inline(always)]
+    pub(super) fn row(self, row: u32) -> usize {
+        self.first + row as usize * self.stride
     }
 
     /// The index of the inverse root mean square of row `lane` of q (`part` 0) or k (1).
@@ -225,9 +231,18 @@ pub(super) fn set_pair_row<const GROUPS: usize>(pairs: SharedTile<f32>, row: u32
     unroll_on_gpu!(at < GROUPS => { pairs.set4(row * PAIR_ROW + 4 * at as u32, values[at]) });
 }
 
-/// Multiplies a row by `gains`. Returns `1 / sqrt(mean x^2 + epsilon)` of the row as it was before.
+/// Multiplies a row by `gains`, and by the factor with which its squares do not overflow. Returns that factor, and `1 / sqrt(mean x^2 +
+/// epsilon)` of the row as it was before, divided by the factor.
+///
+/// # Safety
+/// The row's numbers begin at `from` in `x`, and are those that the tile holds.
 #[inline(always)]
-pub(super) fn apply_gains(rows: SharedTile<f32>, row: u32, gains: SharedTile<f32>, part: u32, epsilon: f32) -> f32 {
+pub(super) unsafe fn apply_gains(
+    (rows, row): (SharedTile<f32>, u32),
+    (x, from): (&[f32], usize),
+    (gains, part): (SharedTile<f32>, u32),
+    epsilon: f32,
+) -> [f32; 2] {
     let mut squares = F4::splat(0.0);
     let mut column = 0;
     while column < HEAD as u32 {
@@ -244,7 +259,21 @@ pub(super) fn apply_gains(rows: SharedTile<f32>, row: u32, gains: SharedTile<f32
         });
         column += 8 * F4::LEN as u32;
     }
-    math::rsqrt(sum4(squares) / HEAD as f32 + epsilon)
+    let (mut sum, mut factor) = (sum4(squares), rescale::FIRST);
+    if let Some(smaller) = rescale::again(sum, factor) {
+        (factor, squares) = (smaller, F4::splat(0.0));
+        let mut column = 0;
+        while column < HEAD as u32 {
+            stay_rolled();
+            // SAFETY: the columns lie inside the row, which lies in `x`, as the caller promises.
+            let x = unsafe { F4::load(x, from + column as usize) } * F4::splat(factor);
+            squares = squares.fma(x, x);
+            rows.set4(row * ROW + column, x * gains.get4(part * HEAD as u32 + column));
+            column += F4::LEN as u32;
+        }
+        sum = sum4(squares);
+    }
+    [factor, rescale::inverse_root(sum, HEAD, epsilon, factor)]
 }
 
 /// Waits for the lanes of the warp, and makes their writes visible to each other.

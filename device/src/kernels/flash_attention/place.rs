@@ -250,13 +250,9 @@ impl Sizes {
         Violation::unless(heads > 0, "heads", "at least 1", heads)?;
         let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && (stacked == 0 || heads == kv_heads);
         Violation::unless(divides, "kv_heads", "a divisor of `heads`; `heads` if q, k and v are stacked", kv_heads)?;
-        let suits = width > 0 && width.is_multiple_of(step) && width as usize <= widest;
-        let multiple = if step == 4 {
-            "a multiple of 4 up to that of the kernel, at most 256"
-        } else {
-            "a multiple of 8 up to that of the kernel, at most 256"
-        };
-        Violation::unless(suits, "width", multiple, width)?;
+        Violation::unless_aligned("width", width, step as usize)?;
+        let suits = width > 0 && width as usize <= widest;
+        Violation::unless(suits, "width", "at least 1, up to that of the kernel", width)?;
         let all_heads = Size::of(kv_heads).times(2).plus(heads);
         // Numbers of heads are added as words of 32 bits.
         Violation::unless(all_heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;

@@ -1,0 +1,267 @@
+//! The floating-point mode of the caller's thread decides no bit, ends no process and is the same afterwards: whether it flushes subnormal
+//! numbers, rounds otherwise or traps, and whether it was set before the device is opened, before a step or on another thread.
+
+#[path = "float_mode/register.rs"]
+mod register;
+mod support;
+
+use register::{MODES, Mode};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+use stepscope::nn::{Dropout, Linear, Mlp};
+use stepscope::same_bits::{Form, cases, compare, line, run};
+use stepscope::*;
+use support::Random;
+
+const INPUTS: usize = 12;
+const CLASSES: usize = 3;
+
+type Points = support::points::Points<INPUTS>;
+
+fn device() -> Device {
+    support::open(DeviceKind::Emulated)
+}
+
+/// The library's cases in `form`, and how many of them give other bits than the committed ones.
+fn wrong_digests(device: &Device, form: Form) -> Vec<String> {
+    let lines = cases().iter().map(|(name, case)| line(name, &run(device, case, form).unwrap())).collect::<Vec<_>>();
+    let found = lines.concat();
+    let verdicts = compare(&found, form.golden());
+    assert!(verdicts.len() > 100, "{}", verdicts.len());
+    verdicts.iter().filter(|verdict| !verdict.equal()).map(|verdict| format!("{verdict:?}")).collect()
+}
+
+#[test]
+fn every_kernel_keeps_its_bits() {
+    for mode in MODES {
+        let wrong = mode.within(|| wrong_digests(&device(), Form::Smallest));
+        assert!(wrong.is_empty(), "{}: {wrong:#?}", mode.0);
+    }
+}
+
+/// The issue is a thread that flushes; whole cases have the most subnormal numbers.
+#[test]
+fn whole_cases_keep_their_bits() {
+    let wrong = MODES[0].within(|| wrong_digests(&device(), Form::Whole));
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_self_test_passes() {
+    for mode in MODES {
+        let opened = mode.within(|| Device::builder(DeviceKind::Emulated).self_test(SelfTest::Always).open());
+        assert!(opened.is_ok(), "{}: {opened:?}", mode.0);
+    }
+}
+
+struct Net {
+    input: Linear,
+    mlp: Mlp,
+    dropout: Dropout,
+    head: Linear,
+}
+
+impl Model for Net {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let x = self.input.forward(tape, &tape.input(batch.input::<f32>(0)?))?;
+        let x = self.dropout.forward(tape, &self.mlp.forward_residual(tape, &x, &x)?)?;
+        self.head.forward(tape, &x)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        Some(self.head.weight)
+    }
+}
+
+fn learner(device: &Device) -> Learner<Net> {
+    let mut layout = Layout::builder();
+    let mut names = layout.names();
+    let net = Net {
+        input: Linear::new(names.at("input"), INPUTS, 16),
+        mlp: Mlp::new(names.at("mlp"), 16, 32, 16),
+        dropout: Dropout { p: 0.3 },
+        head: Linear::new(names.at("head"), 16, CLASSES),
+    };
+    layout.initialize(|entry| entry.name().starts_with("mlp").then(|| Initializer::he(16)));
+    let schedule = Schedule::WarmupCosine { warmup: 3, total: 9, floor: 0.1 };
+    let config = AdamWConfig { learning_rate: 0.02, clip: Some(0.3), schedule, ..AdamWConfig::default() };
+    let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
+    let learner = Learner::new(device, net, &layout.build().unwrap(), 7, config).unwrap();
+    learner.with_parameter_groups(&groups).unwrap().with_dropout(5).unwrap().with_bf16_copy().unwrap()
+}
+
+/// Batches, some of whose numbers are subnormal.
+fn batches() -> Vec<Vec<Points>> {
+    let mut random = Random::new(3);
+    let mut batch = |samples: usize| {
+        let labels = random.belows(samples, CLASSES as u32);
+        let mut x = random.normals(samples * INPUTS);
+        x.iter_mut().step_by(5).for_each(|x| *x *= 1e-39);
+        Points { x, labels }.in_parts(4)
+    };
+    [8, 8, 8, 6].map(&mut batch).into()
+}
+
+/// The digest of the weights after an epoch, its mean loss and the loss of an evaluation, all as bits.
+fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String, [u64; 2]) {
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
+    let learner = learner(device);
+    let mut trainer = match captured {
+        true => Trainer::captured(&mut arena, learner, &batches[0][0]).unwrap(),
+        false => Trainer::eager(&mut arena, learner),
+    };
+    let mut progress = EpochProgress::default();
+    let loaded = Loader::new(batches.to_vec().into_iter().map(Ok)).unwrap();
+    trainer.epoch(loaded, &mut progress, &mut ()).unwrap();
+    let (loss, ()) = trainer.evaluate(&batches[0][0], |_, _| Ok(())).unwrap();
+    (trainer.learner().parameters.sha256().unwrap(), [progress.mean_loss().to_bits(), loss.to_bits()])
+}
+
+#[test]
+fn training_ends_with_the_same_weights() {
+    let batches = batches();
+    let device = device();
+    for captured in [false, true] {
+        let expected = trained(&device, captured, &batches);
+        for mode in MODES {
+            let before_it_opens = mode.within(|| trained(&self::device(), captured, &batches));
+            assert_eq!(before_it_opens, expected, "{}, before the device is opened, captured {captured}", mode.0);
+            let after = mode.within(|| trained(&device, captured, &batches));
+            assert_eq!(after, expected, "{}, after the device was opened, captured {captured}", mode.0);
+        }
+    }
+}
+
+/// The opener's thread is in one mode, and the thread that trains in another.
+#[test]
+fn another_thread_may_have_another_mode() {
+    let batches = batches();
+    let expected = trained(&device(), true, &batches);
+    let opened = MODES[4].within(device);
+    let found = thread::scope(|scope| {
+        let train = |mode: Mode| {
+            let (opened, batches) = (&opened, &batches);
+            scope.spawn(move || mode.within(|| trained(opened, true, batches)))
+        };
+        MODES.map(train).map(|thread| thread.join().unwrap())
+    });
+    assert!(found.iter().all(|found| *found == expected), "{found:?}, not {expected:?}");
+}
+
+/// The modes change while a step runs, as when a shared library is loaded there.
+#[test]
+fn a_mode_that_changes_within_a_step_reaches_no_kernel() {
+    let device = device();
+    let tiny: Vec<f32> = (1..=4096).map(|at| at as f32 * 1e-42).collect();
+    let halved = |mode: Option<Mode>| {
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+        arena
+            .step(|step| {
+                let x = step.upload(&tiny, [tiny.len()])?;
+                let scaled = || ops::scale(step, &x, 0.7);
+                let y = match mode {
+                    Some(mode) => mode.within(scaled)?,
+                    None => scaled()?,
+                };
+                Ok(support::bits(&step.read(&y)?))
+            })
+            .unwrap()
+    };
+    let expected = halved(None);
+    assert!(expected.iter().any(|&word| word != 0));
+    for mode in MODES {
+        assert_eq!(halved(Some(mode)), expected, "{}", mode.0);
+    }
+}
+
+#[test]
+fn a_step_that_panics_leaves_the_mode() {
+    let device = device();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    for mode in MODES {
+        let panicked = mode
+            .within(|| catch_unwind(AssertUnwindSafe(|| arena.step(|_| -> Result<()> { panic!("planted") }))).is_err());
+        assert!(panicked, "{}", mode.0);
+        let refused = mode.within(|| arena.step(|step| ops::scale(step, &step.upload(&[1.0], [2])?, 0.5).map(drop)));
+        assert!(matches!(refused, Err(Error::Misuse { .. })), "{refused:?}");
+    }
+}
+
+/// What the host computes outside steps, as bits.
+fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
+    let mut numbers = Vec::new();
+    let schedule = Schedule::WarmupCosine { warmup: 7, total: 100, floor: 0.07 };
+    numbers.extend([1, 3, 8, 50, 99, 1000].map(|number| schedule.factor(number).to_bits()));
+    let adamw = AdamWConfig { schedule, ..AdamWConfig::default() };
+    let sgd = SgdConfig { schedule, ..SgdConfig::default() };
+    for number in [1, 2, 77] {
+        let group = ParameterGroup::default();
+        let settings = adamw.settings(number, &group).into_iter().chain(sgd.settings(number, &group));
+        numbers.extend(settings.map(|setting| u64::from(setting.to_bits())));
+    }
+    for initializer in [Initializer::fan_in(7), Initializer::glorot(3, 8), Initializer::he(11)] {
+        let (Initializer::Uniform { bound: number } | Initializer::Normal { deviation: number }) = initializer else {
+            unreachable!()
+        };
+        numbers.push(u64::from(number.to_bits()));
+    }
+    let config = TokenSamplerConfig { temperature: 0.7, top_k: Some(40), top_p: Some(0.9) };
+    let mut sampler = TokenSampler::new(config, 3).unwrap();
+    numbers.extend((0..50).map(|_| u64::from(sampler.next(logits).unwrap())));
+    let mut progress = EpochProgress::default();
+    for number in 1..9 {
+        progress.add(&Update { number, samples: 3, loss: f64::from_bits(0x3fb9_9999_9999_999a), watched_l2: None });
+    }
+    numbers.push(progress.mean_loss().to_bits());
+    let check = GradCheck::default().run(arena, &[(&logits[..6], [6].into())], |tape, inputs| tape.tanh(&inputs[0]));
+    numbers.push(check.unwrap().to_bits());
+    numbers
+}
+
+#[test]
+fn what_the_host_computes_is_the_same() {
+    let device = device();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let logits = Random::new(9).normals(300);
+    let expected = host_numbers(&mut arena, &logits);
+    for mode in MODES {
+        assert_eq!(mode.within(|| host_numbers(&mut arena, &logits)), expected, "{}", mode.0);
+    }
+}
+
+/// Reports, errors and settings that are only shown, or read from the environment, must not trap either.
+#[test]
+fn nothing_that_is_shown_traps() {
+    let device = device();
+    for mode in MODES {
+        let text = mode.within(|| {
+            let mut arena = Arena::builder(&device).capacity(Capacity::FractionOfAvailable(0.001)).build().unwrap();
+            arena.record(100);
+            let full = arena.step(|step| step.empty::<f32>([1 << 40]).map(drop)).unwrap_err();
+            let picture = arena.recording().unwrap().timeline_svg();
+            let refused = Arena::builder(&device).capacity(Capacity::gib(1 << 20)).build().unwrap_err();
+            format!("{full}{refused}{}{}", arena.report(), picture.len())
+        });
+        assert!(text.contains("MiB"), "{text}");
+    }
+}
+
+/// A NaN or a subnormal number among what is loaded is compared without a trap.
+#[test]
+fn numbers_that_are_not_finite_are_found() {
+    let device = device();
+    let mut layout = Layout::builder();
+    let w = layout.add("w", [3], Initializer::ONE);
+    let layout = layout.build().unwrap();
+    for mode in MODES {
+        mode.within(|| {
+            let mut weights = Parameters::new(&device, &layout, 1).unwrap();
+            let signalling = [f32::from_bits(0x7f80_0001), f32::from_bits(1), 1.0].map(f32::to_le_bytes);
+            let refused = weights.load(|_| Some(signalling.as_flattened()), Transfer::new());
+            assert!(matches!(refused, Err(Error::NotFinite { .. })), "{refused:?}");
+            let subnormal = [f32::from_bits(1), f32::from_bits(7), 1.0].map(f32::to_le_bytes);
+            weights.load(|_| Some(subnormal.as_flattened()), Transfer::new()).unwrap();
+            assert_eq!(support::bits(&weights.read(w).unwrap()), [1, 7, 0x3f80_0000]);
+        });
+    }
+}
