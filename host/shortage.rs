@@ -2,12 +2,14 @@
 //!
 //! Plain figures and one rule: [`HostMemory::shortage`]. Invariant: the figures that decided are those that are told.
 #![forbid(unsafe_code)]
+#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
 use crate::admission::{MemInfo, Situation, Size, bytes_of_line};
 use crate::cgroup::{CgroupMemory, Cgroups};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs;
+use std::path::Path;
 
 /// The share of a memory cgroup's limit that stays free at most: a floor for a whole machine may be more than a small container has.
 const CGROUP_SHARE: u64 = 32;
@@ -33,6 +35,11 @@ impl HostMemory {
             cgroup: cgroups.tightest(),
             stalled_percent: pressure.as_deref().and_then(stalled_percent),
         }
+    }
+
+    /// The bytes that the host, or this process's cgroup, has available now: the largest number where the system does not tell.
+    pub fn available_bytes() -> u64 {
+        Self::read(&Cgroups::find(Path::new("/"))).above(0)
     }
 
     /// The floor of a cgroup, where that of the machine is `floor_bytes`.

@@ -19,6 +19,7 @@ use crate::samples::{self, Cut, MicroBatch};
 use crate::shared::log::Log;
 use crate::shared::ranks::Rank;
 use crate::shared::settings::{self as shared_settings, Settings};
+use crate::shared::signals;
 use crate::shared::stored_as::StoredAs;
 use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
@@ -71,6 +72,7 @@ struct Watch<'w> {
 
 impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
+        signals::update_is_made();
         if self.position.batches.len() < BATCHES_KEPT {
             let head_gradient_l2 = update.watched_l2.unwrap_or(0.0);
             self.position.batches.push(BatchResult { loss: update.loss, head_gradient_l2 });
@@ -322,7 +324,8 @@ impl<'r> Run<'r> {
 /// Where a checkpoint stopped.
 fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Result<Position> {
     let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
-    shared_settings::compare(checkpoint.note(SETTINGS)?, &settings(args, data)).map_err(|reason| {
+    let theirs = shared_settings::note(checkpoint, SETTINGS).map_err(refused)?;
+    shared_settings::compare(theirs, &settings(args, data)).map_err(|reason| {
         refused(format!(
             "{reason}\nGive the checkpoint's settings, and the same bars in the same order, to go on with the same weights. For more \
              epochs, other bars or other settings, train anew without --resume and with another --out"

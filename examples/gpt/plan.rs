@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use stepscope::ops::Precision;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Checkpoint, Device, Layout, Learner, Model, Result, Samples, Schedule, Tape, Trainer,
-    Windows,
+    AdamWConfig, Arena, Capacity, Checkpoint, Device, HostMemory, Layout, Learner, Model, Result, Samples, Schedule,
+    Tape, Trainer, Windows,
 };
 
 use crate::bad_input::{Outcome, bad};
@@ -48,6 +48,7 @@ impl<'r> Plan<'r> {
             let reason = format!("{accumulate} steps are fewer than {shards} shards: give at least as many, or none");
             return Err(bad("--accumulate", reason));
         }
+        check_batch(args)?;
         let weights = args.weights.as_ref().map(|folder| Weights::read(folder, args.context)).transpose()?;
         let tokenizer = Tokenizer::open(tokenizer_name(args, weights.as_ref()))?;
         if args.documents && tokenizer.end().is_none() {
@@ -186,6 +187,20 @@ impl<'r> Plan<'r> {
             false => Trainer::captured(arena, learner, &Sequences::zeros(self.args.batch, self.form())),
         }
     }
+}
+
+/// An error for a batch whose tokens the host cannot hold: ids, labels and documents of each.
+fn check_batch(args: &Args) -> Outcome<()> {
+    let (batch, context) = (args.batch as u64, args.context() as u64);
+    let (needed, available) = (batch * context * 3 * size_of::<u32>() as u64, HostMemory::available_bytes());
+    if needed <= available {
+        return Ok(());
+    }
+    let reason = format!(
+        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give fewer, and more \
+         to --accumulate"
+    );
+    Err(bad("--batch", reason))
 }
 
 /// The tokenizer that was asked for, or the one that fits what was given.

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use stepscope::Checkpoint;
+
 /// Names and values, in the order in which an error lists them.
 pub(crate) type Settings = Vec<(&'static str, String)>;
 
@@ -13,6 +15,25 @@ const LISTED: usize = 20;
 /// The text of a checkpoint's note.
 pub(crate) fn to_note(settings: &Settings) -> String {
     serde_json::to_string(settings).expect("pairs of texts have a JSON form")
+}
+
+/// The note of this name, which the program that wrote the checkpoint has given: `gpt.settings`, say.
+///
+/// # Errors
+/// Names the program whose checkpoint it is.
+pub(crate) fn note<'c>(checkpoint: &'c Checkpoint, name: &str) -> Result<&'c str, String> {
+    if let Ok(note) = checkpoint.note(name) {
+        return Ok(note);
+    }
+    let program = |name: &str| shown(name.split('.').next().unwrap_or_default());
+    let other = checkpoint.notes().map(|(name, _)| name).find(|name| name.ends_with(".settings"));
+    let whose = other.map_or("another program".to_owned(), |other| format!("`{}`", program(other)));
+    Err(format!("is a checkpoint of {whose}; expected one of `{}`", program(name)))
+}
+
+/// Whether a run can go on from a checkpoint: weights alone are not enough.
+pub(crate) fn has_optimizer(checkpoint: &Checkpoint) -> bool {
+    checkpoint.note("stepscope.updates").is_ok()
 }
 
 /// Compares the settings in a checkpoint's note with those of this run.

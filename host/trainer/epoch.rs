@@ -264,7 +264,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
         })?;
         let update = self.learner().optimizer.updates();
-        self.check(update, Quantity::Loss, loss.is_finite(), || first_input(slice::from_ref(samples), 0..1))?;
+        self.check(update, Quantity::EvaluationLoss, loss.is_finite(), || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 
