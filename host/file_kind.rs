@@ -231,8 +231,10 @@ fn text(start: &[u8]) -> Option<FileKind> {
     let lower: Vec<u8> = body.iter().take(16).map(u8::to_ascii_lowercase).collect();
     // The start may end within a character.
     let is_utf8 = str::from_utf8(start).map_or_else(|error| error.error_len().is_none(), |_| true);
+    let is_mostly_ascii = || 4 * start.iter().filter(|byte| byte.is_ascii()).count() > 3 * start.len();
     Some(match body.first() {
-        _ if !is_utf8 => ByteText,
+        _ if !is_utf8 && is_mostly_ascii() => ByteText,
+        _ if !is_utf8 => return None,
         _ if lower.starts_with(b"<!doctype html") || lower.starts_with(b"<html") => Html,
         Some(b'{') => Json,
         _ => Text,

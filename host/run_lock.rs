@@ -1,14 +1,14 @@
 //! Folders that a run has to itself.
 //!
-//! Invariant: a lock is the system's, which lets go of it when its process ends, however it ends. The lock's file is the only one that is
-//! written, and only where it is one that a [`RunLock`] has made.
+//! Invariant: a lock is the system's, which lets go of it when its process ends, however it ends. Only a file that this process has made
+//! is written to.
 
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 use crate::files::{is_at, open_without_links};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 /// The file that is locked.
@@ -48,19 +48,34 @@ impl RunLock {
         let failed = |reason: io::Error| Error::file(&path, reason);
         loop {
             let mut options = OpenOptions::new();
-            let file = open_without_links(options.read(true).write(true).create(true).truncate(false), &path);
-            let file = file.map_err(failed)?;
+            options.read(true).write(true);
+            let (file, is_new) = match open_without_links(options.clone().create_new(true), &path) {
+                Ok(file) => (file, true),
+                Err(reason) if reason.kind() == ErrorKind::AlreadyExists => {
+                    match open_without_links(&mut options, &path) {
+                        Ok(file) => (file, false),
+                        // A run that has ended since took it away.
+                        Err(reason) if reason.kind() == ErrorKind::NotFound => continue,
+                        Err(reason) => return Err(failed(reason)),
+                    }
+                }
+                Err(reason) => return Err(failed(reason)),
+            };
             match file.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => return Err(Error::file(folder, taken(file))),
                 Err(TryLockError::Error(reason)) => return Err(failed(reason)),
             }
-            // A run that has ended since took the file away: what is locked then is no longer in the folder.
-            if is_at(&file, &path) {
-                check_own(&file).map_err(failed)?;
-                file.set_len(0).and_then(|()| write!(&file, "{}", std::process::id())).map_err(failed)?;
+            // What is locked may no longer be what is in the folder.
+            if !is_at(&file, &path) {
+                continue;
+            }
+            if is_new {
+                write!(&file, "{}", std::process::id()).map_err(failed)?;
                 return Ok(Self { file, path });
             }
+            // A dead run's. It is not written to, since it may have got another name meanwhile: only its name here goes.
+            check_own(&file).and_then(|()| fs::remove_file(&path)).map_err(failed)?;
         }
     }
 }
@@ -75,7 +90,7 @@ impl Drop for RunLock {
 }
 
 /// An error for a file that no lock has made: one with a second name, which would change there too, or with other contents.
-fn check_own(mut file: &File) -> io::Result<()> {
+fn check_own(file: &File) -> io::Result<()> {
     #[cfg(unix)]
     let names = std::os::unix::fs::MetadataExt::nlink(&file.metadata()?);
     #[cfg(not(unix))]
@@ -83,12 +98,12 @@ fn check_own(mut file: &File) -> io::Result<()> {
     let got = match number(file)? {
         _ if names > 1 => format!("one file with {names} names"),
         None => "something else".into(),
-        Some(_) => return file.rewind(),
+        Some(_) => return Ok(()),
     };
     let reason = format!(
         "expected a lock of an earlier run, which holds its process's number, got {got}: move it away, or choose another folder"
     );
-    Err(io::Error::new(io::ErrorKind::InvalidData, reason))
+    Err(io::Error::new(ErrorKind::InvalidData, reason))
 }
 
 /// The process that a lock's file names: zero for an empty one, none for other contents.

@@ -16,6 +16,7 @@ use crate::samples::{self, Sequences};
 use crate::shared::log::Log;
 use crate::shared::results::{BEST, CHECKPOINT};
 use crate::shared::{settings, signals};
+use crate::tokenizer::Tokenizer;
 
 /// The checkpoint's note with [`Position`].
 const POSITION: &str = "gpt.position";
@@ -106,8 +107,9 @@ impl Plan<'_> {
         let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
         format!(
             "Give the checkpoint's settings to go on with the same weights. To train on for more updates, or with other settings, \
-             start a new run from the weights of one that has ended: --weights {} --out DIR",
-            folder.join("transformers").display()
+             start a new run from the weights of one that has ended: --weights {} --out DIR, with the same --tokenizer{}",
+            folder.join("transformers").display(),
+            if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
         )
     }
 
