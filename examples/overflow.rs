@@ -11,6 +11,7 @@
 //! line is wrong.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 use clap::Parser;
 use std::fmt::Display;

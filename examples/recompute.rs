@@ -5,6 +5,7 @@
 //! in BF16. The blocks are those of a small Llama, one sample.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 use clap::Parser;
 use std::time::Instant;

@@ -4,6 +4,7 @@
 //! device failed. 2: the command line is wrong.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 #[path = "digits/data.rs"]
 mod data;

@@ -4,6 +4,7 @@
 //! request goes into the kernel, which reclaims and swaps until it can be met. So the question is answered before, from
 //! figures alone. Invariant: no request above [`Situation::available_bytes`] is admitted, whatever the figures are.
 #![forbid(unsafe_code)]
+#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
 use crate::cgroup::CgroupMemory;
 use cuda_std::float_mode;

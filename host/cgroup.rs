@@ -3,6 +3,7 @@
 //! The kernel ends processes of a cgroup that has reached its limit, however much memory the host has. Invariant: of all limits that
 //! apply, the own cgroup's and those above it, the figures are of the one that leaves least.
 #![forbid(unsafe_code)]
+#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
 use serde::{Deserialize, Serialize};
 use std::fs;

@@ -121,7 +121,8 @@ impl Checkpoint {
         };
         if !tensors.notes().contains_key(FORMAT) {
             let reason = format!(
-                "no checkpoint: it has no `{FORMAT}`. A file of weights alone, as PyTorch writes it, is read by `Parameters::load_state_dict`"
+                "is a safetensors file without `{FORMAT}`; expected a checkpoint. A file of weights alone, as PyTorch writes it, is read by \
+                 `Parameters::load_state_dict`"
             );
             return Err(Error::file(&path, reason));
         }
@@ -145,6 +146,11 @@ impl Checkpoint {
             .get(key)
             .map(String::as_str)
             .ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
+    }
+
+    /// All notes of the writer, in order of their names, with those of the library, which begin with `stepscope.`.
+    pub fn notes(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.tensors.notes().iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
     /// The digest of all that it holds.

@@ -43,7 +43,7 @@ pub enum Error {
     #[error(
         "{}{what} is not finite; the first tensor concerned: {tensor}. Look at the data, lower the learning rate, or go on from a \
          checkpoint; `Numbers::Any` lets such numbers be",
-        update.map(|update| format!("update {update}: ")).unwrap_or_default()
+        what.found_at(*update)
     )]
     NotFinite {
         /// The update, counted from 1, or the last one behind which it was found; none for weights that nothing has trained.
@@ -266,6 +266,8 @@ pub enum Error {
 pub enum Quantity {
     /// The loss of a batch.
     Loss,
+    /// The loss of samples that were not trained on: the update before did not make it.
+    EvaluationLoss,
     /// The L2 norm of all gradients together.
     GradientNorm,
     /// A weight.
@@ -278,10 +280,22 @@ impl fmt::Display for Quantity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Loss => "the loss",
+            Self::EvaluationLoss => "the loss of an evaluation",
             Self::GradientNorm => "the gradients' norm",
             Self::Weight => "a weight",
             Self::OptimizerState => "the optimiser's state",
         })
+    }
+}
+
+impl Quantity {
+    /// The update that made it, or the last one before it was found.
+    fn found_at(self, update: Option<u64>) -> String {
+        match (self, update) {
+            (_, None) => String::new(),
+            (Self::EvaluationLoss, Some(update)) => format!("after update {update}: "),
+            (_, Some(update)) => format!("update {update}: "),
+        }
     }
 }
 

@@ -1,11 +1,13 @@
-//! Files: read as they were when they were opened, replaced as a whole, and folders that a run has to itself.
+//! Files: read as they were when they were opened, and replaced as a whole.
 //!
-//! Invariant: no call waits for what a path leads to, and nothing that a dead process leaves behind stops anybody: locks are the
-//! system's, which lets go of them when their process ends, however it ends.
+//! Every path that a user gives is opened here. Invariant: no call waits for what a path leads to, none reads more than its caller has
+//! bounded, and nothing that a dead process leaves behind stops anybody.
 
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
+use crate::file_kind::FileKind;
+use crate::shortage::HostMemory;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Take, Write};
 use std::path::{Path, PathBuf};
@@ -20,8 +22,6 @@ const RANDOM: usize = 6;
 const OWN_NAME: usize = 200;
 /// Temporary files that are made before giving up, each because another process took the last one away.
 const ATTEMPTS: usize = 16;
-/// The file that a [`RunLock`] locks.
-const LOCK: &str = ".stepscope-lock";
 
 /// A plain file, open for reading: no folder, pipe or device, for which a reader could wait for ever. It is read to the length that it
 /// had when it was opened, and [`PlainFile::check_unchanged`] tells whether that was all of it.
@@ -46,6 +46,83 @@ impl PlainFile {
         let found = file.metadata()?;
         check_plain(&found)?;
         Ok(Self { len: found.len(), modified: found.modified().ok(), file: file.take(found.len()) })
+    }
+
+    /// Reads all of a file of at most `most` bytes: a configuration, an index, a list.
+    ///
+    /// ```
+    /// let file = tempfile::NamedTempFile::new()?;
+    /// std::fs::write(file.path(), "{}")?;
+    /// assert_eq!(stepscope::PlainFile::read_whole(file.path(), 1 << 20)?, b"{}");
+    /// let refused = stepscope::PlainFile::read_whole(file.path(), 1).unwrap_err().to_string();
+    /// assert!(refused.contains("2 bytes") && refused.contains("at most 1"));
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`PlainFile::open`] and [`PlainFile::check_unchanged`]; [`io::ErrorKind::FileTooLarge`] for a file of more bytes, or of more
+    /// than the host has available, before any is read.
+    pub fn read_whole(path: impl AsRef<Path>, most: u64) -> io::Result<Vec<u8>> {
+        Self::open(path)?.all_bytes(most)
+    }
+
+    /// [`PlainFile::read_whole`] of a file that has been opened.
+    ///
+    /// # Errors
+    /// As for [`PlainFile::read_whole`].
+    pub fn all_bytes(&mut self, most: u64) -> io::Result<Vec<u8>> {
+        if self.len > most {
+            let reason = format!("has {} bytes, and may have at most {most}: give the right file", self.len);
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
+        }
+        self.file.rewind()?;
+        let bytes = self.next_bytes(self.len)?;
+        self.check_unchanged()?;
+        Ok(bytes)
+    }
+
+    /// The kind of the file by its first bytes, if it is known. Reading goes on from where it was.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn kind(&mut self) -> io::Result<Option<FileKind>> {
+        let place = self.file.stream_position()?;
+        let mut start = Vec::new();
+        self.file.rewind()?;
+        self.file.by_ref().take(FileKind::BYTES as u64).read_to_end(&mut start)?;
+        self.file.seek(SeekFrom::Start(place))?;
+        Ok(FileKind::of(&start))
+    }
+
+    /// The next bytes, so many, once the host is known to have memory for them.
+    pub(crate) fn next_bytes(&mut self, count: u64) -> io::Result<Vec<u8>> {
+        // The system may grant memory that it does not have, and end a process that writes to it.
+        let available = HostMemory::available_bytes();
+        let too_large = |reason: String| io::Error::new(io::ErrorKind::FileTooLarge, reason);
+        if count > available {
+            return Err(too_large(format!(
+                "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {count}: free some \
+                 memory"
+            )));
+        }
+        let mut bytes = Vec::new();
+        let room = usize::try_from(count).ok().filter(|&room| bytes.try_reserve_exact(room).is_ok());
+        let room = room.ok_or_else(|| too_large(format!("no memory for its {count} bytes")))?;
+        let read = self.take(count).read_to_end(&mut bytes)?;
+        if read != room {
+            let reason = format!("cut: expected {count} bytes more, got {read}");
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, reason));
+        }
+        Ok(bytes)
+    }
+
+    /// [`PlainFile::check_unchanged`], and an error when the path leads to another file by now.
+    pub(crate) fn check_still_at(&self, path: &Path) -> io::Result<()> {
+        self.check_unchanged()?;
+        if is_at(self.file.get_ref(), path) {
+            return Ok(());
+        }
+        Err(io::Error::other("was replaced or removed while it was read: read it again when nobody writes there"))
     }
 
     /// Its bytes when it was opened.
@@ -89,10 +166,24 @@ impl Seek for PlainFile {
 }
 
 /// Opens a file without waiting for a pipe's other end.
+#[expect(clippy::disallowed_methods, reason = "the one place that opens files")]
 fn open_at_once(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NONBLOCK);
+    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NONBLOCK | libc::O_NOCTTY);
     options.open(path)
+}
+
+/// [`open_at_once`] of a plain file that is in its folder itself: a symbolic link is not followed.
+#[expect(clippy::disallowed_methods, reason = "the one place that opens files")]
+pub(crate) fn open_without_links(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    if let Ok(found) = fs::symlink_metadata(path) {
+        check_plain(&found)?;
+    }
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW);
+    let file = options.open(path)?;
+    check_plain(&file.metadata()?)?;
+    Ok(file)
 }
 
 fn check_plain(found: &Metadata) -> io::Result<()> {
@@ -100,7 +191,11 @@ fn check_plain(found: &Metadata) -> io::Result<()> {
     if kind.is_file() {
         return Ok(());
     }
-    let got = if kind.is_dir() { "a folder" } else { "a pipe, a socket or a device" };
+    let got = match kind {
+        _ if kind.is_dir() => "a folder",
+        _ if kind.is_symlink() => "a symbolic link",
+        _ => "a pipe, a socket or a device",
+    };
     Err(io::Error::new(io::ErrorKind::InvalidInput, format!("expected a plain file, got {got}")))
 }
 
@@ -159,6 +254,7 @@ impl Replacement {
 }
 
 /// Waits until the names in a folder are on the disk.
+#[expect(clippy::disallowed_methods, reason = "a folder, in which a file was made")]
 fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
@@ -187,7 +283,7 @@ pub(crate) fn sweep(path: &Path) {
         if !ours || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
             continue;
         }
-        let Ok(file) = open_at_once(OpenOptions::new().read(true), &entry.path()) else { continue };
+        let Ok(file) = open_without_links(OpenOptions::new().read(true), &entry.path()) else { continue };
         if file.try_lock().is_ok() {
             // While it is locked, so that no writer takes it for its own. Another process may have been faster.
             let _ = fs::remove_file(entry.path());
@@ -227,72 +323,8 @@ fn folder(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A folder that one run at a time has to itself, from [`RunLock::hold`] to the drop or the end of the process, however it ends.
-///
-/// Hold one where a run writes checkpoints: two that write to one path would each find the other's.
-///
-/// ```
-/// let folder = tempfile::tempdir()?;
-/// let lock = stepscope::RunLock::hold(folder.path())?;
-/// let refused = stepscope::RunLock::hold(folder.path()).unwrap_err();
-/// assert!(refused.to_string().contains("another run"));
-/// drop(lock);
-/// stepscope::RunLock::hold(folder.path())?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Debug)]
-pub struct RunLock {
-    file: File,
-    path: PathBuf,
-}
-
-impl RunLock {
-    /// Takes a folder, which must exist, by locking a file `.stepscope-lock` in it. Does not wait.
-    ///
-    /// # Errors
-    /// [`Error::File`] when another run has it, with its process if that can be told; with the system's reason where files cannot be
-    /// made or locked.
-    pub fn hold(folder: impl AsRef<Path>) -> Result<Self> {
-        let folder = folder.as_ref();
-        let path = folder.join(LOCK);
-        let failed = |reason: io::Error| Error::file(&path, reason);
-        loop {
-            let mut options = OpenOptions::new();
-            let file =
-                open_at_once(options.read(true).write(true).create(true).truncate(false), &path).map_err(failed)?;
-            match file.try_lock() {
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => return Err(Error::file(folder, taken(file))),
-                Err(TryLockError::Error(reason)) => return Err(failed(reason)),
-            }
-            // A run that has ended since took the file away: what is locked then is no longer in the folder.
-            if is_at(&file, &path) {
-                file.set_len(0).and_then(|()| write!(&file, "{}", std::process::id())).map_err(failed)?;
-                return Ok(Self { file, path });
-            }
-        }
-    }
-}
-
-impl Drop for RunLock {
-    fn drop(&mut self) {
-        // While it is still locked, so that nobody can have taken it. If it stays it stops nobody.
-        if is_at(&self.file, &self.path) {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Why a lock cannot be had.
-fn taken(file: File) -> String {
-    let mut text = String::new();
-    let process = file.take(20).read_to_string(&mut text).ok().and_then(|_| text.parse::<u32>().ok());
-    let process = process.map_or(String::new(), |process| format!(" (process {process})"));
-    format!("another run{process} writes here: wait for its end, end it, or choose another folder")
-}
-
 /// Whether `path` still leads to this open file.
-fn is_at(file: &File, path: &Path) -> bool {
+pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     let same = |a: Metadata, b: Metadata| {
         use std::os::unix::fs::MetadataExt;

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Quantity, Result};
+use crate::processors::have_threads;
 use rayon::prelude::*;
 
 /// Bytes that a thread looks at, one part after another.
@@ -40,7 +41,10 @@ impl Numbers {
 
 /// Whether all f32, little-endian, are finite. Large ones are looked at by all processors, for one alone is slower than the link to a GPU.
 pub(crate) fn all_finite(bytes: &[u8]) -> bool {
-    if bytes.len() <= PART_BYTES { part_is_finite(bytes) } else { bytes.par_chunks(PART_BYTES).all(part_is_finite) }
+    match bytes.len() > PART_BYTES && have_threads() {
+        true => bytes.par_chunks(PART_BYTES).all(part_is_finite),
+        false => part_is_finite(bytes),
+    }
 }
 
 fn part_is_finite(part: &[u8]) -> bool {

@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_op_in_unsafe_fn)]
+// Paths are opened through `PlainFile`; tests may open their own files.
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod admission;
 #[cfg(feature = "ndarray")]
@@ -14,6 +16,7 @@ mod digest;
 mod dlpack;
 mod driver;
 mod error;
+mod file_kind;
 mod files;
 mod finite;
 mod gradcheck;
@@ -30,9 +33,11 @@ mod optim;
 mod params;
 mod precision;
 mod pretrained;
+mod processors;
 mod ptx;
 mod random;
 mod report;
+mod run_lock;
 pub mod same_bits;
 mod shortage;
 mod state_dict;
@@ -68,7 +73,8 @@ pub use driver::{
     Wire, faults, ptx_builds,
 };
 pub use error::{Error, Quantity, Result};
-pub use files::{PlainFile, RunLock, replace_file};
+pub use file_kind::FileKind;
+pub use files::{PlainFile, replace_file};
 pub use finite::Numbers;
 pub use gradcheck::GradCheck;
 pub use group::{Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
@@ -89,6 +95,7 @@ pub use pretrained::StateDict;
 pub use ptx::{PtxBuild, PtxCompiler};
 pub use random::SplitMix64;
 pub use report::{ArenaReport, Cause, Count, Largest, OverflowReport, Phase, Site, SystemMemory};
+pub use run_lock::RunLock;
 pub use shortage::{HostMemory, MemoryForecast, MemoryShortage, ProcessMemory};
 pub use step::{Eager, Scratch, Step};
 pub use tensor::{Element, Lent, LentMut, Saved, Shape, Source, Stored, Target, Tensor};

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Quantity, Result, short};
+use crate::file_kind::FileKind;
 use crate::files::{PlainFile, Replacement, remove_file};
 use crate::finite::{Numbers, is_finite};
 use crate::tensors::{NamedTensor, Tensors, Texts, write};
@@ -16,13 +17,17 @@ use safetensors::tensor::Dtype;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// The one file of a folder that is not sharded.
 const FILE: &str = "model.safetensors";
 /// Says which shard each tensor is in.
 const INDEX: &str = "model.safetensors.index.json";
+/// The largest index that is read. Indexes of models with 100,000 tensors have 10 MB; what serde makes of it takes some ten times as much.
+const MAX_INDEX_BYTES: u64 = 32 << 20;
+/// What a folder holds instead where `torch.save` has written it.
+const TORCH_FILES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
 
 /// Tensors of f32 by their names, each with its shape: what PyTorch calls a `state_dict`, on the host.
 ///
@@ -96,7 +101,8 @@ impl StateDict {
     ///
     /// # Errors
     /// [`Error::File`] when a file is missing, no plain file, cut, not of the format, or larger than the host's available memory; when index
-    /// and shards do not have the same tensors, or a tensor comes twice; when a tensor is of another type, or not finite.
+    /// and shards do not have the same tensors, or a tensor comes twice; when a tensor is of another type, or not finite; when one of the
+    /// files is replaced or written to before all are read, since the tensors could be of two states.
     pub fn from_pretrained(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
         let folder = folder.as_ref();
         let (whole, index) = (folder.join(FILE), folder.join(INDEX));
@@ -107,15 +113,24 @@ impl StateDict {
             return Ok(found);
         }
         if !index.exists() {
-            return Err(Error::file(folder, format!("has neither {FILE} nor {INDEX}")));
+            let torch = TORCH_FILES.iter().find(|name| folder.join(name).exists());
+            let torch = torch.map_or(String::new(), |name| {
+                format!(
+                    ", but {name} of `torch.save`: `model.save_pretrained(folder, safe_serialization=True)` writes safetensors files"
+                )
+            });
+            return Err(Error::file(folder, format!("has neither {FILE} nor {INDEX}{torch}")));
         }
-        for (shard, names) in shards(&index)? {
+        let (shards, index_file) = shards(&index)?;
+        // Each is looked at again when all are read.
+        let mut files = vec![(index, index_file)];
+        for (shard, names) in shards {
             let path = folder.join(shard);
             if !path.exists() {
                 let reason = format!("is missing, and {INDEX} has tensors in it: {}", names.len());
                 return Err(Error::file(path, reason));
             }
-            let tensors = Tensors::read(&path)?;
+            let (tensors, file) = Tensors::read_from(&path)?;
             let there: BTreeSet<&str> = tensors.iter().map(|tensor| tensor.name).filter(|name| !skip(name)).collect();
             let told: BTreeSet<&str> = names.iter().map(String::as_str).filter(|name| !skip(name)).collect();
             if let Some(name) = told.difference(&there).next() {
@@ -125,6 +140,10 @@ impl StateDict {
                 return Err(Error::file(path, format!("has `{}`, which {INDEX} does not have there", short(name))));
             }
             found.add(&path, &tensors, &skip)?;
+            files.push((path, file));
+        }
+        for (path, file) in &files {
+            file.check_still_at(path).map_err(|reason| Error::file(path, reason))?;
         }
         Ok(found)
     }
@@ -270,13 +289,16 @@ struct Index {
     weight_map: Texts,
 }
 
-/// The names of the tensors in each shard, by the index.
-fn shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>> {
+/// The names of the tensors in each shard, by the index, and its file.
+fn shards(index: &Path) -> Result<(BTreeMap<String, Vec<String>>, PlainFile)> {
     let failed = |reason: &dyn ToString| Error::file(index, short(&reason.to_string()));
-    let mut bytes = Vec::new();
     let mut file = PlainFile::open(index).map_err(|reason| failed(&reason))?;
-    file.read_to_end(&mut bytes).map_err(|reason| failed(&reason))?;
-    let Index { weight_map: Texts(map) } = serde_json::from_slice(&bytes).map_err(|reason| failed(&reason))?;
+    let bytes = file.all_bytes(MAX_INDEX_BYTES).map_err(|reason| failed(&reason))?;
+    let parsed = serde_json::from_slice(&bytes);
+    let Index { weight_map: Texts(map) } = parsed.map_err(|reason| match FileKind::of(&bytes) {
+        Some(kind) if kind != FileKind::Json => Error::file(index, kind.refusal("an index of shards, in JSON")),
+        _ => failed(&reason),
+    })?;
     let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (tensor, shard) in map {
         if shard.is_empty() || shard.contains(['/', '\\']) {
@@ -288,7 +310,7 @@ fn shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     if shards.is_empty() {
         return Err(Error::file(index, "`weight_map`: expected tensors, got none"));
     }
-    Ok(shards)
+    Ok((shards, file))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //!
 //! Plain figures and one rule: [`HostMemory::shortage`]. Invariant: the figures that decided are those that are told.
 #![forbid(unsafe_code)]
+#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
 
 use crate::admission::{MemInfo, Situation, Size, bytes_of_line};
 use crate::cgroup::{CgroupMemory, Cgroups};
@@ -37,8 +38,8 @@ impl HostMemory {
         }
     }
 
-    /// Bytes that this process may still take of the host's memory, as far as the system tells.
-    pub(crate) fn available_bytes() -> u64 {
+    /// The bytes that the host, or this process's cgroup, has available now: the largest number where the system does not tell.
+    pub fn available_bytes() -> u64 {
         Self::read(&Cgroups::find(Path::new("/"))).above(0)
     }
 

@@ -6,20 +6,18 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result, short};
+use crate::file_kind::{FileKind, MAX_HEADER_BYTES};
 use crate::files::{PlainFile, Replacement};
-use crate::shortage::HostMemory;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::Path;
 
 /// Bytes of the number that a file starts with, the length of its header.
 const NUMBER_BYTES: u64 = size_of::<u64>() as u64;
-/// The longest header that the format allows.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The header's key for notes, which no tensor may have.
 pub(crate) const NOTES: &str = "__metadata__";
 
@@ -37,29 +35,40 @@ impl Tensors {
     /// [`Error::File`] when it is no plain file, cannot be read to the end that it had when it was opened, is written to meanwhile as far as
     /// the system tells, is not of this format, or holds more than the host has memory for.
     pub(crate) fn read(path: &Path) -> Result<Self> {
+        Ok(Self::read_from(path)?.0)
+    }
+
+    /// The same, and the file, whose tensors may be one of several files' that belong together.
+    pub(crate) fn read_from(path: &Path) -> Result<(Self, PlainFile)> {
         let failed = |reason: std::io::Error| Error::file(path, reason);
         let mut file = PlainFile::open(path).map_err(failed)?;
-        let number: [u8; 8] = bytes(&mut file, path, NUMBER_BYTES)?.try_into().expect("as many as were asked for");
+        if file.len() < NUMBER_BYTES {
+            let reason = format!("expected a safetensors file, got {} bytes: it is empty, or cut", file.len());
+            return Err(Error::file(path, reason));
+        }
+        let number = file.next_bytes(NUMBER_BYTES).map_err(failed)?;
+        let number: [u8; 8] = number.try_into().expect("as many as were asked for");
         let (length, rest) = (u64::from_le_bytes(number), file.len() - NUMBER_BYTES);
         if length > rest.min(MAX_HEADER_BYTES) {
-            let reason = match of_torch_save(number) {
-                Some(kind) => format!(
-                    "{kind}, as `torch.save` writes it; expected a safetensors file. `safetensors.torch.save_file(model.state_dict(), path)` \
-                     writes one, which `Parameters::load_state_dict` reads"
-                ),
+            let kind = file.kind().map_err(failed)?.filter(|&kind| kind != FileKind::Safetensors);
+            let reason = match kind {
+                // Where a model is expected, an archive of whatever files is most likely PyTorch's.
+                Some(FileKind::Zip) => FileKind::TorchZip.refusal("a safetensors file"),
+                Some(kind) => kind.refusal("a safetensors file"),
                 None => format!(
-                    "expected a header of at most {MAX_HEADER_BYTES} bytes and of what the file has, got one of {length} in {rest} bytes"
+                    "expected a header of at most {MAX_HEADER_BYTES} bytes and of what the file has, got one of {length} in {rest} bytes: it \
+                     is cut, or no safetensors file"
                 ),
             };
             return Err(Error::file(path, reason));
         }
-        let header = bytes(&mut file, path, length)?;
+        let header = file.next_bytes(length).map_err(failed)?;
         let header: Header = serde_json::from_slice(&header)
             .map_err(|reason| Error::file(path, format!("its header: {}", short(&reason.to_string()))))?;
         header.check(rest - length).map_err(|reason| Error::file(path, reason))?;
-        let bytes = bytes(&mut file, path, rest - length)?;
+        let bytes = file.next_bytes(rest - length).map_err(failed)?;
         file.check_unchanged().map_err(failed)?;
-        Ok(Self { header, bytes })
+        Ok((Self { header, bytes }, file))
     }
 
     /// The writer's notes, in order of their names.
@@ -149,35 +158,6 @@ pub(crate) fn header(
     // The format wants the tensors at a multiple of eight bytes.
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
     Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
-}
-
-/// What `torch.save` writes, of a file that starts so and is no safetensors file.
-fn of_torch_save(start: [u8; 8]) -> Option<&'static str> {
-    match start {
-        [b'P', b'K', 3, 4, ..] => Some("a zip archive"),
-        [0x80, 2..=5, ..] => Some("a pickle"),
-        _ => None,
-    }
-}
-
-/// The next `count` bytes of a file.
-fn bytes(file: &mut PlainFile, path: &Path, count: u64) -> Result<Vec<u8>> {
-    // The system may grant memory that it does not have, and end a process that writes to it.
-    let available = HostMemory::available_bytes();
-    if count > available {
-        let reason = format!(
-            "expected at most the {available} bytes that the host, or this process's cgroup, has available, got {count}: free some memory"
-        );
-        return Err(Error::file(path, reason));
-    }
-    let mut bytes = Vec::new();
-    let room = usize::try_from(count).ok().filter(|&room| bytes.try_reserve_exact(room).is_ok());
-    let room = room.ok_or_else(|| Error::file(path, format!("no memory for its {count} bytes")))?;
-    let read = file.take(count).read_to_end(&mut bytes).map_err(|reason| Error::file(path, reason))?;
-    if read != room {
-        return Err(Error::file(path, format!("cut: expected {count} bytes more, got {read}")));
-    }
-    Ok(bytes)
 }
 
 /// What a file says of itself.

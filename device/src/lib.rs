@@ -9,6 +9,7 @@
 //! depend on lengths alone, and there is no library function and no approximate instruction. Multiplies by matrix instructions are the
 //! exception, see [`mod@mma`].
 
+#![warn(clippy::disallowed_methods)]
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics))]
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]

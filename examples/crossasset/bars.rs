@@ -10,11 +10,17 @@ use std::io::{self, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use csv::{ByteRecord, ErrorKind, ReaderBuilder};
-use stepscope::PlainFile;
-use time::{Date, Month, Time, UtcOffset};
+use stepscope::{FileKind, HostMemory, PlainFile};
+
+#[path = "times.rs"]
+mod times;
+
+use times::{TimeError, Times};
 
 /// The longest row, the header's included.
 const ROW_BYTES: usize = 1 << 20;
+/// Bars that there is room for at first.
+const FIRST_BARS: usize = 1 << 12;
 /// Characters of a field that a message shows, and of the header.
 const SHOWN: [usize; 2] = [60, 300];
 
@@ -47,6 +53,14 @@ pub(crate) enum BarsError {
         /// What the system said.
         source: io::Error,
     },
+    /// The file is of another kind.
+    #[error("{}: {}", file.display(), kind.refusal("bars as CSV in UTF-8"))]
+    Kind {
+        /// The file asked for.
+        file: PathBuf,
+        /// What it is.
+        kind: FileKind,
+    },
     /// The header or a row breaks a rule.
     #[error("{}, line {line}, column {column}: {rule}", file.display())]
     Broken {
@@ -77,19 +91,20 @@ pub(crate) enum BarsError {
 #[derive(Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum Rule {
-    #[error("the column is missing; the header has: {header}")]
+    #[error("the column is missing; columns are separated by commas, and the header has: {header}")]
     Missing { header: String },
     #[error("the column is there twice; the header has: {header}")]
     Twice { header: String },
     #[error("the row is longer than {ROW_BYTES} bytes: is a quote not closed, or is this no CSV file?")]
     Long,
-    #[error("the row has {found} fields, the header {expected}")]
-    Ragged { expected: u64, found: u64 },
-    #[error(
-        "\"{value}\" is not a time: write it like 2023-03-01 00:00:00+00:00, or as whole seconds or milliseconds \
-         since 1970-01-01 UTC"
-    )]
-    Time { value: String },
+    #[error("the row has {found} fields, the header {expected}{}", if *nameless {
+        ", the last without a name: remove the comma at the header's end, or add one to each row"
+    } else {
+        ""
+    })]
+    Ragged { expected: u64, found: u64, nameless: bool },
+    #[error("\"{value}\" {reason}")]
+    Time { value: String, reason: String },
     #[error("\"{value}\" is a time that goes back: the row before has \"{before}\"")]
     Backward { value: String, before: String },
     #[error("\"{value}\" is a repeated time: the row before has \"{before}\"")]
@@ -115,10 +130,20 @@ pub(crate) enum Rule {
 pub(crate) fn read_bars(path: &Path) -> Result<Vec<Bar>, BarsError> {
     let unreadable = |source| BarsError::Read { file: path.to_owned(), source };
     let mut file = PlainFile::open(path).map_err(unreadable)?;
+    let kind = file.kind().map_err(unreadable)?;
+    if let Some(kind) = kind.filter(|kind| kind.is_no_text()) {
+        return Err(BarsError::Kind { file: path.to_owned(), kind });
+    }
     let bars = parse_bars(path, &mut file);
     // First, since it explains whatever was wrong in it.
     file.check_unchanged().map_err(unreadable)?;
-    bars
+    match (bars, kind) {
+        // Names of columns that are not read may be in any encoding.
+        (Err(BarsError::Broken { file, rule: Rule::Missing { .. }, .. }), Some(kind)) if kind != FileKind::Text => {
+            Err(BarsError::Kind { file, kind })
+        }
+        (bars, _) => bars,
+    }
 }
 
 pub(crate) fn parse_bars(path: &Path, mut source: impl Read + Seek) -> Result<Vec<Bar>, BarsError> {
@@ -164,7 +189,7 @@ fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
     let names: Vec<String> = header.iter().map(text).collect();
     let columns = Columns::find(&names, header.position().map_or(0, csv::Position::byte))?;
 
-    let mut bars: Vec<Bar> = Vec::new();
+    let (mut bars, mut times) = (Vec::new(), Times::default());
     let (mut record, mut before) = (ByteRecord::new(), ByteRecord::new());
     loop {
         let start = reader.position().byte();
@@ -173,7 +198,8 @@ fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
             return Ok(bars);
         }
         let row = Row { names: &names, record: &record };
-        let bar = row.bar(&columns)?;
+        let bar = row.bar(&columns, &mut times)?;
+        make_room(&mut bars)?;
         if let Some(last) = bars.last().filter(|last| last.time_ms >= bar.time_ms) {
             let before = text(&before[columns.time]);
             return Err(row.broken(columns.time, |value| match last.time_ms == bar.time_ms {
@@ -184,6 +210,24 @@ fn parse_rows(source: impl Read) -> Result<Vec<Bar>, Fault> {
         bars.push(bar);
         std::mem::swap(&mut record, &mut before);
     }
+}
+
+/// Room for one more bar, once the host is known to have memory for it.
+fn make_room(bars: &mut Vec<Bar>) -> Result<(), Fault> {
+    if bars.len() < bars.capacity() {
+        return Ok(());
+    }
+    let more = bars.len().max(FIRST_BARS);
+    let (needed, available) = (((bars.len() + more) * size_of::<Bar>()) as u64, HostMemory::available_bytes());
+    if needed <= available && bars.try_reserve_exact(more).is_ok() {
+        return Ok(());
+    }
+    let reason = format!(
+        "more than {} bars: room for the next takes {needed} bytes of memory, and the host, or this process's cgroup, has {available} \
+         available: give fewer bars",
+        bars.len()
+    );
+    Err(Fault::Read(io::Error::new(io::ErrorKind::FileTooLarge, reason)))
 }
 
 /// Where each wanted column stands in a row.
@@ -223,11 +267,11 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    fn bar(&self, columns: &Columns) -> Result<Bar, Fault> {
+    fn bar(&self, columns: &Columns, times: &mut Times) -> Result<Bar, Fault> {
         let time_ms = std::str::from_utf8(self.record[columns.time].trim_ascii())
-            .ok()
-            .and_then(parse_time)
-            .ok_or_else(|| self.broken(columns.time, |value| Rule::Time { value }))?;
+            .map_err(|_| TimeError::Unknown)
+            .and_then(|text| times.next(text))
+            .map_err(|error| self.broken(columns.time, |value| Rule::Time { value, reason: error.to_string() }))?;
         let mut prices = [0.0; 4];
         for (price, &column) in prices.iter_mut().zip(&columns.prices) {
             *price = self.number(column)?;
@@ -279,8 +323,10 @@ fn fault(names: &[String], byte: u64, error: csv::Error) -> Fault {
         ErrorKind::Io(source) => Fault::Read(source),
         ErrorKind::UnequalLengths { expected_len: expected, len: found, .. } => {
             let first = expected.min(found) as usize;
-            let column = names.get(first).cloned().unwrap_or_else(|| format!("number {}", first + 1));
-            Fault::Broken { byte, column, rule: Rule::Ragged { expected, found } }
+            let name = names.get(first).filter(|name| !name.is_empty());
+            let column = name.cloned().unwrap_or_else(|| format!("number {}", first + 1));
+            let nameless = found + 1 == expected && names.last().is_some_and(String::is_empty);
+            Fault::Broken { byte, column, rule: Rule::Ragged { expected, found, nameless } }
         }
         other => Fault::Read(io::Error::other(format!("{other:?}"))),
     }
@@ -289,11 +335,12 @@ fn fault(names: &[String], byte: u64, error: csv::Error) -> Fault {
 /// The line, counted from 1, of the first character at or after `byte` that ends no line.
 fn line_at(mut source: impl Read + Seek, byte: u64) -> io::Result<u64> {
     source.rewind()?;
-    let mut line = 1;
+    let (mut line, mut before) = (1, 0);
     for (at, character) in (0_u64..).zip(BufReader::new(source).bytes()) {
-        match character? {
-            b'\n' => line += 1,
-            b'\r' => {}
+        match std::mem::replace(&mut before, character?) {
+            // One end of a line, as Windows writes it.
+            b'\r' if before == b'\n' => {}
+            _ if matches!(before, b'\n' | b'\r') => line += 1,
             _ if at >= byte => break,
             _ => {}
         }
@@ -313,83 +360,6 @@ pub(crate) fn shown(text: &str, most: usize) -> String {
     let start = rest.by_ref().take(most).map(|it| if it.is_control() { char::REPLACEMENT_CHARACTER } else { it });
     let start: String = start.collect();
     if rest.as_str().is_empty() { start } else { start + ".." }
-}
-
-/// Milliseconds since 1970-01-01 UTC from `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]` or whole seconds or milliseconds.
-///
-/// Whole numbers below 10^11 in magnitude are seconds (until the year 5138), then below 10^14 milliseconds.
-fn parse_time(text: &str) -> Option<i64> {
-    let digits = text.strip_prefix('-').unwrap_or(text);
-    if !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        let number: i64 = text.parse().ok()?;
-        return match number.unsigned_abs() {
-            0..100_000_000_000 => Some(number * 1000),
-            100_000_000_000..100_000_000_000_000 => Some(number),
-            _ => None,
-        };
-    }
-    let mut rest = Digits(text.as_bytes());
-    let year = i32::try_from(rest.number(4)?).ok()?;
-    rest.one_of(b"-")?;
-    let month = Month::try_from(u8::try_from(rest.number(2)?).ok()?).ok()?;
-    rest.one_of(b"-")?;
-    let date = Date::from_calendar_date(year, month, u8::try_from(rest.number(2)?).ok()?).ok()?;
-    rest.one_of(b"Tt ")?;
-    let hour = u8::try_from(rest.number(2)?).ok()?;
-    rest.one_of(b":")?;
-    let minute = u8::try_from(rest.number(2)?).ok()?;
-    let second = if rest.one_of(b":").is_some() { u8::try_from(rest.number(2)?).ok()? } else { 0 };
-    let milli = if rest.one_of(b".,").is_some() { rest.fraction_ms()? } else { 0 };
-    let time = Time::from_hms_milli(hour, minute, second, milli).ok()?;
-    let offset = rest.offset()?;
-    let nanos = date.with_time(time).assume_offset(offset).unix_timestamp_nanos();
-    i64::try_from(nanos / 1_000_000).ok()
-}
-
-/// The rest of a time's text.
-struct Digits<'a>(&'a [u8]);
-
-impl Digits<'_> {
-    /// Exactly `count` digits.
-    fn number(&mut self, count: usize) -> Option<u32> {
-        let (digits, rest) = self.0.split_at_checked(count)?;
-        let value = digits
-            .iter()
-            .try_fold(0, |value, byte| byte.is_ascii_digit().then(|| value * 10 + u32::from(byte - b'0')))?;
-        self.0 = rest;
-        Some(value)
-    }
-
-    /// One of these characters, or `None` and nothing taken.
-    fn one_of(&mut self, wanted: &[u8]) -> Option<u8> {
-        let (&first, rest) = self.0.split_first()?;
-        wanted.contains(&first).then(|| self.0 = rest)?;
-        Some(first)
-    }
-
-    /// At least one digit after the decimal point; what is finer than a millisecond is cut off.
-    fn fraction_ms(&mut self) -> Option<u16> {
-        let count = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        let (digits, rest) = self.0.split_at(count);
-        self.0 = rest;
-        let milli = (0..3).fold(0, |milli, at| milli * 10 + u16::from(digits.get(at).map_or(0, |byte| byte - b'0')));
-        (count > 0).then_some(milli)
-    }
-
-    /// Nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
-    fn offset(&mut self) -> Option<UtcOffset> {
-        if self.0.is_empty() || self.0.eq_ignore_ascii_case(b"z") {
-            return Some(UtcOffset::UTC);
-        }
-        let sign = if self.one_of(b"+-")? == b'-' { -1 } else { 1 };
-        let hours = i8::try_from(self.number(2)?).ok()?;
-        let colon = self.one_of(b":").is_some();
-        let minutes = if colon || !self.0.is_empty() { i8::try_from(self.number(2)?).ok()? } else { 0 };
-        if !self.0.is_empty() || hours > 23 || minutes > 59 {
-            return None;
-        }
-        UtcOffset::from_hms(sign * hours, sign * minutes, 0).ok()
-    }
 }
 
 #[cfg(test)]
@@ -462,49 +432,6 @@ mod tests {
     }
 
     #[test]
-    fn reads_every_way_to_write_a_time() {
-        for text in [
-            "2023-03-01 00:00:00+00:00",
-            "2023-03-01T00:00:00Z",
-            "2023-03-01t00:00:00z",
-            "2023-03-01T00:00:00",
-            "2023-03-01 00:00",
-            "2023-03-01 00:00:00.000",
-            "2023-03-01 00:00:00.000999999+00",
-            "2023-03-01T01:30:00+01:30",
-            "2023-02-28T19:00:00-0500",
-            "1677628800",
-            "1677628800000",
-        ] {
-            assert_eq!(parse_time(text), Some(1_677_628_800_000), "{text}");
-        }
-        assert_eq!(parse_time("2023-03-01T00:00:00.25Z"), Some(1_677_628_800_250));
-        assert_eq!(parse_time("1969-12-31T23:59:59Z"), Some(-1000));
-        for text in [
-            "",
-            "-",
-            "today",
-            "2023-02-29 00:00:00",
-            "2023-13-01 00:00:00",
-            "2023-03-01",
-            "2023-03-01 24:00:00",
-            "2023-03-01 00:00:60",
-            "2023-03-01 00:00:00.",
-            "2023-03-01 00:00:00+",
-            "2023-03-01 00:00:00+0:00",
-            "2023-03-01 00:00:00+00:",
-            "2023-03-01 00:00:00+24:00",
-            "2023-03-01 00:00:00+00:00 ?",
-            "2023-3-1 00:00:00",
-            "1677628800.5",
-            "1677628800000000",
-            "99999999999999999999",
-        ] {
-            assert_eq!(parse_time(text), None, "{text}");
-        }
-    }
-
-    #[test]
     fn every_rule_names_line_column_and_value() {
         let at = "2023-03-01 00:01:00";
         let broken = |column: &str| format!("bars.csv, line 3, column {column}: ");
@@ -520,6 +447,8 @@ mod tests {
             (format!("{at},8,12,9,11,1"), "open", "\"8\" is outside the row's low 9 to high 12"),
             (format!("{at},10,12,9,11,-1"), "volume", "\"-1\" is a negative volume"),
             ("soon,10,12,9,11,1".into(), "open_time", "\"soon\" is not a time"),
+            ("20230301,10,12,9,11,1".into(), "open_time", "\"20230301\" is 1970-08-23 "),
+            ("1677628860,10,12,9,11,1".into(), "open_time", "and the rows before have dates and times"),
             (
                 "2023-03-01 00:00:00,10,12,9,11,1".into(),
                 "open_time",
@@ -550,6 +479,8 @@ mod tests {
             (format!("{HEADER}{GOOD}\n{row}\n").replace('\n', "\r\n"), 4),
             (format!("{HEADER}{GOOD}\n{row},7\n").replace('\n', "\r\n"), 4),
             (format!("{HEADER}{GOOD}\n{row},7"), 4),
+            (format!("{HEADER}{GOOD}{row}\n{row}\n").replace('\n', "\r"), 3),
+            (format!("{HEADER}{GOOD}\n{row}\n").replace('\n', "\r"), 4),
         ] {
             let message = message(&text);
             assert!(message.starts_with(&format!("bars.csv, line {line}, ")), "{text:?}: {message}");
@@ -561,6 +492,11 @@ mod tests {
         let missing = message("open_time,open,high,low,volume\n");
         assert!(missing.starts_with("bars.csv, line 1, column close: the column is missing; "), "{missing}");
         assert!(missing.ends_with("the header has: open_time, open, high, low, volume"), "{missing}");
+        let trailing = message(&format!("{},\n{GOOD}", HEADER.trim_end()));
+        assert!(
+            trailing.contains("column number 7: the row has 6 fields, the header 7, the last without a name"),
+            "{trailing}"
+        );
         let twice = message("open_time,open,high,low,close,volume,open\n");
         assert!(twice.starts_with("bars.csv, line 1, column open: the column is there twice; "), "{twice}");
         let empty = message("");

@@ -30,7 +30,8 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 #[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
     /// One-minute bars of one asset: columns open_time or timestamp, open, high, low, close, volume; may be given for
-    /// several assets [default: a synthetic market]
+    /// several assets. Times are 2023-03-01 00:00:00+00:00, in UTC where no offset is given, or numbers since 1970 in one unit, of the
+    /// years 1980 to 2100 [default: a synthetic market]
     #[arg(long, value_name = "FILE.csv")]
     pub(crate) bars: Vec<PathBuf>,
 
@@ -119,7 +120,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     pub(crate) memory: Option<PathBuf>,
 
-    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C]
+    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C, SIGTERM or
+    /// SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
@@ -127,9 +129,13 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Log::Text)]
     pub(crate) log: Log,
 
-    /// Go on from this checkpoint
+    /// Go on from this checkpoint, with the same bars and settings
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
+
+    /// Replace the checkpoint of an earlier run that is in --out
+    #[arg(long)]
+    pub(crate) overwrite: bool,
 }
 
 /// Whether something is done.

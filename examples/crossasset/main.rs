@@ -5,11 +5,13 @@
 //! cargo run --release --example crossasset -- --bars BTCUSD.csv --epochs 2   # real bars
 //! cargo run --release --features cuda --example crossasset -- --device cuda  # on the GPU
 //! ```
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong; nothing was written.
-//! 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on. A standard output that is full is a file
-//! that failed, once everything else is done; one that nobody reads any more is none.
+//! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong, or the folder has another run's
+//! checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on, unless that
+//! was before the first update. A standard output that is full is a file that failed, once everything else is done; one that nobody reads
+//! any more is none.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod bars;
 mod cli;
@@ -30,38 +32,41 @@ mod train;
 use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::{fs, io, thread};
+use std::sync::atomic::AtomicBool;
 
 use cli::{Args, DeviceChoice};
 use dataset::{Asset, Dataset, Plan};
 use model::Model;
 use report::{DataSize, Report};
 use shared::exit::{self, INTERRUPTED};
-use shared::log::{self, Log};
+use shared::log;
 use shared::ranks::{self, Rank};
+use shared::results::CHECKPOINT;
 use shared::screen::Screen;
 use shared::usage::{ArenaUse, ModelSize};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
-use stepscope::{Arena, Capacity, Checkpoint, DeviceKind, Overflow, RunLock};
+use shared::{results, signals};
+use stepscope::{Arena, Capacity, Checkpoint, DeviceKind, Overflow};
 use train::Run;
-
-/// Set by a signal.
-static STOP: AtomicBool = AtomicBool::new(false);
 
 fn main() -> ExitCode {
     let args = Args::from_command_line();
     log::start(args.log);
     let mut screen = Screen::default();
-    let dataset = match listen(args.log).map_err(Into::into).and_then(|()| load(&args, &mut screen)) {
+    let stop = match signals::listen(args.log) {
+        Ok(stop) => stop,
+        Err(error) => {
+            log::failed(args.log, &*Box::<dyn Error>::from(format!("signals cannot be heard: {error}")));
+            return ExitCode::FAILURE;
+        }
+    };
+    let dataset = match load(&args, &mut screen) {
         Ok(dataset) => dataset,
         Err(error) => {
             log::failed(args.log, &*error);
             return ExitCode::from(2);
         }
     };
-    let ended = run(&args, dataset, &mut screen);
+    let ended = run(&args, dataset, &stop, &mut screen);
     let told = screen.end().map_err(Into::into);
     let stopped = matches!(ended, Ok(false));
     match ended.and(told) {
@@ -72,33 +77,6 @@ fn main() -> ExitCode {
             ExitCode::from(exit::code(&*error))
         }
     }
-}
-
-/// Listens to what asks for an end: Ctrl-C, SIGTERM, and SIGHUP unless the program was started with `nohup`. The first ends the run behind the
-/// update that is running, the second at once.
-fn listen(log: Log) -> io::Result<()> {
-    let mut wanted = vec![SIGINT, SIGTERM];
-    if !hangup_is_ignored() {
-        wanted.push(SIGHUP);
-    }
-    let mut signals = Signals::new(wanted)?;
-    let listen = move || {
-        for _ in &mut signals {
-            if STOP.swap(true, Ordering::Relaxed) {
-                std::process::exit(i32::from(INTERRUPTED));
-            }
-            log::say(log, "interrupted: writing a checkpoint behind this update");
-        }
-    };
-    thread::Builder::new().name("signals".into()).spawn(listen).map(drop)
-}
-
-/// Whether this program was told not to hear that its terminal has gone. Where there is no `/proc` it was not.
-fn hangup_is_ignored() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    ignored.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 1)
 }
 
 /// Bars to samples.
@@ -112,27 +90,37 @@ fn load(args: &Args, screen: &mut Screen) -> Result<Dataset, Box<dyn Error>> {
         args.bars.iter().map(read).collect::<Result<_, bars::BarsError>>()?
     };
     let plan = Plan { horizon: args.horizon, folds: args.folds, limit: args.sample_limit() };
-    Ok(Dataset::new(&assets, plan)?)
+    let dataset = Dataset::new(&assets, plan)?;
+    if args.ranks.ranks()?[0].leads() {
+        results::check(&args.out, args.resume.as_deref(), args.overwrite)?;
+    }
+    Ok(dataset)
 }
 
 /// Samples to weights and a report; false when it was stopped before its end.
-fn run(args: &Args, dataset: Dataset, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
+fn run(args: &Args, dataset: Dataset, stop: &AtomicBool, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
     let ranks = args.ranks.ranks()?;
-    let _lock = if ranks[0].leads() {
-        fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
-        Some(RunLock::hold(&args.out)?)
+    let _results = if ranks[0].leads() {
+        let taken = results::take(&args.out, args.resume.as_deref(), args.overwrite);
+        Some(taken.map_err(|error| -> Box<dyn Error> { error })?)
     } else {
         *screen = Screen::quiet();
         None
     };
     let dataset = Arc::new(dataset);
-    let rank = |rank: &Rank, screen: &mut Screen| run_rank(args, &dataset, rank, screen);
+    let rank = |rank: &Rank, screen: &mut Screen| run_rank(args, &dataset, rank, stop, screen);
     let quiet = |other: &Rank| rank(other, &mut Screen::quiet()).map(drop).map_err(|error| error.to_string());
     ranks::on_each(ranks, |first| rank(first, screen), quiet)
 }
 
 /// The same of one rank; false when it was stopped.
-fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Screen) -> Result<bool, Box<dyn Error>> {
+fn run_rank(
+    args: &Args,
+    dataset: &Arc<Dataset>,
+    rank: &Rank,
+    stop: &AtomicBool,
+    screen: &mut Screen,
+) -> Result<bool, Box<dyn Error>> {
     let device = rank.open(match args.device {
         DeviceChoice::Auto => DeviceKind::Auto,
         DeviceChoice::Emulated => DeviceKind::Emulated,
@@ -162,13 +150,14 @@ fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Scree
         arena = arena.memory_floor((floor as u64) << 20);
     }
     let mut arena = arena.build()?;
-    let checkpoint = args.out.join("model.safetensors");
+    let checkpoint = args.out.join(CHECKPOINT);
     let resumed = args.resume.as_ref().map(Checkpoint::load).transpose()?;
-    let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), &STOP)?;
+    let mut run = Run::new(args, dataset, (rank, group.as_ref()), &checkpoint, resumed.as_ref(), stop)?;
     let Some(weights_sha256) = run.train(&mut arena, resumed)? else {
         screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
         return Ok(false);
     };
+    signals::training_has_ended();
     if !rank.leads() {
         return Ok(true);
     }

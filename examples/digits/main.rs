@@ -8,6 +8,7 @@
 //! command line is wrong.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod data;
 

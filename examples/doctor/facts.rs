@@ -23,6 +23,10 @@ use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
+use stepscope::PlainFile;
+
+/// The largest file of facts.
+const MAX_BYTES: u64 = 16 << 20;
 
 /// Of one machine, at one time. Bytes are of 8 bits, GB and Gb are powers of ten.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -56,7 +60,7 @@ impl Facts {
 
     /// Those of a file.
     pub(crate) fn read(path: &Path) -> Result<Self, Box<dyn std::error::Error>> {
-        Ok(serde_json::from_str(&std::fs::read_to_string(path)?)?)
+        Ok(serde_json::from_slice(&PlainFile::read_whole(path, MAX_BYTES)?)?)
     }
 
     /// Why a part is not known.

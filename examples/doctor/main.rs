@@ -13,6 +13,7 @@
 //! facts could not be read.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 #[path = "../crossasset/model.rs"]
 #[allow(dead_code, reason = "nothing is reported")]

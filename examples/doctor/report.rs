@@ -14,6 +14,7 @@ pub(crate) fn json(facts: &Facts, findings: &[Finding]) -> String {
     format!("{value:#}\n")
 }
 
+#[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
 /// Packs them, `/proc/meminfo` where it can be read, and `added`.
 pub(crate) fn write(path: &Path, json: &str, text: &str, added: &[PathBuf]) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));

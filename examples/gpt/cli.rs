@@ -86,13 +86,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
     pub(crate) evaluate_every: Option<usize>,
 
-    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C]
+    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C, SIGTERM or SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
-    /// Go on from this checkpoint
+    /// Go on from this checkpoint, with the same settings: --updates too, on which the learning rate depends
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
+
+    /// Replace the checkpoint of an earlier run that is in --out
+    #[arg(long)]
+    pub(crate) overwrite: bool,
 
     /// Start from Hugging Face's weights: a folder with config.json and model.safetensors, or its index and shards
     #[arg(long, value_name = "DIR", conflicts_with_all = ["size", "arch"])]

@@ -8,10 +8,12 @@
 //! The way: [`text`] by a [`tokenizer`] to tokens, [`samples`] of them, the [`model`], the [`plan`] of its training, which [`train`] does, and what it then writes
 //! ([`sample`]). [`weights`] come from and go to Hugging Face's files.
 //!
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that was given is wrong; nothing was written.
-//! 130: stopped by Ctrl-C or SIGTERM, with a checkpoint from which `--resume` goes on.
+//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that was given is wrong, or the folder has
+//! another run's checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes
+//! on, unless that was before the first update.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod bad_input;
 mod cli;
@@ -30,9 +32,7 @@ mod trace;
 mod train;
 mod weights;
 
-use std::fs;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bad_input::{BadInput, Outcome, bad};
@@ -45,10 +45,11 @@ use samples::Sequences;
 use shared::exit::{self, INTERRUPTED};
 use shared::log::{self, Log};
 use shared::ranks::{self, Rank};
+use shared::results::CHECKPOINT;
 use shared::screen::Screen;
 use shared::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use stepscope::{Device, Learner, Parameters, RunLock, TokenSampler, TokenSamplerConfig, bf16};
+use shared::{results, signals};
+use stepscope::{Device, Learner, Parameters, TokenSampler, TokenSamplerConfig, bf16};
 use train::Trained;
 
 fn main() -> ExitCode {
@@ -68,18 +69,16 @@ fn main() -> ExitCode {
 
 /// From text to a sample; false when it was stopped before its end.
 fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
-    // The first signal ends the run behind the update that is running, the second at once.
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(&stop))?;
-        signal_hook::flag::register(signal, Arc::clone(&stop))?;
-    }
-
+    let stop = signals::listen(Log::Text).map_err(|error| format!("signals cannot be heard: {error}"))?;
     let ranks = args.ranks.ranks().map_err(|error| bad("--ranks", error))?;
+    let leads = ranks[0].leads();
+    if leads {
+        // Before all that takes long.
+        results::check(&args.out, args.resume.as_deref(), args.overwrite).map_err(|reason| bad("--out", reason))?;
+    }
     let plan = Plan::load(args, ranks[0].shards())?;
-    let _lock = if ranks[0].leads() {
-        fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
-        Some(RunLock::hold(&args.out)?)
+    let _results = if leads {
+        Some(results::take(&args.out, args.resume.as_deref(), args.overwrite)?)
     } else {
         *screen = Screen::quiet();
         None
@@ -125,7 +124,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         return Ok(true);
     }
 
-    let checkpoint = args.out.join("model.safetensors");
+    let checkpoint = args.out.join(CHECKPOINT);
     let learner = rank.in_group(group.as_ref(), learner)?;
     let trainer = plan.trainer(&mut arena, learner)?;
     let mut trainer = trainer.checkpoint(&checkpoint, args.checkpoint_every).stop_when(stop);
@@ -133,6 +132,7 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         screen.say(format_args!("stopped; go on with --resume {}", checkpoint.display()));
         return Ok(false);
     };
+    signals::training_has_ended();
     if !rank.leads() {
         return Ok(true);
     }
@@ -149,7 +149,8 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         ptx: device.description().ptx.as_ref().map(ToString::to_string),
         model: model_size,
         data,
-        tokens_per_second: (args.batch * plan.accumulate * sizes.context) as f64 / median(&seconds),
+        tokens_per_second: median(&seconds)
+            .map(|seconds| (args.batch * plan.accumulate * sizes.context) as f64 / seconds),
         weights_sha256,
         sample,
         bytes: Bytes { steps: arena.capacity_bytes + arena.captured_bytes, ..bytes },
@@ -160,7 +161,11 @@ fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen
         seconds,
     };
     report.write(&args.out, sizes.vocabulary)?;
-    screen.say(format_args!("{:.0} tokens/s; {}", report.tokens_per_second, report.arena.summary()));
+    let speed = match report.tokens_per_second {
+        Some(tokens) => format!("{tokens:.0} tokens/s"),
+        None => format!("all {} updates were made before", args.updates),
+    };
+    screen.say(format_args!("{speed}; {}", report.arena.summary()));
     screen.say(format_args!("weights {}; results in {}", report.weights_sha256, args.out.display()));
     screen.say(format_args!("--- a sample\n{}{}", args.sample, report.sample));
     Ok(true)
@@ -181,8 +186,9 @@ fn written(plan: &Plan<'_>, device: &Device, model: &Gpt, weights: &Parameters) 
     Ok(plan.tokenizer.decode(&tokens))
 }
 
-fn median(seconds: &[f64]) -> f64 {
+/// None where no update was made.
+fn median(seconds: &[f64]) -> Option<f64> {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+    sorted.get(sorted.len() / 2).copied()
 }

@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use stepscope::ops::Precision;
 use stepscope::{
-    AdamWConfig, Arena, Capacity, Checkpoint, Device, Layout, Learner, Model, Result, Samples, Schedule, Tape, Trainer,
-    Windows,
+    AdamWConfig, Arena, Capacity, Checkpoint, Device, HostMemory, Layout, Learner, Model, Result, Samples, Schedule,
+    Tape, Trainer, Windows,
 };
 
 use crate::bad_input::{Outcome, bad};
 use crate::cli::{Arch, Args};
 use crate::model::{Gpt, Mode, Sizes};
 use crate::samples::{Form, Sequences};
+use crate::shared::settings::Settings;
 use crate::text::{self, Text};
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
@@ -47,6 +48,7 @@ impl<'r> Plan<'r> {
             let reason = format!("{accumulate} steps are fewer than {shards} shards: give at least as many, or none");
             return Err(bad("--accumulate", reason));
         }
+        check_batch(args)?;
         let weights = args.weights.as_ref().map(|folder| Weights::read(folder, args.context)).transpose()?;
         let tokenizer = Tokenizer::open(tokenizer_name(args, weights.as_ref()))?;
         if args.documents && tokenizer.end().is_none() {
@@ -149,17 +151,33 @@ impl<'r> Plan<'r> {
         })
     }
 
-    /// What decides the weights.
-    pub(crate) fn settings(&self) -> String {
+    /// All that decides the weights.
+    pub(crate) fn settings(&self) -> Settings {
         let Args { precision, batch, updates, documents, seed, .. } = self.args;
-        let (accumulate, shards) = (self.accumulate, self.shards);
-        let (rate, warmup) = (self.learning_rate(), self.args.warmup());
-        let (tokenizer, text) = (self.tokenizer.name(), &self.text.sha256);
-        format!(
-            "{:?} precision {precision} batch {batch} accumulate {accumulate} shards {shards} updates {updates} learning-rate {rate:e} warmup {warmup} \
-             documents {documents} seed {seed} tokenizer {tokenizer} text {text}",
-            self.sizes
-        )
+        let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = self.sizes;
+        vec![
+            ("arch", format!("{arch:?}")),
+            ("vocabulary", vocabulary.to_string()),
+            ("context", context.to_string()),
+            ("layers", layers.to_string()),
+            ("width", width.to_string()),
+            ("heads", format!("{heads:?}")),
+            ("hidden", hidden.to_string()),
+            ("tied", tied.to_string()),
+            ("epsilon", format!("{epsilon:e}")),
+            ("rotary base", format!("{base:e}")),
+            ("precision", precision.to_string()),
+            ("batch", batch.to_string()),
+            ("accumulate", self.accumulate.to_string()),
+            ("shards", self.shards.to_string()),
+            ("updates", updates.to_string()),
+            ("learning-rate", format!("{:e}", self.learning_rate())),
+            ("warmup", self.args.warmup().to_string()),
+            ("documents", documents.to_string()),
+            ("seed", seed.to_string()),
+            ("tokenizer", self.tokenizer.name()),
+            ("text", self.text.sha256.clone()),
+        ]
     }
 
     /// A trainer whose steps are one graph, or launches with `--eager`.
@@ -169,6 +187,20 @@ impl<'r> Plan<'r> {
             false => Trainer::captured(arena, learner, &Sequences::zeros(self.args.batch, self.form())),
         }
     }
+}
+
+/// An error for a batch whose tokens the host cannot hold: ids, labels and documents of each.
+fn check_batch(args: &Args) -> Outcome<()> {
+    let (batch, context) = (args.batch as u64, args.context() as u64);
+    let (needed, available) = (batch * context * 3 * size_of::<u32>() as u64, HostMemory::available_bytes());
+    if needed <= available {
+        return Ok(());
+    }
+    let reason = format!(
+        "{batch} samples of {context} tokens take {needed} bytes of the host's memory, and {available} are available: give fewer, and more \
+         to --accumulate"
+    );
+    Err(bad("--batch", reason))
 }
 
 /// The tokenizer that was asked for, or the one that fits what was given.

@@ -2,21 +2,24 @@
 //!
 //! Invariant: the same files and the same tokenizer give the same tokens at the same places, and a digest that tells so.
 
-use std::fs;
+use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use stepscope::{Error, Result};
+use stepscope::{Error, HostMemory, PlainFile, Result};
 
 use crate::bad_input::{Outcome, bad};
 use crate::registry;
-use crate::token_file::TokenFile;
+use crate::token_file::{self, CHUNK, ChunkDigest, TokenFile};
 use crate::tokenizer::Tokenizer;
 
 /// The share of the text that is held out.
 const HELD_OUT: usize = 20;
+/// The most bytes of memory that a byte of text takes while it becomes tokens: its own, and a token's.
+const BYTES_OF_BYTE: u64 = 5;
 
 /// A row of tokens.
 pub(crate) struct Text {
@@ -49,24 +52,23 @@ impl Text {
     /// The files, or the registry's sources where there are none; long enough for samples of so many tokens.
     pub(crate) fn load(files: &[PathBuf], tokenizer: &Tokenizer, context: usize) -> Outcome<Self> {
         let files = if files.is_empty() { registry::sources()? } else { files.to_vec() };
+        check_memory(&files)?;
         let read = |path: &PathBuf| {
-            let mut digest = Sha256::new();
-            let part = if is_token_file(path) {
-                Part::File(TokenFile::open(path, tokenizer.vocabulary(), &mut digest)?)
-            } else {
-                let place = path.display().to_string();
-                let text = fs::read(path).map_err(|reason| bad(&place, reason))?;
-                if text.is_empty() {
-                    return Err(bad(&place, "is empty: give a file with text"));
-                }
-                let mut tokens = tokenizer.encode(&place, &text)?;
-                tokens.extend(tokenizer.end());
-                digest.update(tokens.iter().flat_map(|token| token.to_le_bytes()).collect::<Vec<_>>());
-                Part::Memory(tokens)
-            };
-            Ok((part, digest.finalize()))
+            if is_token_file(path) {
+                let file = TokenFile::open(path, tokenizer.vocabulary())?;
+                let digest = Sha256::digest(file.digests().as_flattened());
+                return Ok((Part::File(file), digest));
+            }
+            let mut tokens = tokenizer.encode(&path.display().to_string(), &text_of(path)?)?;
+            tokens.extend(tokenizer.end());
+            let digests: Vec<ChunkDigest> = tokens.chunks(CHUNK).map(token_file::digest).collect();
+            Ok((Part::Memory(tokens), Sha256::digest(digests.as_flattened())))
         };
-        let parts = files.par_iter().map(read).collect::<Outcome<Vec<_>>>()?;
+        // None where the system gives no threads.
+        let parts = match ThreadPoolBuilder::new().build() {
+            Ok(pool) => pool.install(|| files.par_iter().map(read).collect::<Outcome<Vec<_>>>()),
+            Err(_) => files.iter().map(read).collect(),
+        }?;
         let digests: Vec<u8> = parts.iter().flat_map(|(_, digest)| digest.iter().copied()).collect();
         let parts: Vec<Part> = parts.into_iter().map(|(part, _)| part).collect();
         let count = |sum: &mut usize, part: &Part| {
@@ -116,7 +118,9 @@ impl Text {
                 Part::File(file) => {
                     let failed = |reason: std::io::Error| Error::File {
                         path: file.path().into(),
-                        reason: format!("has changed since it was opened: {reason}"),
+                        reason: format!(
+                            "has changed since it was opened: {reason}. Put the file back as it was and go on with --resume, or start anew"
+                        ),
                     };
                     file.read(wanted, into).map_err(failed)?;
                 }
@@ -129,8 +133,39 @@ impl Text {
     }
 }
 
+/// The bytes of a text file.
+fn text_of(path: &Path) -> Outcome<Vec<u8>> {
+    let failed = |reason: io::Error| bad(path.display(), reason);
+    let mut file = PlainFile::open(path).map_err(failed)?;
+    if file.is_empty() {
+        return Err(bad(path.display(), "is empty: give a file with text"));
+    }
+    // Bytes are a text too, but nobody means these.
+    match file.kind().map_err(failed)?.filter(|kind| kind.is_no_text()) {
+        Some(kind) => Err(bad(path.display(), kind.refusal("text, or tokens in a file that ends in .bin"))),
+        None => file.all_bytes(HostMemory::available_bytes() / BYTES_OF_BYTE).map_err(failed),
+    }
+}
+
+/// An error for text files that are larger than memory, before any is read.
+fn check_memory(files: &[PathBuf]) -> Outcome<()> {
+    let mut bytes = 0u64;
+    for path in files.iter().filter(|path| !is_token_file(path)) {
+        bytes = bytes.saturating_add(PlainFile::open(path).map_err(|reason| bad(path.display(), reason))?.len());
+    }
+    let (needed, available) = (bytes.saturating_mul(BYTES_OF_BYTE), HostMemory::available_bytes());
+    if needed <= available {
+        return Ok(());
+    }
+    let reason = format!(
+        "the text files have {bytes} bytes, for whose tokens up to {needed} bytes of memory are needed; the host, or this process's cgroup, has \
+         {available} available: give less text, or a .bin file of tokens, of which only windows are read"
+    );
+    Err(bad("--data", reason))
+}
+
 /// Whether a file holds tokens, not text.
-pub(crate) fn is_token_file(path: &std::path::Path) -> bool {
+pub(crate) fn is_token_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "bin")
 }
 

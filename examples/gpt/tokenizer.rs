@@ -2,11 +2,9 @@
 //!
 //! Invariant: the same text has the same tokens each time, all of it and no others.
 
-use std::fs;
-use std::path::Path;
-
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use stepscope::{FileKind, PlainFile};
 use tiktoken_rs::CoreBPE;
 use tokenizers::ModelWrapper;
 
@@ -22,6 +20,8 @@ pub(crate) enum Tokenizer {
     File(Box<tokenizers::Tokenizer>, String),
 }
 
+/// The largest `tokenizer.json`: those of vocabularies of 256,000 tokens have some 35 MB.
+const MAX_BYTES: u64 = 256 << 20;
 /// The token that ends a document in GPT-2's vocabulary, its last one.
 const GPT2_END: u32 = 50_256;
 /// What files call it.
@@ -57,8 +57,13 @@ impl Tokenizer {
             "bytes" => Ok(Self::Bytes),
             "gpt2" => Ok(Self::Gpt2(Box::new(tiktoken_rs::r50k_base().map_err(|reason| bad("gpt2", reason))?))),
             file => {
-                let bytes = fs::read(Path::new(file)).map_err(|reason| bad(file, reason))?;
-                let no_file = |reason: &dyn std::fmt::Display| bad(file, format!("is no tokenizer.json: {reason}"));
+                let bytes = PlainFile::read_whole(file, MAX_BYTES).map_err(|reason| bad(file, reason))?;
+                let no_file = |reason: &dyn std::fmt::Display| match FileKind::of(&bytes) {
+                    Some(kind) if kind != FileKind::Json => {
+                        bad(file, format!("is no tokenizer.json: {}", kind.refusal("JSON")))
+                    }
+                    _ => bad(file, format!("is no tokenizer.json: {reason}")),
+                };
                 let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|reason| no_file(&reason))?;
                 let told: Value = serde_json::from_slice(&bytes).map_err(|reason| no_file(&reason))?;
                 check(&tokenizer, &told).map_err(|reason| bad(file, reason))?;
@@ -101,7 +106,9 @@ impl Tokenizer {
     /// The tokens of a document; `place` names it in an error.
     pub(crate) fn encode(&self, place: &str, text: &[u8]) -> Outcome<Vec<u32>> {
         let utf8 = || {
-            str::from_utf8(text).map_err(|reason| bad(place, format!("is no UTF-8 ({reason}): use --tokenizer bytes")))
+            str::from_utf8(text).map_err(|reason| {
+                bad(place, format!("is no UTF-8 ({reason}): write it as UTF-8, or use --tokenizer bytes"))
+            })
         };
         match self {
             Self::Bytes => Ok(text.iter().map(|&byte| byte.into()).collect()),

@@ -14,6 +14,9 @@ use crate::plan::Plan;
 use crate::report::{Evaluation, Position};
 use crate::samples::{self, Sequences};
 use crate::shared::log::Log;
+use crate::shared::results::{BEST, CHECKPOINT};
+use crate::shared::{settings, signals};
+use crate::tokenizer::Tokenizer;
 
 /// The checkpoint's note with [`Position`].
 const POSITION: &str = "gpt.position";
@@ -58,8 +61,9 @@ impl Plan<'_> {
         let mut watch = Watch {
             bar: if leads { Log::Text } else { Log::Quiet }.shows(bar),
             leads,
-            settings: self.settings(),
+            settings: settings::to_note(&self.settings()),
             last: Instant::now(),
+            since_look: 0,
             trained: &mut trained,
         };
         loop {
@@ -71,9 +75,11 @@ impl Plan<'_> {
             if done == updates {
                 break;
             }
-            watch.last = Instant::now();
+            (watch.last, watch.since_look) = (Instant::now(), watch.trained.seconds.len());
             let some = batches.by_ref().take((updates.min((done / every + 1) * every) - done) as usize);
-            if trainer.epoch(some, &mut progress, &mut watch)? == Ended::Stopped {
+            let ended = trainer.epoch(some, &mut progress, &mut watch)?;
+            watch.share_pipeline_time();
+            if ended == Ended::Stopped {
                 return Ok(None);
             }
         }
@@ -85,13 +91,26 @@ impl Plan<'_> {
 
     /// What a checkpoint has behind it, if it is one of this run.
     fn position(&self, checkpoint: &Checkpoint) -> Outcome<Position> {
-        let (theirs, ours) = (checkpoint.note(SETTINGS).map_err(|error| self.refused(error))?, self.settings());
-        if theirs != ours {
-            let reason = format!("was made with other settings: give those\n  expected: {theirs}\n  got:      {ours}");
+        let theirs = settings::note(checkpoint, SETTINGS).map_err(|reason| bad(self.checkpoint(), reason))?;
+        settings::compare(theirs, &self.settings())
+            .map_err(|reason| bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong())))?;
+        if !settings::has_optimizer(checkpoint) {
+            let reason = format!("has weights and no state of the optimiser, as {BEST}; --resume needs {CHECKPOINT}");
             return Err(bad(self.checkpoint(), reason));
         }
         let note = checkpoint.note(POSITION).map_err(|error| self.refused(error))?;
         serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
+    }
+
+    /// The advice for a run whose settings differ: the schedule of the learning rate depends on `--updates`.
+    fn how_to_prolong(&self) -> String {
+        let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
+        format!(
+            "Give the checkpoint's settings to go on with the same weights. To train on for more updates, or with other settings, \
+             start a new run from the weights of one that has ended: --weights {} --out DIR, with the same --tokenizer{}",
+            folder.join("transformers").display(),
+            if matches!(self.tokenizer, Tokenizer::Bytes) { " (bytes)" } else { "" }
+        )
     }
 
     fn checkpoint(&self) -> String {
@@ -115,12 +134,15 @@ struct Watch<'w> {
     settings: String,
     /// When the last update ended.
     last: Instant,
+    /// The updates of this process before the last look.
+    since_look: usize,
     trained: &'w mut Trained,
 }
 
 impl Watch<'_> {
     /// The mean loss of the held-out samples; the weights are kept if they are the best so far.
     fn look(&mut self, trainer: &mut Trainer<'_, Gpt>, held_out: &[Sequences], update: u64, out: &Path) -> Result<()> {
+        let begun = Instant::now();
         let (mut sum, mut samples) = (0.0, 0);
         for part in held_out {
             sum += trainer.evaluate(part, |_, _| Ok(()))?.0;
@@ -132,15 +154,26 @@ impl Watch<'_> {
         let best = evaluations.iter().all(|before| loss < before.loss);
         evaluations.push(Evaluation { update, loss, perplexity });
         self.bar.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
-        match best && self.leads {
-            true => Checkpoint::save(out.join("best.safetensors"), &trainer.learner().parameters, None, &self.notes()),
-            false => Ok(()),
+        if best && self.leads {
+            Checkpoint::save(out.join(BEST), &trainer.learner().parameters, None, &self.notes())?;
+        }
+        self.bar.leave_out(begun.elapsed());
+        Ok(())
+    }
+
+    /// Gives the first and the last update since the look the mean of their times: an update is reported when the next is queued, which
+    /// on a device that computes while it is given work takes as long as the update itself, and the last is reported at once.
+    fn share_pipeline_time(&mut self) {
+        if let [first, .., last] = &mut self.trained.seconds[self.since_look..] {
+            let mean = (*first + *last) / 2.0;
+            (*first, *last) = (mean, mean);
         }
     }
 }
 
 impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
+        signals::update_is_made();
         self.trained.position.losses.push(update.loss);
         self.trained.seconds.push(self.last.elapsed().as_secs_f64());
         self.last = Instant::now();

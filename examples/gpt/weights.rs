@@ -13,12 +13,24 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use stepscope::{Error, Layout, LayoutEntry, Parameters, Result, StateDict, Transfer, replace_file};
+use stepscope::{
+    Error, FileKind, HostMemory, Layout, LayoutEntry, Parameters, PlainFile, Result, StateDict, Transfer, replace_file,
+};
 
 use crate::bad_input::{Outcome, bad};
 use crate::cli::Arch;
 use crate::model::Sizes;
 use crate::plan::layout;
+
+/// The largest `config.json`.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// The most layers, and the most of any other size: far above those of any model.
+const MAX_LAYERS: usize = 1 << 14;
+const MAX_SIZE: usize = 1 << 26;
+
+/// The least and the largest epsilon of a norm, and base of rotary positions.
+const EPSILONS: [f64; 2] = [1e-30, 1.0];
+const BASES: [f64; 2] = [1.0, 1e12];
 
 /// What older files hold besides weights: masks and frequencies, which are computed.
 const COMPUTED: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
@@ -136,9 +148,15 @@ impl Weights {
     /// Reads a folder with `config.json` and the weights, in one file or in several with an index.
     pub(crate) fn read(folder: &Path, context: Option<usize>) -> Outcome<Self> {
         let config = folder.join("config.json");
-        let told = fs::read(&config).map_err(|reason| bad(config.display(), reason))?;
-        let told = serde_json::from_slice(&told).map_err(|reason| bad(config.display(), reason))?;
+        let told = PlainFile::read_whole(&config, MAX_CONFIG_BYTES).map_err(|reason| bad(config.display(), reason))?;
+        let told = serde_json::from_slice(&told).map_err(|reason| match FileKind::of(&told) {
+            Some(kind) if kind != FileKind::Json => {
+                bad(config.display(), kind.refusal("a model's configuration in JSON"))
+            }
+            _ => bad(config.display(), reason),
+        })?;
         let mut sizes = sizes(&told).map_err(|reason| bad(config.display(), reason))?;
+        check_memory(&sizes).map_err(|reason| bad(config.display(), reason))?;
         let mut found = StateDict::from_pretrained(folder, is_computed).map_err(refused)?;
         let place = folder.display();
         let (layout, mut values) = (layout(sizes)?, HashMap::new());
@@ -218,35 +236,52 @@ pub(crate) fn write(folder: &Path, parameters: &Parameters, sizes: &Sizes, max_s
 
 /// The sizes that a `config.json` tells, or what in it this program does not know.
 fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
-    let number = |key: &str| -> std::result::Result<usize, String> {
-        let found = config[key].as_u64().filter(|&number| number > 0 && number < 1 << 31);
+    let whole = |key: &str, most: usize| -> std::result::Result<usize, String> {
+        let found = config[key].as_u64().filter(|&number| number > 0 && number <= most as u64);
         found
             .map(|number| number as usize)
-            .ok_or_else(|| format!("expected a number above 0 as `{key}`, got {}", config[key]))
+            .ok_or_else(|| format!("`{key}`: expected a whole number from 1 to {most}, got {}", shown(&config[key])))
     };
-    let real = |key: &str, default: f64| config[key].as_f64().unwrap_or(default);
+    let number = |key: &str| whole(key, MAX_SIZE);
+    let real_of = |key: &str, value: &Value, default: f64, [least, most]: [f64; 2]| match value {
+        Value::Null => Ok(default),
+        _ => value
+            .as_f64()
+            .filter(|number| (least..=most).contains(number))
+            .ok_or_else(|| format!("`{key}`: expected a number from {least:e} to {most:e}, got {}", shown(value))),
+    };
+    let epsilon = |key: &str, default: f64| real_of(key, &config[key], default, EPSILONS).map(|number| number as f32);
     let only = |key: &str, known: &[Value]| {
         let got = &config[key];
         let one = got.is_null() || known.contains(got);
-        if one { Ok(()) } else { Err(format!("`{key}`: expected {}, got {got}", Value::from(known.to_vec()))) }
+        if one { Ok(()) } else { Err(format!("`{key}`: expected {}, got {}", Value::from(known.to_vec()), shown(got))) }
     };
-    let tied = |default| config["tie_word_embeddings"].as_bool().unwrap_or(default);
+    let tied = |default| match &config["tie_word_embeddings"] {
+        Value::Null => Ok(default),
+        Value::Bool(tied) => Ok(*tied),
+        other => Err(format!("`tie_word_embeddings`: expected true or false, got {}", shown(other))),
+    };
+    let heads_fit = |width: usize, heads: usize| match width.is_multiple_of(heads) {
+        true => Ok(()),
+        false => Err(format!("expected a width that its heads divide, got {heads} heads in a width of {width}")),
+    };
     match config["model_type"].as_str() {
         Some("gpt2") => {
             only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
             only("scale_attn_weights", &[json!(true)])?;
             only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
             let (width, heads) = (number("n_embd")?, number("n_head")?);
+            heads_fit(width, heads)?;
             Ok(Sizes {
                 arch: Arch::Gpt2,
                 vocabulary: number("vocab_size")?,
                 context: number("n_positions")?,
-                layers: number("n_layer")?,
+                layers: whole("n_layer", MAX_LAYERS)?,
                 width,
                 heads: [heads; 2],
                 hidden: if config["n_inner"].is_null() { 4 * width } else { number("n_inner")? },
-                tied: tied(true),
-                epsilon: real("layer_norm_epsilon", 1e-5) as f32,
+                tied: tied(true)?,
+                epsilon: epsilon("layer_norm_epsilon", 1e-5)?,
                 base: 10_000.0,
             })
         }
@@ -258,27 +293,60 @@ fn sizes(config: &Value) -> std::result::Result<Sizes, String> {
             // Newer files have it all in one place.
             let rope = &config["rope_parameters"];
             if !rope["rope_type"].is_null() && rope["rope_type"] != "default" {
-                return Err(format!("`rope_parameters`: expected the type \"default\", got {}", rope["rope_type"]));
+                let got = shown(&rope["rope_type"]);
+                return Err(format!("`rope_parameters`: expected the type \"default\", got {got}"));
             }
             let (width, heads) = (number("hidden_size")?, number("num_attention_heads")?);
+            heads_fit(width, heads)?;
             only("head_dim", &[json!(width / heads)])?;
             let key_heads =
                 if config["num_key_value_heads"].is_null() { heads } else { number("num_key_value_heads")? };
+            if !heads.is_multiple_of(key_heads) {
+                return Err(format!(
+                    "`num_key_value_heads`: expected a number that divides {heads} heads, got {key_heads}"
+                ));
+            }
+            let outer = real_of("rope_theta", &config["rope_theta"], 10_000.0, BASES)?;
             Ok(Sizes {
                 arch: Arch::Llama,
                 vocabulary: number("vocab_size")?,
                 context: number("max_position_embeddings")?,
-                layers: number("num_hidden_layers")?,
+                layers: whole("num_hidden_layers", MAX_LAYERS)?,
                 width,
                 heads: [heads, key_heads],
                 hidden: number("intermediate_size")?,
-                tied: tied(false),
-                epsilon: real("rms_norm_eps", 1e-6) as f32,
-                base: rope["rope_theta"].as_f64().unwrap_or(real("rope_theta", 10_000.0)),
+                tied: tied(false)?,
+                epsilon: epsilon("rms_norm_eps", 1e-6)?,
+                base: real_of("rope_theta", &rope["rope_theta"], outer, BASES)?,
             })
         }
-        _ => Err(format!("`model_type`: expected \"gpt2\" or \"llama\", got {}", config["model_type"])),
+        _ => Err(format!("`model_type`: expected \"gpt2\" or \"llama\", got {}", shown(&config["model_type"]))),
     }
+}
+
+/// A value of a file as a message shows it.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    let start: String = text.chars().take(80).collect();
+    if start.len() < text.len() { start + ".." } else { start }
+}
+
+/// An error for sizes whose weights the host cannot hold, before any is made: of f32, as they are read and as they are laid out.
+fn check_memory(sizes: &Sizes) -> std::result::Result<(), String> {
+    let Sizes { arch, vocabulary, context, layers, width, hidden, .. } = *sizes;
+    let positions = if arch == Arch::Gpt2 { context } else { 0 };
+    let [vocabulary, positions, layers, width, hidden] =
+        [vocabulary, positions, layers, width, hidden].map(|size| size as u128);
+    // The least that either model has: attention's output, two matrices, and the tables.
+    let weights = layers * width * (width + 2 * hidden) + (vocabulary + positions) * width;
+    let (bytes, available) = (2 * weights * size_of::<f32>() as u128, HostMemory::available_bytes());
+    if bytes <= u128::from(available) {
+        return Ok(());
+    }
+    Err(format!(
+        "{layers} layers of width {width} and {hidden} hidden columns, and {vocabulary} tokens, are at least {weights} weights, which take {bytes} \
+         bytes of the host's memory; {available} are available"
+    ))
 }
 
 /// The `config.json` of these sizes.

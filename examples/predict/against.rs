@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 use stepscope::ops::Precision;
-use stepscope::{Launch, bf16};
+use stepscope::{Launch, PlainFile, bf16};
 
 use crate::bench;
 use crate::cli::{Arch, Size};
@@ -28,12 +28,14 @@ struct Line {
 
 /// Tokens of a sample.
 const CONTEXT: usize = 1024;
+/// The largest file of samples.
+const MAX_BYTES: u64 = 64 << 20;
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn read(path: &Path) -> Outcome<Value> {
-    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-    Ok(serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?)
+    let text = PlainFile::read_whole(path, MAX_BYTES).map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
 /// A line, predicted and measured.

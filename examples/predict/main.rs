@@ -14,6 +14,7 @@
 //! read or written.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod against;
 mod arguments;

@@ -12,6 +12,7 @@
 //! line is wrong.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod reference;
 mod sweep;

@@ -92,10 +92,21 @@ pub(crate) fn on_each<T, E: From<String>>(
 ) -> Result<T, E> {
     let (leader, others) = ranks.split_first().expect("at least one rank");
     thread::scope(|scope| {
-        let others: Vec<_> = others.iter().map(|rank| scope.spawn(|| other(rank))).collect();
+        let other = &other;
+        let start = |rank| thread::Builder::new().name("rank".into()).spawn_scoped(scope, move || other(rank));
+        let started: Vec<_> = others.iter().map(start).collect();
+        if let Some(error) = started.iter().find_map(|rank| rank.as_ref().err()) {
+            // The others would wait for it until their deadline.
+            return Err(
+                format!("no thread for a rank: {error}; give fewer --ranks, or a higher limit of threads").into()
+            );
+        }
         let led = first(leader);
-        let others: Result<Vec<()>, String> =
-            others.into_iter().map(|rank| rank.join().unwrap_or_else(|_| Err("a rank panicked".into()))).collect();
+        let others: Result<Vec<()>, String> = started
+            .into_iter()
+            .flatten()
+            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank panicked".into())))
+            .collect();
         let led = led?;
         others?;
         Ok(led)

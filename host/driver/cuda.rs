@@ -159,6 +159,7 @@ impl Cuda {
 }
 
 /// The version of CUDA that the driver has and, where the system tells, its own: two of one CUDA may compile otherwise.
+#[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
 fn driver_version() -> Result<String> {
     let version = CudaApiVersion::get().map_err(|error| Error::NoDevice {
         wanted: "cuda",

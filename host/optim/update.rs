@@ -60,7 +60,7 @@ impl<R: UpdateRule> Optimizer<R> {
         })?;
         for (what, value) in [(Quantity::Loss, loss), (Quantity::GradientNorm, squared_norm)] {
             if !is_finite(value) {
-                let tensor = weights.first_not_finite(gradients, "")?;
+                let tensor = weights.first_not_finite(Some(gradients), "")?;
                 return Err(Error::NotFinite { update: Some(update), what, tensor });
             }
         }

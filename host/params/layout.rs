@@ -9,6 +9,7 @@ use crate::error::{Error, Result, short};
 use crate::finite::all_finite;
 use crate::initializer::Initializer;
 use crate::memory::ALIGN_BYTES;
+use crate::processors::have_threads;
 use crate::tensor::Shape;
 use crate::tensors::NOTES;
 use rayon::prelude::*;
@@ -322,7 +323,10 @@ impl Layout {
     /// The first parameter that is not finite, of each one's bytes, little-endian, once somebody asks; `prefix` stands before the name. All
     /// processors look: there may be many small ones.
     pub(crate) fn finite_bytes(&self, prefix: &str, region: &[&[u8]]) -> impl Iterator<Item = (String, bool)> {
-        let first = move || region.par_iter().position_first(|bytes| !all_finite(bytes));
+        let first = move || match have_threads() {
+            true => region.par_iter().position_first(|bytes| !all_finite(bytes)),
+            false => region.iter().position(|bytes| !all_finite(bytes)),
+        };
         let named = move |at: usize| (format!("{prefix}{}", self.entries()[at].name()), false);
         std::iter::once_with(first).flatten().map(named)
     }

@@ -217,15 +217,19 @@ impl Parameters {
         &self.flat.layout
     }
 
-    /// The first tensor that is not finite, of the gradients and then of the weights, as an error tells it; behind it `seen`, which says
-    /// when. Waits.
-    pub(crate) fn first_not_finite(&self, gradients: &Gradients, seen: &str) -> Result<String> {
-        for (whose, flat) in [("the gradient of ", &gradients.flat), ("", &self.flat)] {
-            if let Some(name) = flat.first_not_finite()? {
-                return Ok(format!("{whose}`{name}`{seen}"));
-            }
+    /// The first tensor that is not finite, of the gradients if they count and then of the weights, as an error names it; after it
+    /// `seen`, which says when. Waits.
+    pub(crate) fn first_not_finite(&self, gradients: Option<&Gradients>, seen: &str) -> Result<String> {
+        if let Some(gradients) = gradients
+            && let Some(name) = gradients.flat.first_not_finite()?
+        {
+            return Ok(format!("the gradient of `{name}`{seen}"));
         }
-        Ok(format!("none, all gradients and weights are finite{seen}: a sum of finite numbers was too large"))
+        if let Some(name) = self.flat.first_not_finite()? {
+            return Ok(format!("`{name}`{seen}"));
+        }
+        let all = if gradients.is_some() { "all gradients and weights" } else { "all weights" };
+        Ok(format!("none, {all} are finite{seen}: a sum of finite numbers was too large"))
     }
 
     /// An error that names the first tensor that is not finite, behind so many updates. Waits.

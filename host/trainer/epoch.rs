@@ -267,7 +267,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         })?;
         let update = self.learner().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());
-        self.check(update, Quantity::Loss, finite, || first_input(slice::from_ref(samples), 0..1))?;
+        self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 

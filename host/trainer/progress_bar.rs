@@ -154,6 +154,12 @@ impl ProgressBar {
         samples * self.unit.1
     }
 
+    /// Leaves so much of the time out of all rates, because it was not training: an evaluation, say.
+    pub fn leave_out(&mut self, time: Duration) {
+        self.start += time;
+        self.shown += time;
+    }
+
     /// Says a sentence between what is shown.
     pub fn say(&self, text: &str) {
         match self.shows {
@@ -163,7 +169,7 @@ impl ProgressBar {
         }
     }
 
-    /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`].
+    /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`], without what was left out.
     pub fn finish(&self, progress: &EpochProgress) -> Duration {
         float_mode::in_default(|| self.finish_now(progress))
     }
@@ -174,6 +180,14 @@ impl ProgressBar {
         let per_second = done as f64 / seconds;
         self.bar.finish_and_clear();
         let Self { name, unit: (unit, _), .. } = self;
+        if done == 0 {
+            match self.shows {
+                Shows::Text => write_line(&format!("{name}  no {unit} were left")),
+                Shows::Events => tracing::info!(epoch = name, unit, done, seconds, "trained"),
+                Shows::Nothing => (),
+            }
+            return duration;
+        }
         match self.shows {
             Shows::Text => write_line(&format!(
                 "{name}  {done} {unit} in {seconds:.1} s  loss {loss:.4}  {per_second:.0} {unit}/s"

@@ -152,16 +152,20 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         if finite || self.numbers == Numbers::Any {
             return Ok(());
         }
-        let tensor = first_input()?.map_or_else(|| self.first_of_model(update), Ok)?;
+        let tensor = first_input()?.map_or_else(|| self.first_of_model(update, what), Ok)?;
         Err(Error::NotFinite { update: Some(update), what, tensor })
     }
 
-    /// The first of gradients and weights, which may be those of a later update that was queued meanwhile.
-    fn first_of_model(&self, update: u64) -> Result<String> {
+    /// The first of gradients and weights, which may be those of a later update that was queued meanwhile. An evaluation has no
+    /// gradients: those of the last update did not go into its loss.
+    fn first_of_model(&self, update: u64, what: Quantity) -> Result<String> {
         let Learner { parameters, gradients, optimizer, .. } = self.learner();
         let made = optimizer.updates();
-        let seen = if made > update { format!(", seen behind update {made}") } else { String::new() };
-        parameters.first_not_finite(gradients, &seen)
+        let seen = match made > update {
+            true => format!(", seen behind update {made}, which has overwritten those of update {update}"),
+            false => String::new(),
+        };
+        parameters.first_not_finite((what != Quantity::EvaluationLoss).then_some(gradients), &seen)
     }
 
     /// An error for the weights, if they are not finite and should be. Waits.

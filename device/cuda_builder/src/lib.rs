@@ -14,6 +14,8 @@
 //!
 //! Invariant: the PTX is a function of the sources, the architecture and the device compiler alone. Nothing of the
 //! environment (flags, wrappers, profiles, the folder's name) reaches it.
+
+#![warn(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

@@ -7,6 +7,7 @@
 //! Invariant: a kernel written against this crate compiles unchanged with rust-cuda's own `cuda_std`. What stands
 //! beyond that API ([`launch`], [`emulator`], [`float_mode`]) exists on the CPU alone.
 
+#![warn(clippy::disallowed_methods)]
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",

@@ -1,5 +1,7 @@
 //! The host: memory, limits and the settings that decide about it.
 
+#![expect(clippy::disallowed_methods, reason = "reads the kernel's own files, which end")]
+
 use rustix::process::{Resource, getrlimit, getuid};
 use serde::{Deserialize, Serialize};
 use std::fs;

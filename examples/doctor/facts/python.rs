@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::PathBuf;
+use stepscope::PlainFile;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -27,7 +28,8 @@ impl Python {
             .collect();
         let mut found = Self { folders: Some(folders.len() as u64), ..Self::default() };
         for path in folders.into_iter().flat_map(list) {
-            let Ok(wheel) = fs::read_to_string(path.join("WHEEL")) else { continue };
+            let Ok(wheel) = PlainFile::read_whole(path.join("WHEEL"), 1 << 16) else { continue };
+            let wheel = String::from_utf8_lossy(&wheel);
             let tags: Vec<_> = wheel.lines().filter_map(|line| line.strip_prefix("Tag:")).map(str::trim).collect();
             let runs = |tag: &&str| tag.ends_with("-any") || tag.contains(std::env::consts::ARCH);
             if let Some(tag) = tags.first()

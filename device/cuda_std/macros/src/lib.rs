@@ -5,6 +5,8 @@
 //! and a length, everything else is one 8-byte word. And the word `unsafe` is the author's: what these macros write for him
 //! that is unsafe, a module that forbids unsafe code refuses.
 
+#![warn(clippy::disallowed_methods)]
+
 mod arguments;
 mod foreign_math;
 mod pointers;

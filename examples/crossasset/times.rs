@@ -1,0 +1,331 @@
+//! The time of a row of bars: a date and a time of day, or a number since 1970.
+//!
+//! Invariant: all rows of a file write their times in one way, which its first row decides; no time is outside the years 1980 to 2100. With
+//! these bounds a number has one unit at most, and no date without separators is one of them but hours (`2023022812`), which as seconds are
+//! of 2033 to 2036: two rows of such numbers in a row are refused.
+
+use time::{Date, Month, OffsetDateTime, Time, UtcOffset};
+
+/// The first year and the last of any bar.
+const YEARS: [i32; 2] = [1980, 2100];
+
+/// Units of numbers: their name, and how many are a second.
+const UNITS: [(&str, i128); 4] =
+    [("seconds", 1), ("milliseconds", 1_000), ("microseconds", 1_000_000), ("nanoseconds", 1_000_000_000)];
+/// A number above these is not taken for one of the unit when it is not plausible in any: until the year 5138.
+const LARGEST_SECONDS: u128 = 100_000_000_000;
+
+/// Why a text is not the time of a row. `value` is the text.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub(crate) enum TimeError {
+    #[error(
+        "is not a time: write it like 2023-03-01 00:00:00+00:00, which without +00:00 is UTC too, or as a whole number of seconds, \
+         milliseconds, microseconds or nanoseconds since 1970-01-01 UTC"
+    )]
+    Unknown,
+    #[error("is {read} as {how}: expected a year from {} to {}{hint}", YEARS[0], YEARS[1])]
+    Implausible { read: String, how: &'static str, hint: String },
+    #[error("is {got}, and the rows before have {before}: write all times of a file in one way")]
+    Mixed { got: String, before: String },
+    #[error(
+        "is {seconds} as seconds since 1970, and so is the row before, but both read as a date and an hour, {date}: write it so"
+    )]
+    Hours { seconds: String, date: String },
+}
+
+/// How a row writes its time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Form {
+    Written,
+    /// A number of this unit, by its place in [`UNITS`].
+    Number(usize),
+}
+
+impl Form {
+    fn name(self) -> String {
+        match self {
+            Self::Written => "dates and times".into(),
+            Self::Number(unit) => format!("{} since 1970", UNITS[unit].0),
+        }
+    }
+}
+
+/// The times of a file, row after row.
+#[derive(Debug, Default)]
+pub(crate) struct Times {
+    /// That of the rows before.
+    form: Option<Form>,
+    /// Whether the row before reads as a date and an hour too.
+    hours: bool,
+}
+
+impl Times {
+    /// The next row's time, in milliseconds since 1970-01-01 UTC; what is finer is cut off.
+    ///
+    /// Accepted are `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]`, where a time without an offset is UTC, and whole numbers.
+    ///
+    /// # Errors
+    /// Why it is none, or none of this file.
+    pub(crate) fn next(&mut self, text: &str) -> Result<i64, TimeError> {
+        let digits = text.strip_prefix('-').unwrap_or(text);
+        let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+        let (form, nanos) = if is_number { self.number(text)? } else { (Form::Written, written(text)?) };
+        if let Some(before) = self.form.filter(|&before| before != form) {
+            return Err(TimeError::Mixed { got: form.name(), before: before.name() });
+        }
+        self.form = Some(form);
+        let date = compact(text).filter(|_| form == Form::Number(0));
+        if let Some(date) = &date
+            && self.hours
+        {
+            return Err(TimeError::Hours { seconds: shown(nanos), date: date.clone() });
+        }
+        self.hours = date.is_some();
+        Ok((nanos.div_euclid(1_000_000)) as i64)
+    }
+
+    /// A number's unit, and its nanoseconds since 1970.
+    fn number(&self, text: &str) -> Result<(Form, i128), TimeError> {
+        // Longer ones are of no unit.
+        let number: i64 = text.parse().map_err(|_| TimeError::Unknown)?;
+        let nanos = |unit: usize| i128::from(number) * (1_000_000_000 / UNITS[unit].1);
+        if let Some(unit) = (0..UNITS.len()).find(|&unit| is_plausible(nanos(unit))) {
+            return Ok((Form::Number(unit), nanos(unit)));
+        }
+        let by_size = || {
+            let bound = |unit: usize| LARGEST_SECONDS * UNITS[unit].1.unsigned_abs();
+            (0..UNITS.len() - 1)
+                .find(|&unit| u128::from(number.unsigned_abs()) < bound(unit))
+                .unwrap_or(UNITS.len() - 1)
+        };
+        let unit = match self.form {
+            Some(Form::Number(unit)) => unit,
+            _ => by_size(),
+        };
+        let hint = compact(text).map_or(String::new(), |date| format!("; if {date} is meant, write it so"));
+        let how =
+            ["seconds since 1970", "milliseconds since 1970", "microseconds since 1970", "nanoseconds since 1970"]
+                [unit];
+        Err(TimeError::Implausible { read: shown(nanos(unit)), how, hint })
+    }
+}
+
+fn is_plausible(nanos: i128) -> bool {
+    OffsetDateTime::from_unix_timestamp_nanos(nanos).is_ok_and(|time| (YEARS[0]..=YEARS[1]).contains(&time.year()))
+}
+
+/// A time as a message shows it.
+fn shown(nanos: i128) -> String {
+    let seconds = OffsetDateTime::from_unix_timestamp_nanos(nanos.div_euclid(1_000_000_000) * 1_000_000_000);
+    seconds.map_or_else(
+        |_| if nanos < 0 { "before the year -9999".into() } else { "beyond the year 9999".into() },
+        |time| format!("{} {} UTC", time.date(), &time.time().to_string().replace(".0", "")),
+    )
+}
+
+/// A date that digits without separators may mean: year, month, day, and then as many as there are of hour, minute, second and milliseconds.
+fn compact(text: &str) -> Option<String> {
+    if ![8, 10, 12, 14, 17].contains(&text.len()) {
+        return None;
+    }
+    let part = |from: usize, to: usize| text.get(from..to).map_or(Some(0), |part| part.parse::<u16>().ok());
+    let date =
+        Date::from_calendar_date(part(0, 4)?.into(), Month::try_from(part(4, 6)? as u8).ok()?, part(6, 8)? as u8)
+            .ok()?;
+    let time = Time::from_hms(part(8, 10)? as u8, part(10, 12)? as u8, part(12, 14)? as u8).ok()?;
+    let is_recent = (YEARS[0]..=YEARS[1]).contains(&date.year());
+    is_recent.then(|| format!("{date} {:02}:{:02}:{:02}", time.hour(), time.minute(), time.second()))
+}
+
+/// Nanoseconds since 1970-01-01 UTC of a date with separators.
+fn written(text: &str) -> Result<i128, TimeError> {
+    let nanos = Digits(text.as_bytes()).date_and_time().ok_or(TimeError::Unknown)?;
+    match is_plausible(nanos) {
+        true => Ok(nanos),
+        false => Err(TimeError::Implausible { read: shown(nanos), how: "a date and a time", hint: String::new() }),
+    }
+}
+
+/// The rest of a time's text.
+struct Digits<'a>(&'a [u8]);
+
+impl Digits<'_> {
+    /// All of it, in nanoseconds since 1970-01-01 UTC.
+    fn date_and_time(mut self) -> Option<i128> {
+        let rest = &mut self;
+        let year = i32::try_from(rest.number(4)?).ok()?;
+        rest.one_of(b"-")?;
+        let month = Month::try_from(u8::try_from(rest.number(2)?).ok()?).ok()?;
+        rest.one_of(b"-")?;
+        let date = Date::from_calendar_date(year, month, u8::try_from(rest.number(2)?).ok()?).ok()?;
+        rest.one_of(b"Tt ")?;
+        let hour = u8::try_from(rest.number(2)?).ok()?;
+        rest.one_of(b":")?;
+        let minute = u8::try_from(rest.number(2)?).ok()?;
+        let second = if rest.one_of(b":").is_some() { u8::try_from(rest.number(2)?).ok()? } else { 0 };
+        let milli = if rest.one_of(b".,").is_some() { rest.fraction_ms()? } else { 0 };
+        let time = Time::from_hms_milli(hour, minute, second, milli).ok()?;
+        let offset = rest.offset()?;
+        Some(date.with_time(time).assume_offset(offset).unix_timestamp_nanos())
+    }
+
+    /// Exactly `count` digits.
+    fn number(&mut self, count: usize) -> Option<u32> {
+        let (digits, rest) = self.0.split_at_checked(count)?;
+        let value = digits
+            .iter()
+            .try_fold(0, |value, byte| byte.is_ascii_digit().then(|| value * 10 + u32::from(byte - b'0')))?;
+        self.0 = rest;
+        Some(value)
+    }
+
+    /// One of these characters, or `None` and nothing taken.
+    fn one_of(&mut self, wanted: &[u8]) -> Option<u8> {
+        let (&first, rest) = self.0.split_first()?;
+        wanted.contains(&first).then(|| self.0 = rest)?;
+        Some(first)
+    }
+
+    /// At least one digit after the decimal point; what is finer than a millisecond is cut off.
+    fn fraction_ms(&mut self) -> Option<u16> {
+        let count = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let (digits, rest) = self.0.split_at(count);
+        self.0 = rest;
+        let milli = (0..3).fold(0, |milli, at| milli * 10 + u16::from(digits.get(at).map_or(0, |byte| byte - b'0')));
+        (count > 0).then_some(milli)
+    }
+
+    /// Nothing (UTC), `Z`, `+00`, `+0000` or `+00:00`, and then the end.
+    fn offset(&mut self) -> Option<UtcOffset> {
+        if self.0.is_empty() || self.0.eq_ignore_ascii_case(b"z") {
+            return Some(UtcOffset::UTC);
+        }
+        let sign = if self.one_of(b"+-")? == b'-' { -1 } else { 1 };
+        let hours = i8::try_from(self.number(2)?).ok()?;
+        let colon = self.one_of(b":").is_some();
+        let minutes = if colon || !self.0.is_empty() { i8::try_from(self.number(2)?).ok()? } else { 0 };
+        if !self.0.is_empty() || hours > 23 || minutes > 59 {
+            return None;
+        }
+        UtcOffset::from_hms(sign * hours, sign * minutes, 0).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(text: &str) -> Result<i64, TimeError> {
+        Times::default().next(text)
+    }
+
+    #[test]
+    fn reads_every_way_to_write_a_time() {
+        for text in [
+            "2023-03-01 00:00:00+00:00",
+            "2023-03-01T00:00:00Z",
+            "2023-03-01t00:00:00z",
+            "2023-03-01T00:00:00",
+            "2023-03-01 00:00",
+            "2023-03-01 00:00:00.000",
+            "2023-03-01 00:00:00.000999999+00",
+            "2023-03-01T01:30:00+01:30",
+            "2023-02-28T19:00:00-0500",
+            "1677628800",
+            "1677628800000",
+            "1677628800000000",
+            "1677628800000999999",
+        ] {
+            assert_eq!(one(text), Ok(1_677_628_800_000), "{text}");
+        }
+        assert_eq!(one("2023-03-01T00:00:00.25Z"), Ok(1_677_628_800_250));
+        assert_eq!(one("315532800"), Ok(315_532_800_000));
+        assert_eq!(one("2100-12-31T23:59:59Z"), Ok(4_133_980_799_000));
+        for text in [
+            "",
+            "-",
+            "today",
+            "2023-02-29 00:00:00",
+            "2023-13-01 00:00:00",
+            "2023-03-01",
+            "2023-03-01 24:00:00",
+            "2023-03-01 00:00:60",
+            "2023-03-01 00:00:00.",
+            "2023-03-01 00:00:00+",
+            "2023-03-01 00:00:00+0:00",
+            "2023-03-01 00:00:00+00:",
+            "2023-03-01 00:00:00+24:00",
+            "2023-03-01 00:00:00+00:00 ?",
+            "2023-3-1 00:00:00",
+            "20230228T123000Z",
+            "1677628800.5",
+            "1.6776288e9",
+            "99999999999999999999",
+        ] {
+            assert_eq!(one(text), Err(TimeError::Unknown), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_time_outside_the_years_is_told_as_it_was_read() {
+        for (text, told) in [
+            (
+                "20230228",
+                "is 1970-08-23 3:30:28 UTC as seconds since 1970: expected a year from 1980 to 2100; if 2023-02-28 00:00:00 is",
+            ),
+            (
+                "202302281230",
+                "is 1976-05-30 11:04:41 UTC as milliseconds since 1970: expected a year from 1980 to 2100; if 2023-02-28 12:30:00 is",
+            ),
+            (
+                "20230228123000",
+                "as milliseconds since 1970: expected a year from 1980 to 2100; if 2023-02-28 12:30:00 is meant, write it so",
+            ),
+            ("20230228123000000", "; if 2023-02-28 12:30:00 is meant, write it so"),
+            ("0", "is 1970-01-01 0:00:00 UTC as seconds since 1970"),
+            ("-1", "is 1969-12-31 23:59:59 UTC as seconds since 1970"),
+            ("45000", "is 1970-01-01 12:30:00 UTC as seconds since 1970"),
+            ("5000000000", "is 2128-06-11 8:53:20 UTC as seconds since 1970: expected a year from 1980 to 2100"),
+            ("9223372036854775807", "is 2262-04-11 23:47:16 UTC as nanoseconds since 1970"),
+            (
+                "0001-01-01 00:00:00",
+                "is 0001-01-01 0:00:00 UTC as a date and a time: expected a year from 1980 to 2100",
+            ),
+            ("9999-12-31 23:59:59+00:00", "is 9999-12-31 23:59:59 UTC as a date and a time"),
+            ("1969-12-31T23:59:59Z", "is 1969-12-31 23:59:59 UTC as a date and a time"),
+        ] {
+            let found = one(text).unwrap_err().to_string();
+            assert!(found.contains(told), "{text}: {found}");
+        }
+    }
+
+    #[test]
+    fn a_file_writes_its_times_in_one_way() {
+        for (first, second, told) in [
+            ("1677628800", "1677628860000", "is milliseconds since 1970, and the rows before have seconds since 1970"),
+            (
+                "1677628800000",
+                "1677628860000000000",
+                "is nanoseconds since 1970, and the rows before have milliseconds",
+            ),
+            ("2023-03-01 00:00:00", "1677628860", "is seconds since 1970, and the rows before have dates and times"),
+            ("1677628800", "2023-03-01 00:01:00", "is dates and times, and the rows before have seconds since 1970"),
+            ("1677628800000", "1677628", "is 1970-01-01 0:27:57 UTC as milliseconds since 1970: expected a year"),
+            (
+                "2023022812",
+                "2023022813",
+                "is 2034-02-08 21:53:33 UTC as seconds since 1970, and so is the row before, but both",
+            ),
+        ] {
+            let mut times = Times::default();
+            times.next(first).unwrap();
+            let found = times.next(second).unwrap_err().to_string();
+            assert!(found.contains(told), "{first}, {second}: {found}");
+        }
+        // Seconds of 2033 and later are read.
+        let mut times = Times::default();
+        for minute in 0..100_000 {
+            times.next(&(2_000_000_000 + 60 * minute).to_string()).unwrap();
+        }
+    }
+}

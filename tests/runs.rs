@@ -1,0 +1,511 @@
+//! The programs that train, as processes: what they say of wrong files, when they end, and what they never overwrite.
+
+#![cfg(unix)]
+#![forbid(unsafe_code)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use stepscope::{Checkpoint, DeviceKind};
+use support::example::{command, text};
+use tempfile::TempDir;
+
+/// A run whose signals and files are looked at, and not its weights.
+const GPT: &str = "--context 16 --batch 1 --sample-tokens 2";
+/// Far more than a refusal takes on a busy machine.
+const SOON: Duration = Duration::from_secs(30);
+const LATE: Duration = Duration::from_secs(200);
+
+/// A folder with a text in it.
+struct Workplace(TempDir);
+
+impl Workplace {
+    fn new() -> Self {
+        let new = Self(tempfile::tempdir().unwrap());
+        new.file("text.txt", "let x = 1;\nlet y = x + 1;\n".repeat(40));
+        new
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+        fs::write(self.path(name), contents).unwrap();
+        self.path(name)
+    }
+
+    fn pipe(&self, name: &str) -> PathBuf {
+        assert!(Command::new("mkfifo").arg(self.path(name)).status().unwrap().success());
+        self.path(name)
+    }
+
+    /// `gpt`, which reads the text and writes to `out` unless `more` says otherwise.
+    fn gpt(&self, more: &str) -> Command {
+        let mut command = command("gpt", &support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
+        command.arg("--data").arg(self.path("text.txt")).arg("--out").arg(self.path("out"));
+        command.args(more.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    fn crossasset(&self, more: &str) -> Command {
+        let small = ["--limit", "20", "--horizon", "2", "--batch", "3", "--folds", "1"];
+        let mut command = command("crossasset", &support::open(DeviceKind::Emulated), &small);
+        command.arg("--out").arg(self.path("out"));
+        command.args(more.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    /// Refused within a short time with this exit code and these words, and nothing is written.
+    #[track_caller]
+    fn refuses(&self, mut command: Command, code: i32, told: &[&str]) -> String {
+        let output = within(&mut command, SOON);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{told:?}: {message}");
+        for words in told {
+            assert!(message.contains(words), "expected `{words}` in: {message}");
+        }
+        assert!(message.len() < 3000 && !message.contains("panicked"), "{message}");
+        message
+    }
+}
+
+/// The output of a command that ends within this time.
+#[track_caller]
+fn within(command: &mut Command, limit: Duration) -> Output {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    ends_within(child, limit)
+}
+
+#[track_caller]
+fn ends_within(mut child: Child, limit: Duration) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > limit {
+            child.kill().unwrap();
+            panic!("still running after {limit:?}: {}", text(&child.wait_with_output().unwrap().stderr));
+        }
+        sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+#[track_caller]
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+}
+
+#[track_caller]
+fn wait_for(path: &Path) {
+    let begun = Instant::now();
+    while !path.exists() {
+        assert!(begun.elapsed() < LATE, "no {}", path.display());
+        sleep(Duration::from_millis(2));
+    }
+}
+
+fn report(out: &Path) -> Value {
+    serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap()
+}
+
+/// The weights of a small model, as the program writes them for transformers.
+fn theirs(place: &Workplace) -> PathBuf {
+    let output = within(&mut place.gpt("--updates 1 --out first"), LATE);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    place.path("first/transformers")
+}
+
+/// Whatever is opened, a pipe nobody writes to, a device without end and a folder are refused at once.
+#[test]
+fn paths_that_lead_to_no_file() {
+    let place = Workplace::new();
+    let (pipe, tokens) = (place.pipe("pipe"), place.pipe("pipe.bin"));
+    let weights = place.path("weights");
+    fs::create_dir(&weights).unwrap();
+    let inside = |name: &str| {
+        let _ = fs::remove_file(weights.join("config.json"));
+        let _ = fs::remove_file(weights.join("model.safetensors"));
+        let sizes = json!({ "model_type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1 });
+        fs::write(weights.join("config.json"), sizes.to_string()).unwrap();
+        let path = weights.join(name);
+        let _ = fs::remove_file(&path);
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    };
+    for (option, path, kind) in [
+        ("--data", pipe.as_path(), "a pipe"),
+        ("--data", &tokens, "a pipe"),
+        ("--data", Path::new("/dev/zero"), "a device"),
+        ("--data", Path::new("/"), "a folder"),
+        ("--tokenizer", &pipe, "a pipe"),
+        ("--tokenizer", Path::new("/dev/zero"), "a device"),
+        ("--resume", &pipe, "a pipe"),
+        ("--resume", Path::new("/dev/urandom"), "a device"),
+    ] {
+        let mut gpt = place.gpt("");
+        gpt.arg(option).arg(path);
+        place.refuses(gpt, 2, &["expected a plain file", kind]);
+    }
+    for name in ["config.json", "model.safetensors", "model.safetensors.index.json"] {
+        inside(name);
+        place.refuses(
+            place.gpt("--weights weights --tokenizer bytes"),
+            2,
+            &[name, "expected a plain file, got a pipe"],
+        );
+        fs::remove_file(weights.join(name)).unwrap();
+    }
+    place.refuses(place.crossasset("--resume pipe"), 1, &["pipe: expected a plain file, got a pipe"]);
+    assert!(!place.path("out").join("model.safetensors").exists());
+}
+
+/// A tebibyte each, which takes no room on the disk: refused before it is read, with its size and the limit.
+#[test]
+fn files_without_bounds() {
+    let place = Workplace::new();
+    let huge = |name: &str| {
+        let path = place.file(name, "{");
+        fs::File::options().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+    };
+    let (size, folder) = ((1u64 << 40).to_string(), place.path("weights"));
+    fs::create_dir(&folder).unwrap();
+    huge("huge.txt");
+    place.refuses(place.gpt("--data huge.txt"), 2, &[&size, "of memory are needed", " available: give less text"]);
+    place.refuses(place.gpt("--data text.txt huge.txt text.txt"), 2, &[" available: give less text"]);
+    place.refuses(place.gpt("--tokenizer huge.txt"), 2, &[&size, "may have at most 268435456"]);
+    place.refuses(place.gpt("--resume huge.txt"), 2, &["huge.txt: "]);
+    huge("weights/config.json");
+    place.refuses(place.gpt("--weights weights"), 2, &["config.json: ", &size, "may have at most 1048576"]);
+    let sizes =
+        json!({ "model_type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1 });
+    place.file("weights/config.json", sizes.to_string());
+    huge("weights/model.safetensors.index.json");
+    place.refuses(place.gpt("--weights weights"), 2, &["index.json: ", &size, "may have at most 33554432"]);
+    // Large enough to be parsed, and nothing but brackets.
+    place.file("weights/model.safetensors.index.json", "[".repeat(30 << 20));
+    place.refuses(place.gpt("--weights weights"), 2, &["index.json: "]);
+    place.refuses(
+        place.gpt("--batch 1048576 --context 1048576"),
+        2,
+        &["--batch: 1048576 samples", "bytes of the host's memory"],
+    );
+}
+
+/// Numbers that no model has: an error that names the key, the value and the bounds, before anything is made.
+#[test]
+fn numbers_that_no_configuration_has() {
+    let place = Workplace::new();
+    let theirs = theirs(&place);
+    let before: Value = serde_json::from_slice(&fs::read(theirs.join("config.json")).unwrap()).unwrap();
+    let weights = "--weights first/transformers --tokenizer bytes";
+    for (key, value, told) in [
+        ("n_layer", json!(1e300), "`n_layer`: expected a whole number from 1 to 16384, got 1e+300"),
+        ("n_layer", json!(1u64 << 63), "got 9223372036854775808"),
+        ("n_layer", json!(i32::MAX), "got 2147483647"),
+        ("n_layer", json!(0), "got 0"),
+        ("n_layer", json!(-1), "got -1"),
+        ("n_layer", json!(1.5), "got 1.5"),
+        ("n_layer", json!("4"), "got \"4\""),
+        ("n_embd", json!(1u64 << 63), "`n_embd`: expected a whole number"),
+        ("n_embd", json!(1 << 26), "bytes of the host's memory"),
+        ("n_inner", json!(1 << 26), "transformer.h.0.mlp.c_fc.weight"),
+        ("n_positions", json!(u64::MAX), "`n_positions`: expected"),
+        ("vocab_size", json!(1u64 << 40), "`vocab_size`: expected"),
+        ("n_head", json!(3), "got 3 heads in a width of 128"),
+        ("n_head", json!(1 << 26), "got 67108864 heads"),
+        ("layer_norm_epsilon", json!(1e300), "`layer_norm_epsilon`: expected a number from 1e-30 to 1e0, got 1e+300"),
+        ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon`: expected a number"),
+        ("layer_norm_epsilon", json!("1e-5"), "`layer_norm_epsilon`: expected a number"),
+        ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings`: expected true or false, got \"yes\""),
+        ("model_type", json!("x".repeat(1 << 19)), "`model_type`: expected \"gpt2\" or \"llama\", got \"xxx"),
+    ] {
+        let mut sizes = before.clone();
+        sizes[key] = value;
+        fs::write(theirs.join("config.json"), sizes.to_string()).unwrap();
+        place.refuses(place.gpt(weights), 2, &[told]);
+    }
+    let text = before.to_string().replace("1e-5", "1e999");
+    fs::write(theirs.join("config.json"), text).unwrap();
+    place.refuses(place.gpt(weights), 2, &["config.json: "]);
+    let llama = json!({ "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 3, "max_position_embeddings": 16, "num_hidden_layers": 1, "intermediate_size": 64 });
+    fs::write(theirs.join("config.json"), llama.to_string()).unwrap();
+    place.refuses(place.gpt(weights), 2, &["`num_key_value_heads`: expected a number that divides 4 heads, got 3"]);
+}
+
+/// What a file is, wherever it is given for another.
+#[test]
+fn errors_name_the_kind_of_a_file() {
+    let place = Workplace::new();
+    let wide: Vec<u8> =
+        "timestamp,open,high,low,close,volume\n".repeat(50).encode_utf16().flat_map(u16::to_le_bytes).collect();
+    place.file("wide.txt", [&[0xff, 0xfe][..], &wide].concat());
+    place.file("bare_wide.txt", &wide);
+    place.file("gzip.txt", b"\x1f\x8b\x08\0\0\0\0\0".repeat(50));
+    place.file("model.pt", [&b"PK\x03\x04"[..], &[0; 22], &[16, 0, 0, 0], b"archive/data.pkl", &[0; 100]].concat());
+    place.file("pickle.bin", [&b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."[..], &[0xff; 100]].concat());
+    place.file("pointer.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n");
+    place.file("page.html", "<!DOCTYPE html><html>".repeat(20));
+    place.file("latin.txt", b"let \xe4 = 1;\n".repeat(50));
+    let state = theirs(&place).join("model.safetensors").display().to_string();
+    fs::create_dir(place.path("weights")).unwrap();
+    fs::copy(place.path("pointer.bin"), place.path("weights/config.json")).unwrap();
+    for (more, told) in [
+        ("--data wide.txt", "wide.txt: is text in UTF-16"),
+        ("--data bare_wide.txt", "text in UTF-16"),
+        ("--data gzip.txt", "is compressed by gzip; expected text, or tokens in a file that ends in .bin: unpack it"),
+        ("--data model.pt", "is a zip archive, as `torch.save` writes it"),
+        ("--data latin.txt --tokenizer gpt2", "latin.txt: is no UTF-8"),
+        ("--data pickle.bin", "It is a pickle, as `torch.save` writes it"),
+        ("--data pointer.bin", "a pointer of git-lfs; expected tokens"),
+        ("--tokenizer gzip.txt", "is no tokenizer.json: is compressed by gzip"),
+        ("--tokenizer pointer.bin", "fetch the file itself by `git lfs pull`"),
+        ("--tokenizer page.html", "is a web page; expected JSON"),
+        ("--resume text.txt", "text.txt: is text; expected a safetensors file"),
+        ("--resume gzip.txt", "is compressed by gzip; expected a safetensors file"),
+        ("--resume pointer.bin", "a pointer of git-lfs"),
+        ("--resume model.pt", "`safetensors.torch.save_file(model.state_dict(), path)`"),
+        ("--resume first/best.safetensors --updates 1", "has weights and no state of the optimiser"),
+        ("--weights weights", "config.json: is a pointer of git-lfs; expected a model's configuration in JSON"),
+        (&format!("--resume {state}"), "is a safetensors file without `stepscope.format`; expected a checkpoint"),
+    ] {
+        place.refuses(place.gpt(more), 2, &[told]);
+    }
+    let output = within(&mut place.crossasset("--epochs 1 --out market"), LATE);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    place.refuses(
+        place.gpt("--resume market/model.safetensors"),
+        2,
+        &["is a checkpoint of `crossasset`; expected one of `gpt`"],
+    );
+    place.refuses(
+        place.crossasset("--resume first/model.safetensors"),
+        1,
+        &["is a checkpoint of `gpt`; expected one of `crossasset`"],
+    );
+    for (file, told) in [
+        ("wide.txt", "is text in UTF-16"),
+        ("gzip.txt", "is compressed by gzip; expected bars as CSV in UTF-8: unpack it, as by `gunzip`"),
+        ("model.pt", "is a zip archive"),
+        ("page.html", "is a web page; expected bars"),
+        ("pointer.bin", "is a pointer of git-lfs"),
+    ] {
+        place.refuses(place.crossasset(&format!("--bars {file}")), 2, &[told]);
+    }
+}
+
+/// A rank whose other ranks do not come waits, and has made no update.
+fn waiting(mut command: Command) -> Child {
+    let port = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap().port()
+    };
+    for (name, value) in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("MASTER_PORT", port)] {
+        command.env(name, value.to_string());
+    }
+    command.env("MASTER_ADDR", "127.0.0.1").env("STEPSCOPE_GROUP_SECRET", "the secret of this test");
+    command.args(["--deadline", "3600"]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+#[test]
+fn a_signal_before_the_first_update_ends_a_run_at_once() {
+    for name in ["-INT", "-TERM", "-HUP"] {
+        for program in ["gpt", "crossasset"] {
+            let place = Workplace::new();
+            let child = waiting(if program == "gpt" { place.gpt("") } else { place.crossasset("") });
+            wait_for(&place.path("out/.stepscope-lock"));
+            sleep(Duration::from_millis(100));
+            signal(&child, name);
+            let begun = Instant::now();
+            let output = ends_within(child, SOON);
+            let said = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(130), "{program} {name}: {said}");
+            assert!(
+                said.contains(&format!("SIG{}: stopped before the first update; nothing was saved", &name[1..])),
+                "{said}"
+            );
+            assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+            assert_eq!(fs::read_dir(place.path("out")).unwrap().count(), 0, "the folder is free again");
+        }
+    }
+}
+
+/// With a checkpoint that a resumed run goes on from to the weights of one that was never stopped; and a message at once.
+#[test]
+fn each_signal_ends_a_language_model_with_a_checkpoint() {
+    let place = Workplace::new();
+    let run = "--updates 120 --checkpoint-every 1 --evaluate-every 1000";
+    assert!(within(&mut place.gpt(&format!("{run} --out straight")), LATE).status.success());
+    let expected = report(&place.path("straight"))["weights_sha256"].clone();
+    for name in ["-INT", "-TERM", "-HUP"] {
+        let child =
+            place.gpt(&format!("{run} --overwrite")).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let checkpoint = place.path("out/model.safetensors");
+        let _ = fs::remove_file(&checkpoint);
+        wait_for(&checkpoint);
+        signal(&child, name);
+        let output = ends_within(child, LATE);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(130), "{name}: {said}");
+        assert!(
+            said.contains(&format!("SIG{}: stopping after the current update, with a checkpoint", &name[1..])),
+            "{said}"
+        );
+        Checkpoint::load(&checkpoint).unwrap();
+        let resumed = within(&mut place.gpt(&format!("{run} --resume {}", checkpoint.display())), LATE);
+        assert!(resumed.status.success(), "{}", text(&resumed.stderr));
+        assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{name}");
+    }
+}
+
+/// The second signal ends it, though nobody reads its standard error and the first is answered there.
+#[test]
+fn a_second_signal_ends_a_run_at_once() {
+    let place = Workplace::new();
+    // Evaluations of many minutes are not waited for.
+    let child = place.gpt("--updates 100000").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for(&place.path("out/.stepscope-lock"));
+    sleep(Duration::from_millis(500));
+    signal(&child, "-INT");
+    let _ = Command::new("kill").args(["-INT", &child.id().to_string()]).stderr(Stdio::null()).status().unwrap();
+    assert_eq!(ends_within(child, SOON).status.code(), Some(130));
+}
+
+/// As `nohup` starts a program.
+#[test]
+fn a_hangup_that_is_ignored_ends_nothing() {
+    let place = Workplace::new();
+    let inner = place.gpt("--updates 200 --checkpoint-every 1");
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for(&place.path("out/.stepscope-lock"));
+    signal(&child, "-HUP");
+    let output = ends_within(child, LATE);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+/// The same command a second time, for both programs: refused, and each piece of advice is right.
+#[test]
+fn an_earlier_run_is_not_overwritten() {
+    for program in ["gpt", "crossasset"] {
+        let place = Workplace::new();
+        let run = |more: &str| match program {
+            "gpt" => place.gpt(&format!("--updates 3 {more}")),
+            _ => place.crossasset(&format!("--epochs 1 {more}")),
+        };
+        assert!(within(&mut run(""), LATE).status.success());
+        let checkpoint = place.path("out/model.safetensors");
+        let before = fs::read(&checkpoint).unwrap();
+        let told = place.refuses(
+            run(""),
+            2,
+            &["holds the checkpoint of an earlier run: model.safetensors, ", " updates, written 20"],
+        );
+        let go_on = told.lines().map(str::trim).find(|line| line.starts_with("--resume ")).unwrap();
+        let go_on = go_on.split("   ").next().unwrap();
+        for (more, file) in [("--seed 8", "out"), ("--resume copy.safetensors", "out")] {
+            fs::copy(&checkpoint, place.path("copy.safetensors")).unwrap();
+            place.refuses(run(more), 2, &[&format!("{file} holds the checkpoint")]);
+        }
+        assert!(fs::read(&checkpoint).unwrap() == before, "{program}: nothing was changed");
+        for advice in [go_on, "--out another", "--overwrite", "--overwrite --seed 8"] {
+            let output = within(&mut run(advice), LATE);
+            assert!(output.status.success(), "{program} {advice}: {}", text(&output.stderr));
+        }
+        assert!(fs::read(&checkpoint).unwrap() != before, "{program}: the last one has another seed");
+        // Anybody's file of that name counts.
+        fs::create_dir(place.path("weights")).unwrap();
+        place.file("weights/model.safetensors", "somebody's");
+        place.refuses(
+            run("--out weights"),
+            2,
+            &["weights holds weights of an earlier run: model.safetensors, written 20"],
+        );
+        assert_eq!(fs::read_to_string(place.path("weights/model.safetensors")).unwrap(), "somebody's");
+    }
+}
+
+/// A run that has come to its end has no speed, and other settings are named.
+#[test]
+fn a_finished_run_says_what_it_would_take() {
+    let place = Workplace::new();
+    assert!(within(&mut place.gpt("--updates 4 --evaluate-every 2"), LATE).status.success());
+    let seconds: Vec<f64> =
+        report(&place.path("out"))["seconds"].as_array().unwrap().iter().map(|it| it.as_f64().unwrap()).collect();
+    assert!(seconds.len() == 4 && seconds[0] == seconds[1] && seconds[2] == seconds[3], "{seconds:?}");
+    let resume = "--evaluate-every 2 --resume out/model.safetensors";
+    let output = within(&mut place.gpt(&format!("--updates 4 {resume}")), LATE);
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert!(
+        output.status.success() && !said.contains("NaN") && said.contains("all 4 updates were made before"),
+        "{said}"
+    );
+    assert!(report(&place.path("out"))["tokens_per_second"].is_null());
+    let told = place.refuses(
+        place.gpt(&format!("--updates 9 --seed 8 {resume}")),
+        2,
+        &[
+            "was made with other settings:",
+            "  updates: 4 in the checkpoint, 9 here",
+            "  seed: 7 in the checkpoint, 8 here",
+        ],
+    );
+    assert!(!told.contains("  batch: "), "{told}");
+    // The advice, as it stands.
+    let advice = told.split("--weights ").nth(1).unwrap().split(' ').next().unwrap();
+    let mut longer = place.gpt("--updates 2 --tokenizer bytes --out longer");
+    assert!(within(longer.arg("--weights").arg(advice), LATE).status.success(), "{told}");
+}
+
+/// Tokens that are rewritten while they are trained on, with the old time of modification, end the run.
+#[test]
+fn tokens_that_change_end_a_run() {
+    let place = Workplace::new();
+    let tokens: Vec<u8> = (0..40_000u32).flat_map(|at| ((at * 7 % 50_257) as u16).to_le_bytes()).collect();
+    let path = place.file("tokens.bin", &tokens);
+    let mut gpt = place.gpt("--updates 100000 --checkpoint-every 1 --evaluate-every 100000 --data tokens.bin");
+    let child = gpt.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for(&place.path("out/model.safetensors"));
+    let modified = fs::metadata(&path).unwrap().modified().unwrap();
+    let mut file = fs::File::options().write(true).open(&path).unwrap();
+    file.write_all(&[1; 80_000]).unwrap();
+    file.set_times(fs::FileTimes::new().set_modified(modified)).unwrap();
+    let output = ends_within(child, LATE);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("tokens.bin: has changed since it was opened: tokens ") && said.contains("are other ones now"),
+        "{said}"
+    );
+    Checkpoint::load(place.path("out/model.safetensors")).unwrap();
+}
+
+/// Where the system gives no more threads, a run does with few, or says so.
+#[test]
+#[cfg(target_os = "linux")]
+fn scarce_threads_make_no_panic() {
+    let place = Workplace::new();
+    assert!(within(&mut place.gpt("--updates 2"), LATE).status.success());
+    let expected = report(&place.path("out"))["weights_sha256"].clone();
+    // The threads of rayon's pools do not fit the address space, those of the program do.
+    for more in ["--updates 2 --resume out/model.safetensors", "--updates 2 --overwrite"] {
+        let inner = place.gpt(more);
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -v 6000000; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+        command.env("RAYON_NUM_THREADS", "20000").current_dir(place.0.path());
+        let output = within(&mut command, LATE);
+        assert!(output.status.success(), "{more}: {}", text(&output.stderr));
+        assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{more}");
+    }
+    // None at all.
+    let mut gpt = place.gpt("--updates 2 --overwrite");
+    let output = within(gpt.env("RUST_MIN_STACK", (1u64 << 46).to_string()), SOON);
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("error: ") && !said.contains("panicked"), "{said}");
+}
