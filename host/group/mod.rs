@@ -6,8 +6,10 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod agreement;
 mod buckets;
 mod config;
+pub(crate) mod disagreement;
 mod door;
 mod environment;
 pub(crate) mod fault;
@@ -23,6 +25,7 @@ mod testing;
 mod wire;
 
 pub use config::GroupConfig;
+pub use disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
 pub use fault::{LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub(crate) use slices::Slices;
 
@@ -30,6 +33,7 @@ use crate::copies::{self, OfRank};
 use crate::driver::{Device, DeviceLink, Wire};
 use crate::error::{Error, Result};
 use crate::tensor::Memory;
+use agreement::Settings;
 use mesh::{Call, Mesh};
 use std::ops::Range;
 use std::panic::Location;
@@ -90,8 +94,8 @@ impl Group {
     /// deadline.
     ///
     /// # Errors
-    /// [`Error::Rank`] that says which rank has not come, is not of this group, or has another secret, version or kind of device;
-    /// [`Error::Driver`] when NCCL cannot be used.
+    /// [`Error::Meeting`] that says which rank has not come, is not of this group, or has another secret or version;
+    /// [`Error::Disagreement`] for devices of different kinds; [`Error::Driver`] when NCCL cannot be used.
     #[track_caller]
     pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
         let mesh = Mesh::join(config)?;
@@ -109,8 +113,9 @@ impl Group {
 
     fn link_devices(&self, device: &Device, location: &'static Location<'static>) -> Result<DeviceLink> {
         let mesh = &self.0.mesh;
-        let kind = device.description().kind.to_string();
-        self.expect_same("a device of the same kind", &kind, location)?;
+        let mut settings = Settings::default();
+        settings.add("kind of device", device.description().kind.to_string());
+        self.compare("link", &settings, location)?;
         let name = if self.rank() == 0 { DeviceLink::name(device)? } else { Vec::new() };
         let call = Call { op: "link", element: "u8", count: 0, location };
         let names = mesh.agree(call, &name)?;
@@ -151,19 +156,6 @@ impl Group {
         self.0.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
     }
 
-    /// An error unless all ranks have the same of `what`, told as text.
-    pub(crate) fn expect_same(&self, what: &str, own: &str, location: &'static Location<'static>) -> Result<()> {
-        let words = self.agree("compare", 0, own.as_bytes(), location)?;
-        let other = |word: &&Vec<u8>| word.as_slice() != own.as_bytes();
-        match words.iter().position(|word| other(&word)) {
-            None => Ok(()),
-            Some(rank) => {
-                let got = format!("rank {rank} has `{}`", String::from_utf8_lossy(&words[rank]));
-                Err(Error::misuse("group", format!("{what} on all ranks, `{own}` here"), got))
-            }
-        }
-    }
-
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
     pub(crate) fn exchange(&self, sends: &[OfRank], receives: &[OfRank]) -> Result<()> {
         self.exchange_beside(sends, receives)?;
@@ -196,6 +188,8 @@ impl Group {
     /// fault that others have, or have found with this rank, it is that fault: the link has ended with it, and what came of that is no reason.
     pub(crate) fn told<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match (error, self.0.mesh.fault_of_others()) {
+            // All ranks have found it.
+            (error @ Error::Disagreement(_), _) => error,
             (_, Some(fault)) => fault,
             (Error::Timeout { waited, .. }, _) if self.ranks() > 1 => self.0.mesh.late(waited),
             (error, _) => {
