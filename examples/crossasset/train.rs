@@ -18,6 +18,7 @@ use crate::report::{BATCHES_KEPT, BatchResult, EpochResult};
 use crate::samples::{self, Cut, MicroBatch};
 use crate::shared::log::Log;
 use crate::shared::ranks::Rank;
+use crate::shared::settings::{self as shared_settings, Settings};
 use crate::shared::stored_as::StoredAs;
 use crate::shared::usage::{CaptureUse, MemoryUse};
 use crate::trace::Trace;
@@ -243,7 +244,7 @@ impl<'r> Run<'r> {
         let device = trainer.arena().device().clone();
         let mut batches = samples::batches(&device, self.dataset, fold, order, self.cut(), self.group)?;
         let mut position = std::mem::take(&mut self.position);
-        let settings = settings(self.args, (self.dataset, self.rank.shards()));
+        let settings = shared_settings::to_note(&settings(self.args, (self.dataset, self.rank.shards())));
         let mut watch = Watch { bar, settings, position: &mut position };
         if fold.index == 0 && epoch == 0 {
             self.look(trainer, fold, &mut batches, &mut progress, &mut watch)?;
@@ -321,14 +322,12 @@ impl<'r> Run<'r> {
 /// Where a checkpoint stopped.
 fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Result<Position> {
     let refused = |reason| Error::File { path: args.resume.clone().unwrap_or_default(), reason };
-    let (theirs, ours) = (checkpoint.note(SETTINGS)?, settings(args, data));
-    if theirs != ours {
-        return Err(refused(format!(
-            "was made from other bars or with other settings, so going on would mix two runs: give those, files in the same order, or \
-             train anew without --resume\n  expected: {}\n  got:      {ours}",
-            shown(theirs, SHOWN)
-        )));
-    }
+    shared_settings::compare(checkpoint.note(SETTINGS)?, &settings(args, data)).map_err(|reason| {
+        refused(format!(
+            "{reason}\nGive the checkpoint's settings, and the same bars in the same order, to go on with the same weights. For more \
+             epochs, other bars or other settings, train anew without --resume and with another --out"
+        ))
+    })?;
     let position: Position = serde_json::from_str(checkpoint.note(POSITION)?)
         .map_err(|reason| refused(format!("`{POSITION}`: {}", shown(&reason.to_string(), SHOWN))))?;
     let Position { epochs, batches } = &position;
@@ -343,24 +342,22 @@ fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Re
     Ok(position)
 }
 
-/// What decides the weights: the bars last, by their digest. One shard is not told.
-fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> String {
-    let shards = if shards > 1 { format!("shards {shards} ") } else { String::new() };
-    let limit = args.sample_limit().map_or("none".into(), |limit| limit.to_string());
-    format!(
-        "seed {} epochs {} folds {} batch {} micro-batch {} learning-rate {:e} weight-decay {:e} clip {:e} precision {} stored {} \
-         horizon {} limit {limit} {shards}bars {}",
-        args.seed,
-        args.epochs,
-        args.folds,
-        args.batch,
-        args.micro_batch(),
-        args.learning_rate,
-        args.weight_decay,
-        args.clip,
-        args.precision,
-        args.stored,
-        args.horizon,
-        dataset.sha256()
-    )
+/// All that decides the weights: the bars last, by their digest.
+fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> Settings {
+    vec![
+        ("seed", args.seed.to_string()),
+        ("epochs", args.epochs.to_string()),
+        ("folds", args.folds.to_string()),
+        ("batch", args.batch.to_string()),
+        ("micro-batch", args.micro_batch().to_string()),
+        ("learning-rate", format!("{:e}", args.learning_rate)),
+        ("weight-decay", format!("{:e}", args.weight_decay)),
+        ("clip", format!("{:e}", args.clip)),
+        ("precision", args.precision.to_string()),
+        ("stored", args.stored.to_string()),
+        ("horizon", args.horizon.to_string()),
+        ("limit", args.sample_limit().map_or("none".into(), |limit| limit.to_string())),
+        ("shards", shards.to_string()),
+        ("bars", dataset.sha256().to_owned()),
+    ]
 }

@@ -12,6 +12,7 @@ use crate::bad_input::{Outcome, bad};
 use crate::cli::{Arch, Args};
 use crate::model::{Gpt, Mode, Sizes};
 use crate::samples::{Form, Sequences};
+use crate::shared::settings::Settings;
 use crate::text::{self, Text};
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
@@ -149,17 +150,33 @@ impl<'r> Plan<'r> {
         })
     }
 
-    /// What decides the weights.
-    pub(crate) fn settings(&self) -> String {
+    /// All that decides the weights.
+    pub(crate) fn settings(&self) -> Settings {
         let Args { precision, batch, updates, documents, seed, .. } = self.args;
-        let (accumulate, shards) = (self.accumulate, self.shards);
-        let (rate, warmup) = (self.learning_rate(), self.args.warmup());
-        let (tokenizer, text) = (self.tokenizer.name(), &self.text.sha256);
-        format!(
-            "{:?} precision {precision} batch {batch} accumulate {accumulate} shards {shards} updates {updates} learning-rate {rate:e} warmup {warmup} \
-             documents {documents} seed {seed} tokenizer {tokenizer} text {text}",
-            self.sizes
-        )
+        let Sizes { arch, vocabulary, context, layers, width, heads, hidden, tied, epsilon, base } = self.sizes;
+        vec![
+            ("arch", format!("{arch:?}")),
+            ("vocabulary", vocabulary.to_string()),
+            ("context", context.to_string()),
+            ("layers", layers.to_string()),
+            ("width", width.to_string()),
+            ("heads", format!("{heads:?}")),
+            ("hidden", hidden.to_string()),
+            ("tied", tied.to_string()),
+            ("epsilon", format!("{epsilon:e}")),
+            ("rotary base", format!("{base:e}")),
+            ("precision", precision.to_string()),
+            ("batch", batch.to_string()),
+            ("accumulate", self.accumulate.to_string()),
+            ("shards", self.shards.to_string()),
+            ("updates", updates.to_string()),
+            ("learning-rate", format!("{:e}", self.learning_rate())),
+            ("warmup", self.args.warmup().to_string()),
+            ("documents", documents.to_string()),
+            ("seed", seed.to_string()),
+            ("tokenizer", self.tokenizer.name()),
+            ("text", self.text.sha256.clone()),
+        ]
     }
 
     /// A trainer whose steps are one graph, or launches with `--eager`.

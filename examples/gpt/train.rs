@@ -14,6 +14,7 @@ use crate::plan::Plan;
 use crate::report::{Evaluation, Position};
 use crate::samples::{self, Sequences};
 use crate::shared::log::Log;
+use crate::shared::settings;
 
 /// The checkpoint's note with [`Position`].
 const POSITION: &str = "gpt.position";
@@ -58,7 +59,7 @@ impl Plan<'_> {
         let mut watch = Watch {
             bar: if leads { Log::Text } else { Log::Quiet }.shows(bar),
             leads,
-            settings: self.settings(),
+            settings: settings::to_note(&self.settings()),
             last: Instant::now(),
             trained: &mut trained,
         };
@@ -85,13 +86,21 @@ impl Plan<'_> {
 
     /// What a checkpoint has behind it, if it is one of this run.
     fn position(&self, checkpoint: &Checkpoint) -> Outcome<Position> {
-        let (theirs, ours) = (checkpoint.note(SETTINGS).map_err(|error| self.refused(error))?, self.settings());
-        if theirs != ours {
-            let reason = format!("was made with other settings: give those\n  expected: {theirs}\n  got:      {ours}");
-            return Err(bad(self.checkpoint(), reason));
-        }
+        let theirs = checkpoint.note(SETTINGS).map_err(|error| self.refused(error))?;
+        settings::compare(theirs, &self.settings())
+            .map_err(|reason| bad(self.checkpoint(), format!("{reason}\n{}", self.how_to_prolong())))?;
         let note = checkpoint.note(POSITION).map_err(|error| self.refused(error))?;
         serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
+    }
+
+    /// The advice for a run whose settings differ: the schedule of the learning rate depends on `--updates`.
+    fn how_to_prolong(&self) -> String {
+        let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
+        format!(
+            "Give the checkpoint's settings to go on with the same weights. To train on for more updates, or with other settings, \
+             start a new run from the weights of one that has ended: --weights {} --out DIR",
+            folder.join("transformers").display()
+        )
     }
 
     fn checkpoint(&self) -> String {

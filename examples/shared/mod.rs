@@ -1,4 +1,4 @@
-//! What examples that train share: their log, their screen, the ranks of a group, the picture of the loss,
+//! Parts that the training examples share: log, screen, settings in a checkpoint, ranks of a group, the picture of the loss,
 //! what memory holds, and what memory and graphs were used.
 
 #![allow(dead_code, reason = "each example uses its part")]
@@ -8,5 +8,6 @@ pub(crate) mod log;
 pub(crate) mod loss_svg;
 pub(crate) mod ranks;
 pub(crate) mod screen;
+pub(crate) mod settings;
 pub(crate) mod stored_as;
 pub(crate) mod usage;

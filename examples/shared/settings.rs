@@ -1,0 +1,82 @@
+//! The settings that decide the weights of a run. A checkpoint keeps them as a note, and a run that goes on from it must have the same.
+
+use std::collections::BTreeSet;
+
+/// Names and values, in the order in which an error lists them.
+pub(crate) type Settings = Vec<(&'static str, String)>;
+
+/// Characters of a value that a message shows.
+const SHOWN: usize = 100;
+/// Settings that a message lists.
+const LISTED: usize = 20;
+
+/// The text of a checkpoint's note.
+pub(crate) fn to_note(settings: &Settings) -> String {
+    serde_json::to_string(settings).expect("pairs of texts have a JSON form")
+}
+
+/// Compares the settings in a checkpoint's note with those of this run.
+///
+/// # Errors
+/// A line for each setting that differs, with both values.
+pub(crate) fn compare(note: &str, ours: &Settings) -> Result<(), String> {
+    let theirs: Vec<(String, String)> = serde_json::from_str(note)
+        .map_err(|_| format!("its settings cannot be read, so this version did not write it: `{}`", shown(note)))?;
+    let value = |settings: &[(String, String)], name: &str| {
+        let found = settings.iter().find(|(theirs, _)| theirs == name);
+        found.map_or("not set".to_owned(), |(_, value)| shown(value))
+    };
+    let ours: Vec<_> = ours.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+    let (mut seen, mut lines) = (BTreeSet::new(), Vec::new());
+    for (name, _) in ours.iter().chain(&theirs) {
+        let [before, now] = [&theirs, &ours].map(|settings| value(settings, name));
+        if seen.insert(name) && before != now {
+            lines.push(format!("  {}: {before} in the checkpoint, {now} here", shown(name)));
+        }
+    }
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let more = lines.len().saturating_sub(LISTED);
+    lines.truncate(LISTED);
+    if more > 0 {
+        lines.push(format!("  and {more} more"));
+    }
+    Err(format!("was made with other settings:\n{}", lines.join("\n")))
+}
+
+/// The start of a text from a file, without characters that steer a terminal.
+fn shown(text: &str) -> String {
+    let start: String = text.chars().take(SHOWN).flat_map(char::escape_debug).collect();
+    if text.chars().nth(SHOWN).is_some() { start + ".." } else { start }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(values: &[(&'static str, &str)]) -> Settings {
+        values.iter().map(|&(name, value)| (name, value.to_owned())).collect()
+    }
+
+    #[test]
+    fn each_difference_has_both_values() {
+        let note = to_note(&settings(&[("seed", "7"), ("batch", "8"), ("old", "x")]));
+        let ours = settings(&[("seed", "7"), ("batch", "9"), ("new", "y")]);
+        let told = compare(&note, &ours).unwrap_err();
+        let expected = "was made with other settings:\n  batch: 8 in the checkpoint, 9 here\n  \
+                        new: not set in the checkpoint, y here\n  old: x in the checkpoint, not set here";
+        assert_eq!(told, expected);
+        assert_eq!(compare(&note, &settings(&[("old", "x"), ("batch", "8"), ("seed", "7")])), Ok(()));
+    }
+
+    #[test]
+    fn what_a_file_says_is_short_and_steers_no_terminal() {
+        let long = "\u{1b}[2J".repeat(100_000);
+        let many: Vec<_> = (0..10_000).map(|number| (format!("{number}{long}"), "x")).take(50).collect();
+        for note in [long.clone(), serde_json::to_string(&many).unwrap(), "{}".into(), String::new()] {
+            let told = compare(&note, &settings(&[("seed", "7")])).unwrap_err();
+            assert!(told.len() < 20_000 && !told.contains('\u{1b}'), "{told}");
+        }
+    }
+}
