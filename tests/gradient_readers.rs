@@ -163,10 +163,8 @@ fn train(ranks: Option<usize>, captured: bool, reads: Reads) -> String {
 #[track_caller]
 fn has_the_bits_of_one_rank(reads: Reads) {
     let one = train(Some(1), false, reads);
-    for ranks in [1, 2, 4] {
-        for captured in [false, true] {
-            assert_eq!(train(Some(ranks), captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
-        }
+    for (ranks, captured) in [(1, true), (2, false), (2, true), (4, false), (4, true)] {
+        assert_eq!(train(Some(ranks), captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
     }
     assert_ne!(one, train(Some(1), false, Reads::Nothing), "{reads:?} changes nothing");
 }

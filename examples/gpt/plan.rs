@@ -179,6 +179,14 @@ impl<'r> Plan<'r> {
         ]
     }
 
+    /// All that ranks must have alike: what decides the weights, and when all stop to look at held-out text.
+    pub(crate) fn settings_of_ranks(&self) -> Settings {
+        let mut settings = self.settings();
+        settings.push(("evaluate-every", self.args.evaluate_every().to_string()));
+        settings.push(("resumes", self.resumed.is_some().to_string()));
+        settings
+    }
+
     /// A trainer whose steps are one graph, or launches with `--eager`.
     pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: Learner<Gpt>) -> Result<Trainer<'a, Gpt>> {
         match self.args.eager {
