@@ -14,8 +14,8 @@ pub(crate) fn after(time: Duration) -> Instant {
     later(Instant::now(), time)
 }
 
-/// The moment `time` after `start`. Where the clock cannot express it, as for [`Duration::MAX`], it is
-/// a year after `start`.
+/// The moment `time` after `start`. Where the clock cannot express it, as for [`Duration::MAX`], it
+/// is a year after `start`.
 pub(crate) fn later(start: Instant, time: Duration) -> Instant {
     start.checked_add(time).unwrap_or(start + FARTHEST)
 }

@@ -216,7 +216,8 @@ pub enum Error {
     /// The ranks of a group did not meet.
     #[error("{0}")]
     Meeting(Box<MeetingFault>),
-    /// The ranks of a group have different settings, weights or data, so they would not train one model. All ranks have this error.
+    /// The ranks of a group have different settings, weights or data, so they would not train one
+    /// model. All ranks have this error.
     #[error("{0}")]
     Disagreement(Box<Disagreement>),
     /// Batches could not be made.

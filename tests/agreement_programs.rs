@@ -1,4 +1,5 @@
-//! Ranks of the programs that are started with different words or files: each process names what differs, and none trains.
+//! Ranks of the programs that are started with different words or files: each process names what
+//! differs, and none trains.
 
 #![cfg(unix)]
 #![forbid(unsafe_code)]
@@ -54,7 +55,8 @@ fn replaced(words: &str, more: &str) -> String {
     kept.collect::<String>() + more
 }
 
-/// Both ranks must fail, name these settings with both values (of a digest none is given), and leave no checkpoint.
+/// Both ranks must fail, name these settings with both values (of a digest none is given), and
+/// leave no checkpoint.
 #[track_caller]
 fn refuses(program: &str, base: &str, more: &str, settings: &[[&str; 3]]) {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +102,7 @@ fn gpt_ranks_name_what_differs() {
         ("--seed 8 --batch 4", &[["seed", "7", "8"], ["batch", "2", "4"]]),
         // All ranks stop together, to look at held-out text and for checkpoints.
         ("--evaluate-every 2", &[["evaluate-every", "1", "2"]]),
-        ("--checkpoint-every 2", &[["updates between checkpoints", "None", "Some(2)"]]),
+        ("--checkpoint-every 2", &[["checkpoint-every", "None", "Some(2)"]]),
     ] {
         refuses("gpt", &words, more, settings);
     }
@@ -119,6 +121,7 @@ fn crossasset_ranks_name_what_differs() {
         ("--weight-decay 0.1", &[["weight-decay", "1e-2", "1e-1"]]),
         ("--clip 0.5", &[["clip", "1e0", "5e-1"]]),
         ("--micro-batch 2", &[["micro-batch", "8", "2"]]),
+        ("--checkpoint-every 2", &[["checkpoint-every", "None", "Some(2)"]]),
     ] {
         refuses("crossasset", CROSSASSET, more, settings);
     }

@@ -1,7 +1,8 @@
-//! Ops of one's own whose backward passes read gradients of parameters: the same bits for any number of ranks, captured and eager.
+//! Ops of one's own whose backward passes read gradients of parameters: the same bits for any
+//! number of ranks, captured and eager.
 //!
-//! In a group a captured step is cut where gradients are complete, and those of other shards are added to them in place while the rest of
-//! the step runs. An op must never see such a sum.
+//! In a group a captured step is cut where gradients are complete, and those of other shards are
+//! added to them in place while the rest of the step runs. An op must never see such a sum.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! Deadlines that no clock can express: they wait for ever, or as long as the clock can tell, and nothing panics.
+//! Deadlines that no clock can express: they wait for ever, or as long as the clock can tell, and
+//! nothing panics.
 
 #![forbid(unsafe_code)]
 

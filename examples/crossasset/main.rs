@@ -139,6 +139,7 @@ fn run_rank(args: &Args, dataset: &Arc<Dataset>, rank: &Rank, screen: &mut Scree
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
     let mut settings = train::settings(args, (dataset, rank.shards()));
+    settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
     settings.push(("resumes", args.resume.is_some().to_string()));
     let group = rank.join(&device, &settings)?;
     let (_, layout) = Model::<f32>::new()?;

@@ -179,8 +179,9 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     }
 
     /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not. So the gradients of
-    /// several ops with one parameter add up, in the reverse of the order in which these were recorded. It holds what this pass has given
-    /// so far: zeros when the second is false. So an op may also read what others have given.
+    /// several ops with one parameter add up, in the reverse of the order in which these were
+    /// recorded. It holds what this pass has given so far: zeros when the second is false. So an op
+    /// may also read what others have given.
     ///
     /// # Errors
     /// [`Error::Misuse`] when it is on another device than the step, or the handle is another layout's.
@@ -205,7 +206,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok((gradients, written))
     }
 
-    /// A stack's gradients as one, flat like its weights, as [`Backward::gradient`] gives one. The space between members must stay zero.
+    /// A stack's gradients as one, flat like its weights, as [`Backward::gradient`] gives one. The
+    /// space between members must stay zero.
     ///
     /// # Errors
     /// As for [`Backward::gradient`]; [`Error::Misuse`] for a stack without members.
@@ -216,8 +218,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok((gradient, written))
     }
 
-    /// [`Backward::gradient`] for an op that overwrites all of it when the second is false: it is not made zero before, and holds the
-    /// numbers of an earlier update.
+    /// [`Backward::gradient`] for an op that overwrites all of it when the second is false: it is
+    /// not made zero before, and holds the numbers of an earlier update.
     pub(crate) fn gradient_uninit(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
         let ([gradient], [written]) = self.gradients_uninit([parameter])?;
         Ok((gradient, written))

@@ -1,9 +1,11 @@
 //! A captured step in segments: graphs that are queued one after the other, between which others hear what is complete.
 //!
-//! Where to cut is read off the list of launches: memory is complete behind the last of them that may write or read it, by the extents that
-//! its contract accepted. Reads count, as memory that is complete may be changed by others, such as gradients to which those of other shards
-//! are added. No op has to say what it uses, so none can be wrong about it. Invariants: the segments are all launches in their order; behind
-//! the segment with which memory is told, none writes or reads it. A step that announces nothing is one segment.
+//! Where to cut is read off the list of launches: memory is complete after the last of them that
+//! may write or read it, by the extents that its contract accepted. Reads count, as memory that is
+//! complete may be changed by others, such as gradients to which those of other shards are added.
+//! No op has to say what it uses, so none can be wrong about it. Invariants: the segments are all
+//! launches in their order; after the segment with which memory is told, none writes or reads it.
+//! A step that announces nothing is one segment.
 
 #![forbid(unsafe_code)]
 
@@ -56,8 +58,8 @@ impl Segments {
     }
 }
 
-/// The end of each segment of launches that use this memory, and how many of the announced are complete behind it. Each is told behind
-/// those that were announced before it.
+/// The end of each segment of launches that use this memory, and how many of the announced are
+/// complete after it. Each is told after those that were announced before it.
 fn cuts(used: &[Vec<Range<u64>>], announced: &[Range<u64>]) -> Vec<(usize, usize)> {
     let launches = used.len();
     let uses = |used: &[Range<u64>], memory: &Range<u64>| {

@@ -206,7 +206,8 @@ impl<'s> Slots<'s> {
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
     }
 
-    /// Each replay is to tell when no launch that is still to be queued writes or reads this memory, nor any that was announced before it.
+    /// Each replay is to tell when no launch that is still to be queued writes or reads this
+    /// memory, nor any that was announced before it.
     pub(crate) fn announce<T: Element>(&self, memory: Memory<T>) {
         let start = memory.as_slice().address();
         self.ports.announced.borrow_mut().push(start..start + memory.bytes().len() as u64);

@@ -5,14 +5,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::Group;
 use super::disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
-use super::wire::MOST_WORD;
 use crate::digest::hex;
 use crate::error::{Error, Result, short};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::panic::Location;
 
 /// Characters of a value that are sent and shown as they are.
 const LONGEST: usize = 120;
@@ -30,12 +27,17 @@ impl Settings {
         self.0.push((name.into(), shortened(value.as_ref())));
     }
 
+    /// Adds a value that may not be there.
+    pub(crate) fn add_option(&mut self, name: impl Into<String>, value: Option<impl ToString>) {
+        self.add(name, value.map_or("none".into(), |value| value.to_string()));
+    }
+
     fn value(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(own, _)| own == name).map(|(_, value)| value.as_str())
     }
 
     /// An error when a name is there twice, as one of the values would not be compared.
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let twice = |at: &usize| self.0[..*at].iter().any(|(before, _)| *before == self.0[*at].0);
         match (0..self.0.len()).find(twice) {
             None => Ok(()),
@@ -86,59 +88,6 @@ pub(crate) fn expect_same(all: &[Settings]) -> Result<()> {
     if settings.is_empty() { Ok(()) } else { Err(Error::Disagreement(Box::new(Disagreement { settings }))) }
 }
 
-impl Group {
-    /// Compares settings of the program on all ranks, each a name and a value. All ranks call it, before the first
-    /// update, with everything that decides the numbers of a run and that the library cannot see: a digest of the
-    /// data, the model's configuration, the seed by which samples are shuffled. What the library knows it compares by
-    /// itself (see [`Learner::in_group`](crate::Learner::in_group)).
-    ///
-    /// ```
-    /// use stepscope::*;
-    ///
-    /// # fn main() -> Result<()> {
-    /// # let digest = "9f86d08188";
-    /// let ranks = GroupConfig::on_this_host(2)?.into_iter().map(|config| {
-    ///     std::thread::spawn(move || -> Result<()> {
-    ///         let device = Device::open(DeviceKind::Emulated)?;
-    ///         let group = Group::join(&device, &config)?;
-    ///         let seed = 7 + group.rank(); // a mistake
-    ///         group.agree_on(&[("data", digest.to_owned()), ("seed", seed.to_string())])
-    ///     })
-    /// });
-    /// for rank in ranks.collect::<Vec<_>>() {
-    ///     let error = rank.join().unwrap().unwrap_err().to_string();
-    ///     assert!(error.contains("`seed`: `7` on rank 0, `8` on rank 1"), "{error}");
-    /// }
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Disagreement`] on all ranks, with every setting that differs; [`Error::Misuse`] for a name that is given
-    /// twice, and for more than 64 KiB; [`Error::Rank`] when a rank does not come within the deadline.
-    #[track_caller]
-    pub fn agree_on(&self, settings: &[(impl AsRef<str>, impl AsRef<str>)]) -> Result<()> {
-        let mut own = Settings::default();
-        settings.iter().for_each(|(name, value)| own.add(name.as_ref(), value));
-        self.compare("agree_on", &own, Location::caller())
-    }
-
-    /// The same of settings that the library knows.
-    pub(crate) fn compare(&self, op: &'static str, own: &Settings, location: &'static Location<'static>) -> Result<()> {
-        let compared = own.check().and_then(|()| {
-            let word = serde_json::to_vec(own).expect("texts have a JSON form");
-            if word.len() > MOST_WORD {
-                let expected = format!("settings of at most {MOST_WORD} bytes together");
-                return Err(Error::misuse(op, expected, word.len().to_string()));
-            }
-            let words = self.agree(op, 0, &word, location)?;
-            let all = words.iter().map(|word| understood(op, word)).collect::<Result<Vec<_>>>()?;
-            expect_same(&all)
-        });
-        self.told(compared)
-    }
-}
-
 /// What a rank has sent.
 pub(crate) fn understood<'w, T: Deserialize<'w>>(op: &'static str, word: &'w [u8]) -> Result<T> {
     serde_json::from_slice(word)
@@ -168,7 +117,7 @@ mod tests {
         assert_eq!(
             differ(&[one.clone(), other.clone(), one]),
             "the ranks of the group do not agree on `data`: `a` on ranks 0, 2, `b` on rank 1; `model`: not set on ranks \
-             0, 2, `tiny` on rank 1. Start all ranks with the same program, settings and data"
+             0, 2, `tiny` on rank 1. Start all ranks with the same program, settings, weights and data"
         );
         assert_eq!(expect_same(&[other.clone(), other]), Ok(()));
         assert!(

@@ -38,7 +38,7 @@ impl fmt::Display for Disagreement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the ranks of the group do not agree on ")?;
         list(f, &self.settings, "; ")?;
-        f.write_str(". Start all ranks with the same program, settings and data")
+        f.write_str(". Start all ranks with the same program, settings, weights and data")
     }
 }
 

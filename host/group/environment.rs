@@ -48,8 +48,8 @@ impl GroupConfig {
     /// | port | `MASTER_PORT` | `MASTER_PORT` | `MASTER_PORT`, or one that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID` |
     ///
     /// `torchrun` listens at `MASTER_PORT` itself where it says `TORCHELASTIC_USE_AGENT_STORE=True`; then the next port is taken. One rank
-    /// needs no address. The secret is the bytes of `STEPSCOPE_GROUP_SECRET`, which need not be UTF-8; the
-    /// other variables must be.
+    /// needs no address. The secret is the bytes of `STEPSCOPE_GROUP_SECRET`, which need not be
+    /// UTF-8; the other variables must be.
     ///
     /// # Errors
     /// [`Error::Misuse`] that names the variable which is missing, is not UTF-8 or makes no sense.

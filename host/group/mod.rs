@@ -33,12 +33,13 @@ use crate::copies::{self, OfRank};
 use crate::driver::{Device, DeviceLink, Wire};
 use crate::error::{Error, Result};
 use crate::tensor::Memory;
-use agreement::Settings;
+use agreement::{Settings, expect_same, understood};
 use mesh::{Call, Mesh};
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
+use wire::MOST_WORD;
 
 /// A rank's place in a group of ranks that train one model, each on a device of its own. Clones share it.
 ///
@@ -94,8 +95,9 @@ impl Group {
     /// deadline.
     ///
     /// # Errors
-    /// [`Error::Meeting`] that says which rank has not come, is not of this group, or has another secret or version;
-    /// [`Error::Disagreement`] for devices of different kinds; [`Error::Driver`] when NCCL cannot be used.
+    /// [`Error::Meeting`] that says which rank has not come, is not of this group, or has another
+    /// secret or version; [`Error::Disagreement`] for devices of different kinds; [`Error::Driver`]
+    /// when NCCL cannot be used.
     #[track_caller]
     pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
         let mesh = Mesh::join(config)?;
@@ -154,6 +156,59 @@ impl Group {
         location: &'static Location<'static>,
     ) -> Result<Vec<Vec<u8>>> {
         self.0.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
+    }
+
+    /// Compares settings of the program on all ranks, each a name and a value. All ranks call it,
+    /// before the first update, with everything that decides the numbers of a run and that the
+    /// library cannot see: a digest of the data, the model's configuration, the seed by which
+    /// samples are shuffled. What the library knows it compares by itself (see
+    /// [`Learner::in_group`](crate::Learner::in_group)).
+    ///
+    /// ```
+    /// use stepscope::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let digest = "9f86d08188";
+    /// let ranks = GroupConfig::on_this_host(2)?.into_iter().map(|config| {
+    ///     std::thread::spawn(move || -> Result<()> {
+    ///         let device = Device::open(DeviceKind::Emulated)?;
+    ///         let group = Group::join(&device, &config)?;
+    ///         let seed = 7 + group.rank(); // a mistake
+    ///         group.agree_on(&[("data", digest.to_owned()), ("seed", seed.to_string())])
+    ///     })
+    /// });
+    /// for rank in ranks.collect::<Vec<_>>() {
+    ///     let error = rank.join().unwrap().unwrap_err().to_string();
+    ///     assert!(error.contains("`seed`: `7` on rank 0, `8` on rank 1"), "{error}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`] on all ranks, with every setting that differs; [`Error::Misuse`] for
+    /// a name that is given twice, and for more than 64 KiB; [`Error::Rank`] when a rank does not
+    /// come within the deadline.
+    #[track_caller]
+    pub fn agree_on(&self, settings: &[(impl AsRef<str>, impl AsRef<str>)]) -> Result<()> {
+        let mut own = Settings::default();
+        settings.iter().for_each(|(name, value)| own.add(name.as_ref(), value));
+        self.compare("agree_on", &own, Location::caller())
+    }
+
+    /// The same of settings that the library knows.
+    pub(crate) fn compare(&self, op: &'static str, own: &Settings, location: &'static Location<'static>) -> Result<()> {
+        let compared = own.check().and_then(|()| {
+            let word = serde_json::to_vec(own).expect("texts have a JSON form");
+            if word.len() > MOST_WORD {
+                let expected = format!("settings of at most {MOST_WORD} bytes together");
+                return Err(Error::misuse(op, expected, word.len().to_string()));
+            }
+            let words = self.agree(op, 0, &word, location)?;
+            let all = words.iter().map(|word| understood(op, word)).collect::<Result<Vec<_>>>()?;
+            expect_same(&all)
+        });
+        self.told(compared)
     }
 
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.

@@ -221,8 +221,8 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         self.rule.name()
     }
 
-    /// Names and values of all that the next updates depend on, but for the state; none where the rule does not give
-    /// its own. Waits.
+    /// Names and values of all that the next updates depend on, but for the state; none where the
+    /// rule does not give its own. Waits.
     pub(crate) fn configuration(&self) -> Result<Option<Vec<(String, String)>>> {
         let Some(of_rule) = self.rule.configuration() else { return Ok(None) };
         let mut all = vec![("optimizer".to_owned(), self.name().to_owned())];

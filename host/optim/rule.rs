@@ -27,6 +27,10 @@ use half::bf16;
 ///         "descent"
 ///     }
 ///
+///     fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+///         Some(vec![("rate", format!("{:?}", self.rate))])
+///     }
+///
 ///     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
 ///         vec![-self.rate / (number as f32).sqrt()]
 ///     }
@@ -83,11 +87,12 @@ pub trait UpdateRule: 'static {
     }
 
     /// All settings by which two rules of this name may differ, as names and values: those that
-    /// [`UpdateRule::settings`] and [`UpdateRule::queue`] use, with the whole schedule. The ranks of a group compare
-    /// them before the first update. Values of `f32` that `{:?}` writes are as exact as the number.
+    /// [`UpdateRule::settings`] and [`UpdateRule::queue`] use, with the whole schedule. The ranks
+    /// of a group compare them before the first update. Values of `f32` that `{:?}` writes are as
+    /// exact as the number.
     ///
-    /// None: the rule does not give them, and a group of several ranks refuses it. That is the default, unless the
-    /// rule is a type without data, which has no settings.
+    /// None: the rule does not give them, and a group of several ranks refuses it. That is the
+    /// default, unless the rule is a type without data, which has no settings.
     fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
         (size_of_val(self) == 0).then(Vec::new)
     }

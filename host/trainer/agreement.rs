@@ -1,23 +1,22 @@
 //! What all ranks of a group must have alike, as names and values.
 //!
-//! Invariant: whatever a learner, a trainer or a batch has that decides the weights after an update is
-//! here, or is compared by [`Group::agree_on`](crate::Group::agree_on) because only the program knows it.
-//! What does not decide them, such as whether steps are captured, is not here: ranks may differ in it.
+//! Invariant: whatever a learner, a trainer or a batch has that decides the weights after an update
+//! is here, or is compared by [`Group::agree_on`](crate::Group::agree_on) because only the program
+//! knows it. What does not decide them, such as whether steps are captured, is not here: ranks may
+//! differ in it.
 
 #![forbid(unsafe_code)]
 
-use super::model::{Learner, Model};
-use super::shards::Shards;
 use crate::digest::hex;
 use crate::driver::{DeviceKind, ptx_builds};
 use crate::error::{Error, Result};
 use crate::group::agreement::Settings;
 use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{LayoutEntry, Parameters};
-use crate::precision::Precision;
 use sha2::{Digest, Sha256};
 
-/// The committed digests of what all kernels compute: two builds that have the same compute the same.
+/// The committed digests of what all kernels compute: two builds that have the same compute the
+/// same.
 const RESULTS: &str = include_str!("../same_bits/golden.txt");
 
 /// The settings of weights and an optimiser in a group of several ranks. Waits.
@@ -48,26 +47,8 @@ pub(super) fn of_weights<R: UpdateRule>(
     Ok(settings)
 }
 
-impl<M: Model, R: UpdateRule> Learner<M, R> {
-    /// The settings of a learner in a group of several ranks. Waits.
-    pub(super) fn settings(&self, shards: &Shards) -> Result<Settings> {
-        let Self { model, parameters, optimizer, precision, generator, .. } = self;
-        let mut settings = of_weights(shards.count(), parameters, optimizer)?;
-        settings.add("precision", precision.to_string());
-        if *precision != Precision::Ieee {
-            // Matrix instructions of other GPUs round their sums otherwise.
-            let description = parameters.flat().device().description();
-            settings.add("compute capability", format!("{:?}", description.capability));
-        }
-        let seed = generator.as_ref().map(|generator| generator.seed());
-        settings.add("dropout's seed", format!("{seed:?}"));
-        let watched = model.watched().map(|watched| parameters.layout().entry(watched)).transpose()?;
-        settings.add("watched parameter", format!("{:?}", watched.map(LayoutEntry::name)));
-        Ok(settings)
-    }
-}
-
-/// The settings of an update: its number, the lengths of the batch's parts, and what the rule says of it.
+/// The settings of an update: its number, the lengths of the batch's parts, and what the rule says
+/// of it.
 pub(super) fn of_update<R: UpdateRule>(optimizer: &Optimizer<R>, lens: &[usize]) -> Result<Settings> {
     let number = optimizer.updates().saturating_add(1);
     let mut settings = Settings::default();

@@ -182,9 +182,6 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         shards.agree(|| {
             let mut settings = learner.settings(shards)?;
             settings.add("numbers that are not finite", format!("{:?}", self.numbers));
-            // A checkpoint needs all ranks.
-            let every = self.every.filter(|_| self.checkpoint.is_some());
-            settings.add("updates between checkpoints", format!("{every:?}"));
             Ok(settings)
         })
     }

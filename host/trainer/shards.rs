@@ -8,8 +8,8 @@
 //! slice 1            (0+1) + (2+3)                 on rank 1
 //! weights            0 | 1 | 0 | 1 | ..            gathered by all
 //! ```
-//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the last shard's backward pass will not use it
-//! again, beside the rest of the pass; else behind it.
+//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the
+//! last shard's backward pass will not use it again, beside the rest of the pass; else behind it.
 //!
 //! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
 //! of a shard, a chunk of the norm or an element of the update.
@@ -57,10 +57,11 @@ pub struct Shards {
     /// The sums of 1, 2, 4, .. shards that wait for their neighbours.
     waiting: Vec<Buffer<f32>>,
     among: Option<Among>,
-    /// The digest of the optimiser's state before it was cut into slices; none where that was all zero, or is a
-    /// checkpoint's, which was compared as a whole.
+    /// The digest of the optimiser's state before it was cut into slices; none where that was all
+    /// zero, or is a checkpoint's, which was compared as a whole.
     state: Option<String>,
-    /// Whether all ranks have compared all that decides the weights since anything of it could change.
+    /// Whether all ranks have compared all that decides the weights since anything of it could
+    /// change.
     agreed: AtomicBool,
 }
 
@@ -139,8 +140,8 @@ impl Shards {
         Ok(())
     }
 
-    /// Weights and state are those of a checkpoint now, which all ranks have alike: before the next update the ranks compare
-    /// all settings anew.
+    /// Weights and state are those of a checkpoint now, which all ranks have alike: before the next
+    /// update the ranks compare all settings anew.
     pub(super) fn restored(&mut self) {
         (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
     }
