@@ -4,6 +4,7 @@
 //! else names the call that failed and what the system said.
 
 use crate::admission::Refusal;
+use crate::group::disagreement::Disagreement;
 use crate::group::fault::{MeetingFault, RankFault};
 use crate::ptx::PtxBuild;
 use crate::report::{ArenaReport, Cause};
@@ -215,6 +216,10 @@ pub enum Error {
     /// The ranks of a group did not meet.
     #[error("{0}")]
     Meeting(Box<MeetingFault>),
+    /// The ranks of a group have different settings, weights or data, so they would not train one
+    /// model. All ranks have this error.
+    #[error("{0}")]
+    Disagreement(Box<Disagreement>),
     /// Batches could not be made.
     #[error("loader: {reason}")]
     Loader {

@@ -185,7 +185,7 @@ fn leaves<'s>(tape: &Tape<'_, 's>, inputs: &[Parameter]) -> Result<Vec<Var<'s>>>
         let value = ops::copy(tape.step(), &op.weights(input)?)?.save();
         Ok(op.record(value, move |back, gradient| {
             let step = back.step();
-            let (mut sum, accumulate) = back.gradient(input)?;
+            let (mut sum, accumulate) = back.gradient_uninit(input)?;
             if accumulate {
                 ops::add_assign(step, &mut sum, &gradient)
             } else {

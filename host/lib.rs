@@ -11,6 +11,7 @@ mod capture;
 mod cgroup;
 mod checkpoint;
 mod copies;
+mod deadline;
 mod digest;
 #[cfg(feature = "dlpack")]
 mod dlpack;
@@ -77,7 +78,10 @@ pub use file_kind::FileKind;
 pub use files::{PlainFile, replace_file};
 pub use finite::Numbers;
 pub use gradcheck::GradCheck;
-pub use group::{Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
+pub use group::{
+    DifferentSetting, Disagreement, Group, GroupConfig, LastHeard, MeetingFault, MeetingFaultKind, RankFault,
+    RankFaultKind, ValueOnRanks,
+};
 pub use half::bf16;
 pub use initializer::Initializer;
 pub use loader::Loader;

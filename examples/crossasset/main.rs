@@ -126,7 +126,10 @@ fn run_rank(
         DeviceChoice::Emulated => DeviceKind::Emulated,
         DeviceChoice::Cuda => DeviceKind::Cuda,
     })?;
-    let group = rank.join(&device)?;
+    let mut settings = train::settings(args, (dataset, rank.shards()));
+    settings.push(("checkpoint-every", format!("{:?}", args.checkpoint_every)));
+    settings.push(("resumes", args.resume.is_some().to_string()));
+    let group = rank.join(&device, &settings)?;
     let (_, layout) = Model::<f32>::new()?;
     let model = ModelSize { tensors: layout.entries().len(), weights: layout.weights() };
     let data = DataSize { bars: dataset.bars(), samples: dataset.samples().len() };

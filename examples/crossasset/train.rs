@@ -346,7 +346,7 @@ fn position(checkpoint: &Checkpoint, args: &Args, data: (&Dataset, usize)) -> Re
 }
 
 /// All that decides the weights: the bars last, by their digest.
-fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> Settings {
+pub(crate) fn settings(args: &Args, (dataset, shards): (&Dataset, usize)) -> Settings {
     vec![
         ("seed", args.seed.to_string()),
         ("epochs", args.epochs.to_string()),

@@ -92,7 +92,7 @@ fn run(args: &Args, screen: &mut Screen) -> Outcome<bool> {
 fn run_rank(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, screen: &mut Screen) -> Outcome<bool> {
     let args = plan.args;
     let device = rank.open(args.device)?;
-    let group = rank.join(&device)?;
+    let group = rank.join(&device, &plan.settings_of_ranks())?;
     let mut learner = plan.learner(&device)?;
     let mut arena = plan.arena(&device, &mut learner)?;
     let layout = learner.parameters.layout().clone();

@@ -180,6 +180,16 @@ impl<'r> Plan<'r> {
         ]
     }
 
+    /// All that ranks must have alike: what decides the weights, and when all look at held-out text
+    /// or write a checkpoint together.
+    pub(crate) fn settings_of_ranks(&self) -> Settings {
+        let mut settings = self.settings();
+        settings.push(("evaluate-every", self.args.evaluate_every().to_string()));
+        settings.push(("checkpoint-every", format!("{:?}", self.args.checkpoint_every)));
+        settings.push(("resumes", self.resumed.is_some().to_string()));
+        settings
+    }
+
     /// A trainer whose steps are one graph, or launches with `--eager`.
     pub(crate) fn trainer<'a>(&self, arena: &'a mut Arena, learner: Learner<Gpt>) -> Result<Trainer<'a, Gpt>> {
         match self.args.eager {

@@ -8,6 +8,8 @@ use std::time::Duration;
 use clap::builder::RangedU64ValueParser;
 use stepscope::{Device, DeviceKind, Group, GroupConfig, Learner, Model, Result};
 
+use super::settings::Settings;
+
 /// Ranks, and the shards of a batch.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct RankArgs {
@@ -70,9 +72,12 @@ impl Rank {
         Device::builder(kind).ordinal(ordinal).open()
     }
 
-    /// Meets the others.
-    pub(crate) fn join(&self, device: &Device) -> Result<Option<Group>> {
-        self.config.as_ref().map(|config| Group::join(device, config)).transpose()
+    /// Meets the others, which must have the same settings.
+    pub(crate) fn join(&self, device: &Device, settings: &Settings) -> Result<Option<Group>> {
+        let Some(config) = &self.config else { return Ok(None) };
+        let group = Group::join(device, config)?;
+        group.agree_on(settings)?;
+        Ok(Some(group))
     }
 
     /// The learner, as one of the group's.

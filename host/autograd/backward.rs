@@ -138,7 +138,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Gradients that nothing has come for are zero.
     pub(super) fn finish(&mut self) -> Result<()> {
-        self.parameters.layout().parameters().try_for_each(|parameter| self.zero_unless_written(parameter))
+        self.parameters.layout().parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
     }
 
     /// The step that the pass belongs to.
@@ -179,22 +179,54 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     }
 
     /// A parameter's gradient, which the caller must add to when the second is true and overwrite when it is not. So the gradients of
-    /// several ops with one parameter add up, in the reverse of the order in which these were recorded.
+    /// several ops with one parameter add up, in the reverse of the order in which these were
+    /// recorded. It holds what this pass has given so far: zeros when the second is false. So an op
+    /// may also read what others have given.
     ///
     /// # Errors
     /// [`Error::Misuse`] when it is on another device than the step, or the handle is another layout's.
     pub fn gradient(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
-        let op = self.op;
-        let index = self.parameters.layout().index(parameter).map_err(|error| error.in_op(op))?;
-        let gradient = self.gradients.lend_mut(self.step, parameter).map_err(|error| error.in_op(op))?;
-        Ok((gradient, std::mem::replace(&mut self.written[index], true)))
+        let step = self.step;
+        let (mut gradient, written) = self.gradient_uninit(parameter)?;
+        zero_unless(written, step, &mut gradient)?;
+        Ok((gradient, written))
     }
 
-    /// The gradients of several parameters at once; of each, as for [`Backward::gradient`], whether the caller must add to it.
+    /// The gradients of several parameters at once, each as [`Backward::gradient`] gives it.
     ///
     /// # Errors
     /// As for [`Backward::gradient`]; [`Error::Misuse`] when one parameter is named twice.
     pub fn gradients<const N: usize>(
+        &mut self,
+        parameters: [Parameter; N],
+    ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
+        let step = self.step;
+        let (mut gradients, written) = self.gradients_uninit(parameters)?;
+        gradients.iter_mut().zip(written).try_for_each(|(gradient, written)| zero_unless(written, step, gradient))?;
+        Ok((gradients, written))
+    }
+
+    /// A stack's gradients as one, flat like its weights, as [`Backward::gradient`] gives one. The
+    /// space between members must stay zero.
+    ///
+    /// # Errors
+    /// As for [`Backward::gradient`]; [`Error::Misuse`] for a stack without members.
+    pub fn stack_gradient(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
+        let step = self.step;
+        let (mut gradient, written) = self.stack_gradient_uninit(stack)?;
+        zero_unless(written, step, &mut gradient)?;
+        Ok((gradient, written))
+    }
+
+    /// [`Backward::gradient`] for an op that overwrites all of it when the second is false: it is
+    /// not made zero before, and holds the numbers of an earlier update.
+    pub(crate) fn gradient_uninit(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
+        let ([gradient], [written]) = self.gradients_uninit([parameter])?;
+        Ok((gradient, written))
+    }
+
+    /// [`Backward::gradients`] without the zeros, likewise.
+    pub(crate) fn gradients_uninit<const N: usize>(
         &mut self,
         parameters: [Parameter; N],
     ) -> Result<([LentMut<'_, 's>; N], [bool; N])> {
@@ -208,12 +240,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok((gradients, [(); N].map(|()| written())))
     }
 
-    /// A stack's gradients as one, flat like its weights, of which the second says what [`Backward::gradient`] says. The space between
-    /// members must stay zero.
-    ///
-    /// # Errors
-    /// As for [`Backward::gradient`]; [`Error::Misuse`] for a stack without members.
-    pub fn stack_gradient(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
+    /// [`Backward::stack_gradient`] without the zeros, likewise.
+    pub(crate) fn stack_gradient_uninit(&mut self, stack: &Stack) -> Result<(LentMut<'_, 's>, bool)> {
         let op = self.op;
         // One write must do for all: where some are written already, the others start from zero.
         let layout = self.parameters.layout();
@@ -222,18 +250,12 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let written = places.iter().any(|&place| self.written[place]);
         for (member, place) in stack.members().iter().zip(places) {
             if written {
-                self.zero_unless_written(*member)?;
+                self.gradient(*member)?;
             }
             self.written[place] = true;
         }
         let gradient = self.gradients.lend_stack_mut(self.step, stack).map_err(|error| error.in_op(op))?;
         Ok((gradient, written))
-    }
-
-    fn zero_unless_written(&mut self, parameter: Parameter) -> Result<()> {
-        let step = self.step;
-        let (mut gradient, written) = self.gradient(parameter)?;
-        if written { Ok(()) } else { ops::fill_into(step, &mut gradient, 0.0) }
     }
 
     /// Adds `gradient` to what `var` has.
@@ -311,4 +333,9 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             output => Ok(output),
         }
     }
+}
+
+/// Makes a gradient zero that nothing of this pass was written to.
+fn zero_unless<'s>(written: bool, step: &Step<'s>, gradient: &mut LentMut<'_, 's>) -> Result<()> {
+    if written { Ok(()) } else { ops::fill_into(step, gradient, 0.0) }
 }

@@ -208,7 +208,7 @@ impl<S, R> Captured<S, R> {
     }
 
     /// [`Captured::replay`], which calls `between` with the state when a segment is queued and the one behind it is not, and behind the last:
-    /// it hears how many of what [`Slots::announce`] was given no later segment writes.
+    /// it hears how many of what [`Slots::announce`] was given no later segment uses.
     pub(crate) fn replay_telling(
         &mut self,
         inputs: &Inputs<'_>,

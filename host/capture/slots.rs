@@ -206,7 +206,8 @@ impl<'s> Slots<'s> {
         Output { recording: *recording, index: outputs.len() - 1, element: PhantomData }
     }
 
-    /// Each replay is to tell when no launch that is still to be queued writes this memory, nor any that was announced before it.
+    /// Each replay is to tell when no launch that is still to be queued writes or reads this
+    /// memory, nor any that was announced before it.
     pub(crate) fn announce<T: Element>(&self, memory: Memory<T>) {
         let start = memory.as_slice().address();
         self.ports.announced.borrow_mut().push(start..start + memory.bytes().len() as u64);
@@ -232,7 +233,7 @@ pub(super) struct Ports {
     key: Key,
     inputs: Vec<Port>,
     outputs: RefCell<Vec<Memory<u8>>>,
-    /// Addresses whose last write each replay tells of.
+    /// Addresses whose last use each replay tells of.
     announced: RefCell<Vec<Range<u64>>>,
     pins: Pins,
 }

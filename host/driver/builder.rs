@@ -194,11 +194,11 @@ impl DeviceBuilder {
 
 /// Whether the environment asks for checked mode.
 fn checked_variable() -> Result<Option<bool>> {
-    match std::env::var(CHECKED_VARIABLE).as_deref() {
-        Err(_) => Ok(None),
-        Ok("0") => Ok(Some(false)),
-        Ok("1") => Ok(Some(true)),
-        Ok(other) => Err(Error::misuse("device", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
+    match std::env::var_os(CHECKED_VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref() {
+        None => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        Some(other) => Err(Error::misuse("device", "0 or 1 in STEPSCOPE_CHECKED", format!("`{other}`"))),
     }
 }
 

@@ -42,7 +42,7 @@ impl DeviceLink {
         deadline: Duration,
     ) -> Result<Self> {
         let join = move |driver: &dyn super::Driver| driver.join_link(&name, rank, ranks, wire, deadline);
-        let link = device.call("join_link", deadline + MARGIN, join)?;
+        let link = device.call("join_link", deadline.saturating_add(MARGIN), join)?;
         device.links().push(deadline);
         Ok(Self { device: device.clone(), link, deadline, lent: Mutex::new(device.lending()) })
     }
@@ -59,6 +59,11 @@ impl DeviceLink {
         self.lent().end();
         // SAFETY: an exchange by a link that has ended is refused by the driver, and ending it twice does nothing.
         self.device.call_beside_lane(move |driver| unsafe { driver.leave_link(link) });
+    }
+
+    /// How long a call of the link may take on the lane.
+    fn call_deadline(&self) -> Duration {
+        self.deadline.saturating_add(MARGIN)
     }
 
     fn lent(&self) -> MutexGuard<'_, Lending> {
@@ -83,12 +88,12 @@ impl DeviceLink {
         }
         // SAFETY: what this function asks for is what the driver asks for; replays ask for the lends.
         let exchange = move |driver: &dyn super::Driver| unsafe { driver.exchange(link, &sends, &receives) };
-        self.device.call("exchange", self.deadline + MARGIN, exchange).inspect_err(|_| self.lent().end())
+        self.device.call("exchange", self.call_deadline(), exchange).inspect_err(|_| self.lent().end())
     }
 
     /// What is queued next runs behind all exchanges so far.
     pub(crate) fn follow(&self) -> Result<()> {
-        self.device.call("follow_exchanges", self.deadline + MARGIN, |driver| driver.follow_exchanges())?;
+        self.device.call("follow_exchanges", self.call_deadline(), |driver| driver.follow_exchanges())?;
         self.lent().end();
         Ok(())
     }

@@ -46,7 +46,8 @@ impl GroupConfig {
     }
 
     /// How long anything may take that needs the other ranks (default [`DEFAULT_DEADLINE`]). A wait for the rank's own device is no longer, as
-    /// that may wait for theirs.
+    /// that may wait for theirs. A time that the clock cannot express, such as [`Duration::MAX`],
+    /// is a year.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self

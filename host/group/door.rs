@@ -5,9 +5,10 @@
 
 #![forbid(unsafe_code)]
 
-use super::link::{Link, Stranger, after};
+use super::link::{Link, Stranger};
 use super::secret::{Role, Secret};
 use super::wire::{Hello, Message, Stage, WireError};
+use crate::deadline::after;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -4,6 +4,7 @@
 
 use super::config::GroupConfig;
 use crate::error::{Error, Result};
+use std::ffi::OsString;
 use std::str::FromStr;
 
 /// The variable of the secret.
@@ -47,17 +48,18 @@ impl GroupConfig {
     /// | port | `MASTER_PORT` | `MASTER_PORT` | `MASTER_PORT`, or one that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID` |
     ///
     /// `torchrun` listens at `MASTER_PORT` itself where it says `TORCHELASTIC_USE_AGENT_STORE=True`; then the next port is taken. One rank
-    /// needs no address. The secret is `STEPSCOPE_GROUP_SECRET`.
+    /// needs no address. The secret is the bytes of `STEPSCOPE_GROUP_SECRET`, which need not be
+    /// UTF-8; the other variables must be.
     ///
     /// # Errors
-    /// [`Error::Misuse`] that names the variable which is missing or makes no sense.
+    /// [`Error::Misuse`] that names the variable which is missing, is not UTF-8 or makes no sense.
     pub fn from_environment() -> Result<Option<Self>> {
-        read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        read(|name| std::env::var_os(name))
     }
 }
 
 /// See [`GroupConfig::from_environment`].
-fn read(get: impl Fn(&str) -> Option<String>) -> Result<Option<GroupConfig>> {
+fn read(get: impl Fn(&str) -> Option<OsString>) -> Result<Option<GroupConfig>> {
     let Some(launcher) =
         LAUNCHERS.iter().find(|launcher| get(launcher.rank).is_some() || get(launcher.ranks).is_some())
     else {
@@ -77,7 +79,7 @@ fn read(get: impl Fn(&str) -> Option<String>) -> Result<Option<GroupConfig>> {
     let address = if ranks == 1 { String::new() } else { variables.address()? };
     let config = GroupConfig::new(rank, ranks, address).on_host(local_rank);
     Ok(Some(match (variables.get)(SECRET) {
-        Some(secret) => config.secret(secret),
+        Some(secret) => config.secret(secret.as_encoded_bytes()),
         None => config,
     }))
 }
@@ -87,24 +89,30 @@ struct Variables<G> {
     get: G,
 }
 
-impl<G: Fn(&str) -> Option<String>> Variables<G> {
-    fn text(&self, name: &str) -> Option<String> {
-        (self.get)(name).filter(|text| !text.is_empty())
+impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
+    /// The value of a variable; none where it is not set or empty.
+    fn text(&self, name: &str) -> Result<Option<String>> {
+        let Some(value) = (self.get)(name).filter(|value| !value.is_empty()) else { return Ok(None) };
+        let not_text = |value: OsString| {
+            let got = format!("bytes that are not UTF-8: {}", value.as_encoded_bytes().escape_ascii());
+            misuse(self.launcher, name, "text", &got)
+        };
+        value.into_string().map(Some).map_err(not_text)
     }
 
     fn number<T: FromStr>(&self, name: &str) -> Result<T> {
-        let got = self.text(name);
+        let got = self.text(name)?;
         let number = got.as_deref().and_then(|text| text.trim().parse().ok());
         number.ok_or_else(|| misuse(self.launcher, name, "a number", got.as_deref().unwrap_or("nothing")))
     }
 
     fn address(&self) -> Result<String> {
-        let host = match self.text("MASTER_ADDR") {
+        let host = match self.text("MASTER_ADDR")? {
             Some(host) => host,
             None if self.launcher == SLURM => self.first_host()?,
             None => return Err(misuse(self.launcher, "MASTER_ADDR", "the host of rank 0", "nothing")),
         };
-        let port = match self.text("MASTER_PORT") {
+        let port = match self.text("MASTER_PORT")? {
             None if self.launcher == SLURM => self.slurm_port()?,
             _ => self.number("MASTER_PORT")?,
         };
@@ -112,7 +120,7 @@ impl<G: Fn(&str) -> Option<String>> Variables<G> {
             return Err(misuse(self.launcher, "MASTER_PORT", "a port from 1 to 65535", "0"));
         }
         // torchrun's agent listens at its own port.
-        let port = match self.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() {
+        let port = match self.text("TORCHELASTIC_USE_AGENT_STORE")?.as_deref() {
             Some("True") if port < u16::MAX => port + 1,
             Some("True") => port - 1,
             _ => port,
@@ -123,17 +131,17 @@ impl<G: Fn(&str) -> Option<String>> Variables<G> {
 
     fn first_host(&self) -> Result<String> {
         for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"] {
-            if let Some(list) = self.text(name) {
+            if let Some(list) = self.text(name)? {
                 return first_host(&list).ok_or_else(|| misuse(self.launcher, name, "a list of hosts", &list));
             }
         }
         let names = "MASTER_ADDR, SLURM_JOB_NODELIST or SLURM_LAUNCH_NODE_IPADDR";
-        self.text("SLURM_LAUNCH_NODE_IPADDR").ok_or_else(|| misuse(self.launcher, names, "a host", "nothing"))
+        self.text("SLURM_LAUNCH_NODE_IPADDR")?.ok_or_else(|| misuse(self.launcher, names, "a host", "nothing"))
     }
 
     fn slurm_port(&self) -> Result<u16> {
         let job: u64 = self.number("SLURM_JOB_ID")?;
-        let step: u64 = if self.text("SLURM_STEP_ID").is_some() { self.number("SLURM_STEP_ID")? } else { 0 };
+        let step: u64 = if self.text("SLURM_STEP_ID")?.is_some() { self.number("SLURM_STEP_ID")? } else { 0 };
         let (first, ports) = SLURM_PORTS;
         Ok((first + job.wrapping_add(step.wrapping_mul(STEP_STRIDE)) % ports) as u16)
     }
@@ -168,10 +176,11 @@ fn misuse(launcher: &str, variable: &str, expected: &str, got: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use super::super::secret::Secret;
     use super::*;
 
     fn from(variables: &[(&str, &str)]) -> Result<Option<GroupConfig>> {
-        read(|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
+        read(|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.into()))
     }
 
     fn found(variables: &[(&str, &str)]) -> (usize, usize, usize, String) {
@@ -298,5 +307,44 @@ mod tests {
         // Set, and empty, is no promise of this host alone: it is refused when the ranks meet.
         let empty = [&TORCHRUN[..], &[(SECRET, "")]].concat();
         assert!(from(&empty).expect("no error").expect("a launcher").check().is_err());
+    }
+
+    /// torchrun's variables, of which one has these bytes.
+    #[cfg(unix)]
+    fn with_bytes(name: &str, value: &[u8]) -> Result<Option<GroupConfig>> {
+        use std::os::unix::ffi::OsStrExt;
+        let bytes = std::ffi::OsStr::from_bytes(value).to_owned();
+        let known = |of: &str| TORCHRUN.iter().find(|(known, _)| *known == of).map(|(_, value)| value.into());
+        read(|of| if of == name { Some(bytes.clone()) } else { known(of) })
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn secrets_are_compared_byte_by_byte() {
+        let secret = |value: &[u8]| with_bytes(SECRET, value).unwrap().unwrap().secret;
+        let base = [0xff_u8; 16];
+        for at in 0..base.len() {
+            for byte in [0xfe, 0x80, 0xc0] {
+                let mut other = base;
+                other[at] = byte;
+                assert!(secret(&base) != secret(&other), "byte {at} as {byte:#x}");
+            }
+        }
+        assert!(secret(&base) != secret("\u{fffd}".repeat(16).as_bytes()));
+        assert!(secret(&base) == Secret::new(&base), "by the environment or by the program");
+        for (value, bytes) in [(&[0xff; 6][..], 6), (&[0xff; 15], 15), (b"\xf0\x9f\x98", 3), (b"abc\xff", 4)] {
+            let error = with_bytes(SECRET, value).unwrap().unwrap().check().unwrap_err().to_string();
+            assert!(error.contains(&format!("one of {bytes}")), "{error}");
+        }
+        assert!(with_bytes(SECRET, &base).unwrap().unwrap().check().is_ok());
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn other_variables_must_be_text() {
+        for (name, _) in TORCHRUN.into_iter().filter(|(name, _)| *name != SECRET) {
+            let error = with_bytes(name, b"node\xff7").unwrap_err().to_string();
+            assert!(error.contains(&format!("text in {name} ")) && error.contains("node\\xff7"), "{error}");
+        }
     }
 }

@@ -4,18 +4,13 @@
 
 use super::secret::{Role, Secret, random};
 use super::wire::{self, Greeting, Message, Stage, WireError};
+use crate::deadline::after;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 /// How long the other end of a connection that is being closed may take to hear why.
 const LAST_WORDS: Duration = Duration::from_millis(200);
-
-/// A moment that is so far away; where a clock cannot say it, in a year.
-pub(super) fn after(time: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(time).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
-}
 
 /// A connection of two ranks that know the same secret, or not yet.
 #[derive(Debug)]

@@ -8,9 +8,10 @@
 use super::config::GroupConfig;
 use super::door::{Door, Guest, INTRODUCTION, listening};
 use super::fault::{MeetingFault, MeetingFaultKind};
-use super::link::{Link, Stranger, after, part};
+use super::link::{Link, Stranger, part};
 use super::secret::{Role, random};
 use super::wire::{Hello, Message, PROTOCOL, Stage, WireError};
+use crate::deadline::after;
 use crate::error::{Error, Result};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;

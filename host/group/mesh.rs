@@ -7,11 +7,11 @@
 
 use super::config::GroupConfig;
 use super::fault::{RankFault, RankFaultKind};
-use super::link::after;
 use super::meeting;
 use super::peer::{self, Shared};
 use super::table::{Activity, Piece, Table};
 use super::wire::{Announcement, MOST_PIECE, MOST_WORD, Message, clip};
+use crate::deadline::{after, later};
 use crate::error::{Error, Result};
 use std::collections::VecDeque;
 use std::fmt;
@@ -269,7 +269,7 @@ impl Mesh {
         start: Instant,
         mut ready: impl FnMut(&mut Table) -> Option<Result<T>>,
     ) -> Result<T> {
-        let until = start.checked_add(self.deadline).unwrap_or_else(|| after(self.deadline));
+        let until = later(start, self.deadline);
         let mut table = self.shared.lock();
         loop {
             if let Some(verdict) = &table.verdict {

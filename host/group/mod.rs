@@ -6,8 +6,10 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod agreement;
 mod buckets;
 mod config;
+pub(crate) mod disagreement;
 mod door;
 mod environment;
 pub(crate) mod fault;
@@ -23,6 +25,7 @@ mod testing;
 mod wire;
 
 pub use config::GroupConfig;
+pub use disagreement::{DifferentSetting, Disagreement, ValueOnRanks};
 pub use fault::{LastHeard, MeetingFault, MeetingFaultKind, RankFault, RankFaultKind};
 pub(crate) use slices::Slices;
 
@@ -30,11 +33,13 @@ use crate::copies::{self, OfRank};
 use crate::driver::{Device, DeviceLink, Wire};
 use crate::error::{Error, Result};
 use crate::tensor::Memory;
+use agreement::{Settings, expect_same, understood};
 use mesh::{Call, Mesh};
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
+use wire::MOST_WORD;
 
 /// A rank's place in a group of ranks that train one model, each on a device of its own. Clones share it.
 ///
@@ -90,8 +95,9 @@ impl Group {
     /// deadline.
     ///
     /// # Errors
-    /// [`Error::Rank`] that says which rank has not come, is not of this group, or has another secret, version or kind of device;
-    /// [`Error::Driver`] when NCCL cannot be used.
+    /// [`Error::Meeting`] that says which rank has not come, is not of this group, or has another
+    /// secret or version; [`Error::Disagreement`] for devices of different kinds; [`Error::Driver`]
+    /// when NCCL cannot be used.
     #[track_caller]
     pub fn join(device: &Device, config: &GroupConfig) -> Result<Self> {
         let mesh = Mesh::join(config)?;
@@ -109,8 +115,9 @@ impl Group {
 
     fn link_devices(&self, device: &Device, location: &'static Location<'static>) -> Result<DeviceLink> {
         let mesh = &self.0.mesh;
-        let kind = device.description().kind.to_string();
-        self.expect_same("a device of the same kind", &kind, location)?;
+        let mut settings = Settings::default();
+        settings.add("kind of device", device.description().kind.to_string());
+        self.compare("link", &settings, location)?;
         let name = if self.rank() == 0 { DeviceLink::name(device)? } else { Vec::new() };
         let call = Call { op: "link", element: "u8", count: 0, location };
         let names = mesh.agree(call, &name)?;
@@ -151,17 +158,57 @@ impl Group {
         self.0.mesh.agree(Call { op, element: "f32", count: count as u64, location }, word)
     }
 
-    /// An error unless all ranks have the same of `what`, told as text.
-    pub(crate) fn expect_same(&self, what: &str, own: &str, location: &'static Location<'static>) -> Result<()> {
-        let words = self.agree("compare", 0, own.as_bytes(), location)?;
-        let other = |word: &&Vec<u8>| word.as_slice() != own.as_bytes();
-        match words.iter().position(|word| other(&word)) {
-            None => Ok(()),
-            Some(rank) => {
-                let got = format!("rank {rank} has `{}`", String::from_utf8_lossy(&words[rank]));
-                Err(Error::misuse("group", format!("{what} on all ranks, `{own}` here"), got))
+    /// Compares settings of the program on all ranks, each a name and a value. All ranks call it,
+    /// before the first update, with everything that decides the numbers of a run and that the
+    /// library cannot see: a digest of the data, the model's configuration, the seed by which
+    /// samples are shuffled. What the library knows it compares by itself (see
+    /// [`Learner::in_group`](crate::Learner::in_group)).
+    ///
+    /// ```
+    /// use stepscope::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let digest = "9f86d08188";
+    /// let ranks = GroupConfig::on_this_host(2)?.into_iter().map(|config| {
+    ///     std::thread::spawn(move || -> Result<()> {
+    ///         let device = Device::open(DeviceKind::Emulated)?;
+    ///         let group = Group::join(&device, &config)?;
+    ///         let seed = 7 + group.rank(); // a mistake
+    ///         group.agree_on(&[("data", digest.to_owned()), ("seed", seed.to_string())])
+    ///     })
+    /// });
+    /// for rank in ranks.collect::<Vec<_>>() {
+    ///     let error = rank.join().unwrap().unwrap_err().to_string();
+    ///     assert!(error.contains("`seed`: `7` on rank 0, `8` on rank 1"), "{error}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`] on all ranks, with every setting that differs; [`Error::Misuse`] for
+    /// a name that is given twice, and for more than 64 KiB; [`Error::Rank`] when a rank does not
+    /// come within the deadline.
+    #[track_caller]
+    pub fn agree_on(&self, settings: &[(impl AsRef<str>, impl AsRef<str>)]) -> Result<()> {
+        let mut own = Settings::default();
+        settings.iter().for_each(|(name, value)| own.add(name.as_ref(), value));
+        self.compare("agree_on", &own, Location::caller())
+    }
+
+    /// The same of settings that the library knows.
+    pub(crate) fn compare(&self, op: &'static str, own: &Settings, location: &'static Location<'static>) -> Result<()> {
+        let compared = own.check().and_then(|()| {
+            let word = serde_json::to_vec(own).expect("texts have a JSON form");
+            if word.len() > MOST_WORD {
+                let expected = format!("settings of at most {MOST_WORD} bytes together");
+                return Err(Error::misuse(op, expected, word.len().to_string()));
             }
-        }
+            let words = self.agree(op, 0, &word, location)?;
+            let all = words.iter().map(|word| understood(op, word)).collect::<Result<Vec<_>>>()?;
+            expect_same(&all)
+        });
+        self.told(compared)
     }
 
     /// Queues copies: each of `sends` to its rank, over each of `receives` what its rank sends. All ranks call it, behind an agreement.
@@ -196,6 +243,8 @@ impl Group {
     /// fault that others have, or have found with this rank, it is that fault: the link has ended with it, and what came of that is no reason.
     pub(crate) fn told<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match (error, self.0.mesh.fault_of_others()) {
+            // All ranks have found it.
+            (error @ Error::Disagreement(_), _) => error,
             (_, Some(fault)) => fault,
             (Error::Timeout { waited, .. }, _) if self.ranks() > 1 => self.0.mesh.late(waited),
             (error, _) => {

@@ -11,7 +11,7 @@ use std::io::{ErrorKind, Read};
 use std::net::SocketAddr;
 
 /// The version of what follows [`Message::Hello`]. What comes before, and it, never change.
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 /// What a greeting begins with.
 const MAGIC: [u8; 16] = *b"stepscope group\n";
 /// Bytes of a nonce, and of a proof.

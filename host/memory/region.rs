@@ -17,6 +17,7 @@ use super::situation::situation;
 use super::snapshot::{Event, Kind, Origin, Recording};
 use crate::admission::Situation;
 use crate::cgroup::CgroupMemory;
+use crate::deadline::after;
 use crate::driver::{Device, Launches, Lending, Retired};
 use crate::error::{Error, Result};
 use crate::report::{ArenaReport, Phase, SystemMemory};
@@ -439,7 +440,7 @@ impl Region {
     pub(super) fn step_begins(&self, deadline: Option<Duration>) -> StepGuard<'_> {
         self.refresh_capacity();
         self.launches.begin();
-        self.until.set(deadline.and_then(|deadline| Instant::now().checked_add(deadline)));
+        self.until.set(deadline.map(after));
         StepGuard { region: self }
     }
 

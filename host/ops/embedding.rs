@@ -218,7 +218,7 @@ impl<'s> Tape<'_, 's> {
         let y = ops::embedding(self.step(), &op.weights(table)?, &ids)?;
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
-            let (mut dtable, accumulate) = back.gradient(table)?;
+            let (mut dtable, accumulate) = back.gradient_uninit(table)?;
             ops::embedding_backward(step, &dy, &ids, &mut dtable, accumulate)?;
             step.give_back(dy);
             Ok(())
@@ -250,7 +250,7 @@ impl<'s> Tape<'_, 's> {
         let (y, x) = (ops::add_positions(self.step(), x.value(), &op.weights(table)?)?, *x);
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
-            let (mut dtable, accumulate) = back.gradient(table)?;
+            let (mut dtable, accumulate) = back.gradient_uninit(table)?;
             ops::add_positions_backward(step, &dy, &mut dtable, accumulate)?;
             back.add(&x, dy)
         }))

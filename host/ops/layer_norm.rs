@@ -231,6 +231,6 @@ fn backward<'s, S: Stored>(
     so_far: Option<Tensor<'s, S>>,
 ) -> Result<Tensor<'s, S>> {
     let (step, weights) = (back.step(), back.weights(gain)?);
-    let ([mut dgain, mut dbias], accumulate) = back.gradients([gain, bias])?;
+    let ([mut dgain, mut dbias], accumulate) = back.gradients_uninit([gain, bias])?;
     layer_norm_backward(step, h, &weights, kept, dy, so_far, [&mut dgain, &mut dbias], accumulate)
 }

@@ -192,7 +192,7 @@ impl<'s> Tape<'_, 's> {
         let hidden = *hidden;
         Ok(op.record(loss.save(), move |back, dloss| {
             let step = back.step();
-            let (mut gradient, accumulate) = back.gradient(w)?;
+            let (mut gradient, accumulate) = back.gradient_uninit(w)?;
             ops::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
             step.give_back(dw);
             let scaled = ops::scale_by(step, &dhidden, &dloss)?;

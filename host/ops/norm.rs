@@ -229,7 +229,7 @@ impl<'s> Tape<'_, 's> {
         Ok(op.record(y.save(), move |back, dy| {
             let (step, weights) = (back.step(), back.stack_weights_as::<S>(&w)?);
             // dw_i += z^T dy_i
-            let (mut dw, accumulate) = back.stack_gradient(&w)?;
+            let (mut dw, accumulate) = back.stack_gradient_uninit(&w)?;
             let form = Gemm { batches: members, stride_b: rows * n, stride_c: distance, ..Gemm::new(k, n, rows) };
             let form = if accumulate { form.accumulate() } else { form }.transpose_a();
             let dw = Gradient { form, of: &z, into: &mut dw };
@@ -273,6 +273,6 @@ fn gradient<'s, S: Stored>(
     so_far: Option<Tensor<'s, S>>,
 ) -> Result<Tensor<'s, S>> {
     let (step, weights) = (back.step(), back.weights(gain)?);
-    let (mut dgain, accumulate) = back.gradient(gain)?;
+    let (mut dgain, accumulate) = back.gradient_uninit(gain)?;
     ops::rms_norm_backward(step, x, &weights, inverse_rms, dy, so_far, &mut dgain, accumulate)
 }

@@ -143,7 +143,7 @@ impl<'s> Tape<'_, 's> {
         let (qkv, gains, form, inverse_rms) = (*qkv, gains.clone(), *form, inverse_rms.save());
         Ok(op.record(y.save(), move |back, dy| {
             let (step, weights) = (back.step(), back.stack_weights(&gains)?);
-            let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
+            let (mut dgains, accumulate) = back.stack_gradient_uninit(&gains)?;
             let norm = QkNorm { gains: &weights, distance, epsilon };
             let dqkv =
                 ops::qk_norm_backward(step, qkv.value(), norm, &form, &inverse_rms, dy, &mut dgains, accumulate)?;

@@ -79,6 +79,20 @@ impl UpdateRule for AdamWConfig {
         true
     }
 
+    fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+        // Each field by name: a new one does not compile before it is here.
+        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = self;
+        Some(vec![
+            ("learning_rate", format!("{learning_rate:?}")),
+            ("beta1", format!("{beta1:?}")),
+            ("beta2", format!("{beta2:?}")),
+            ("epsilon", format!("{epsilon:?}")),
+            ("weight_decay", format!("{weight_decay:?}")),
+            ("clip", format!("{clip:?}")),
+            ("schedule", format!("{schedule:?}")),
+        ])
+    }
+
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
         let correction = |beta: f32| float_mode::in_default(|| (1.0 - power(f64::from(beta), number)) as f32);
         let mut hyper = vec![0.0; slot::LEN];

@@ -7,11 +7,12 @@
 
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
 use super::rule::{UpdateArguments, UpdateRule};
+use crate::digest::hex;
 use crate::error::{Error, Result};
 use crate::finite::is_finite;
 use crate::memory::{Buffer, Turns};
 use crate::ops;
-use crate::params::{Gradients, Layout, Parameters};
+use crate::params::{Gradients, Layout, LayoutEntry, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::{Memory, Source, Tensor};
@@ -19,6 +20,7 @@ use cuda_std::float_mode;
 use cuda_std::launch::Extent;
 use half::bf16;
 use kernels::update::RUN;
+use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -122,7 +124,7 @@ impl<R: UpdateRule> Optimizer<R> {
         };
         // If the slot is not written, nothing is set up.
         self.turns.reset(made);
-        let settings = settings_of(&self.rule, number, &self.groups)?;
+        let settings = self.settings_of_update(number)?;
         if settings.len() != self.settings.len() {
             let expected = format!("{} settings for each update", self.settings.len());
             return Err(Error::misuse(self.name(), expected, format!("{} for update {number}", settings.len())));
@@ -130,6 +132,11 @@ impl<R: UpdateRule> Optimizer<R> {
         self.settings.write(0, &settings)?;
         self.turns.set_up();
         Ok(number)
+    }
+
+    /// The rule's settings for an update, by group.
+    pub(crate) fn settings_of_update(&self, number: u64) -> Result<Vec<f32>> {
+        settings_of(&self.rule, number, &self.groups)
     }
 
     /// Queues the update that [`Optimizer::advance`] has set up: the squared norm of all gradients, then what the rule queues, for those
@@ -286,6 +293,36 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
     /// The rule's name.
     pub fn name(&self) -> &'static str {
         self.declared.name
+    }
+
+    /// Names and values of all that the next updates depend on, but for the state; none where the
+    /// rule does not give its own. Waits.
+    pub(crate) fn configuration(&self) -> Result<Option<Vec<(String, String)>>> {
+        let Some(of_rule) = self.rule.configuration() else { return Ok(None) };
+        let mut all = vec![("optimizer".to_owned(), self.name().to_owned())];
+        all.extend(of_rule.into_iter().map(|(name, value)| (format!("optimizer.{name}"), value)));
+        all.push(("optimizer's state".into(), format!("{:?}", self.rule.state())));
+        let runs = self.runs.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
+        let group_of = |entry: &LayoutEntry| runs.get(entry.start() / RUN).map_or(0, |&group| group as usize);
+        for (number, ParameterGroup { rate, weight_decay }) in self.groups.iter().enumerate() {
+            let entries = self.layout.entries().iter().filter(|entry| group_of(entry) == number);
+            let names: Vec<&str> = entries.map(LayoutEntry::name).collect();
+            let value = format!("rate {rate:?}, weight decay {weight_decay:?}, {} parameters: {names:?}", names.len());
+            all.push((format!("parameter group {number}"), value));
+        }
+        Ok(Some(all))
+    }
+
+    /// The SHA-256 of the state, in hexadecimal. Waits.
+    pub(crate) fn state_sha256(&self) -> Result<String> {
+        let mut hash = Sha256::new();
+        for state in &self.state {
+            for piece in state.pieces(0..state.len()) {
+                let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
+                hash.update(words.as_flattened());
+            }
+        }
+        Ok(hex(&hash.finalize()))
     }
 
     /// Updates made so far: those that were queued by [`Optimizer::apply`] or by a replay.

@@ -27,6 +27,10 @@ use half::bf16;
 ///         "descent"
 ///     }
 ///
+///     fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+///         Some(vec![("rate", format!("{:?}", self.rate))])
+///     }
+///
 ///     fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
 ///         vec![-self.rate / (number as f32).sqrt()]
 ///     }
@@ -83,6 +87,17 @@ pub trait UpdateRule: 'static {
     /// update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
         false
+    }
+
+    /// All settings by which two rules of this name may differ, as names and values: those that
+    /// [`UpdateRule::settings`] and [`UpdateRule::queue`] use, with the whole schedule. The ranks
+    /// of a group compare them before the first update. Values of `f32` that `{:?}` writes are as
+    /// exact as the number.
+    ///
+    /// None: the rule does not give them, and a group of several ranks refuses it. That is the
+    /// default, unless the rule is a type without data, which has no settings.
+    fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+        (size_of_val(self) == 0).then(Vec::new)
     }
 
     /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number,

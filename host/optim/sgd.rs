@@ -75,6 +75,19 @@ impl UpdateRule for SgdConfig {
         true
     }
 
+    fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+        // Each field by name: a new one does not compile before it is here.
+        let Self { learning_rate, momentum, nesterov, weight_decay, clip, schedule } = self;
+        Some(vec![
+            ("learning_rate", format!("{learning_rate:?}")),
+            ("momentum", format!("{momentum:?}")),
+            ("nesterov", format!("{nesterov:?}")),
+            ("weight_decay", format!("{weight_decay:?}")),
+            ("clip", format!("{clip:?}")),
+            ("schedule", format!("{schedule:?}")),
+        ])
+    }
+
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
         let mut hyper = vec![0.0; slot::LEN];
         hyper[slot::LEARNING_RATE] = self.schedule.rate(self.learning_rate, number, group);

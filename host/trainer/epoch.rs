@@ -10,6 +10,7 @@ use crate::autograd::{Tape, Var};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Quantity, Result};
 use crate::finite::is_finite;
+use crate::group::agreement::Settings;
 use crate::memory::Arena;
 use crate::ops;
 use crate::optim::UpdateRule;
@@ -303,9 +304,13 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
         match shards {
             None => Checkpoint::save_with(path, parameters, Some(optimizer), &notes, self.numbers),
-            Some(shards) => self.told(shards.save(optimizer, |state| {
-                Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.numbers)
-            })),
+            Some(shards) => {
+                let agreed = self.agree();
+                self.told(agreed)?;
+                self.told(shards.save(optimizer, |state| {
+                    Checkpoint::save_whole(path, parameters, (Some(optimizer), state), &notes, self.numbers)
+                }))
+            }
         }
     }
 
@@ -326,7 +331,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         let Learner { parameters, optimizer, generator, shards, .. } = self.stage.learner_mut();
         let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
         if let Some(shards) = shards {
-            shards.group().expect_same("a checkpoint", checkpoint.digest()?, Location::caller())?;
+            let mut settings = Settings::default();
+            settings.add("checkpoint", checkpoint.digest()?);
+            shards.group().compare("restore", &settings, Location::caller())?;
+            shards.restored();
         }
         // A checkpoint does not know of slices.
         let slices = optimizer.slices().to_vec();

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod agreement;
 mod batch;
 mod epoch;
 mod forecast;

@@ -1,5 +1,6 @@
 //! What is trained, and the step that trains it: the same function runs launch by launch and captured.
 
+use super::agreement;
 use super::batch::MicroBatch;
 use super::shards::{Metric, Shards, Wanted};
 use crate::autograd::{Tape, Var};
@@ -7,6 +8,7 @@ use crate::capture::{Batch, Output, Slots};
 use crate::driver::Device;
 use crate::error::Result;
 use crate::group::Group;
+use crate::group::agreement::Settings;
 use crate::memory::Arena;
 use crate::ops::{self, Generator};
 use crate::optim::{AdamWConfig, Optimizer, ParameterGroups, UpdateRule};
@@ -119,13 +121,37 @@ impl<M: Model, R: UpdateRule> Learner<M, R> {
     ///
     /// Memory: a region like the gradients, and one more for each doubling of the shards of a rank.
     ///
+    /// All ranks must have the same parameters, weights, optimiser and shards, which they compare
+    /// here; and before the first update again, with precision, dropout's seed and all else that
+    /// decides the weights. What only the program knows, such as the data, it compares by
+    /// [`Group::agree_on`].
+    ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) for shards that are no power of two or that the ranks do not divide, and when ranks differ in
-    /// shards, weights or the optimiser's settings; [`Error::Rank`](crate::Error::Rank) when one does not come; [`Error::DeviceMemory`](crate::Error::DeviceMemory) when there is no room.
+    /// [`Error::Misuse`](crate::Error::Misuse) for shards that are no power of two or that the
+    /// ranks do not divide, and for a rule that does not give its settings
+    /// ([`UpdateRule::configuration`]); [`Error::Disagreement`](crate::Error::Disagreement) when
+    /// ranks differ; [`Error::Rank`](crate::Error::Rank) when one does not come;
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory) when there is no room.
     #[track_caller]
     pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
         self.shards = Some(Shards::new(group.clone(), shards, &self.parameters, &mut self.optimizer)?);
         Ok(self)
+    }
+
+    /// All that a learner of a group of several ranks has that decides the weights. Waits.
+    pub(super) fn settings(&self, shards: &Shards) -> Result<Settings> {
+        let Self { model, parameters, optimizer, precision, generator, .. } = self;
+        let mut settings = agreement::of_weights(shards.count(), parameters, optimizer)?;
+        settings.add("precision", precision.to_string());
+        if *precision != Precision::Ieee {
+            // Matrix instructions of other GPUs round their sums otherwise.
+            let description = parameters.flat().device().description();
+            settings.add_option("compute capability", description.capability);
+        }
+        settings.add_option("dropout's seed", generator.as_ref().map(|generator| generator.seed()));
+        let watched = model.watched().map(|watched| parameters.layout().entry(watched)).transpose()?;
+        settings.add_option("watched parameter", watched.map(LayoutEntry::name));
+        Ok(settings)
     }
 
     /// Sets the optimiser and the random numbers up for the next update, of which this device has the parts from `first` on, and returns its

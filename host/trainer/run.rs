@@ -1,5 +1,6 @@
 //! How the steps of an update run, how their metrics come back, and what is said of an update that came to nothing.
 
+use super::agreement;
 use super::batch::{MicroBatch, Samples, Update, first_input, place};
 use super::model::{Learner, Model, StepMetrics};
 use super::setup::Trainer;
@@ -177,6 +178,19 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         parameters.check_finite(optimizer.updates())
     }
 
+    /// Compares, once, all that decides the weights with the other ranks of the group.
+    #[track_caller]
+    pub(super) fn agree(&self) -> Result<()> {
+        let learner = self.learner();
+        let Some(shards) = &learner.shards else { return Ok(()) };
+        shards.check(&learner.parameters, &learner.optimizer)?;
+        shards.agree(|| {
+            let mut settings = learner.settings(shards)?;
+            settings.add("numbers that are not finite", format!("{:?}", self.numbers));
+            Ok(settings)
+        })
+    }
+
     /// What of a batch runs here, once all ranks have agreed on the update and the optimiser is set up for it.
     #[track_caller]
     fn advance<S: Samples>(&mut self, batch: &[S], update: bool) -> Result<Plan> {
@@ -187,6 +201,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             return Err(Error::misuse("update", expected, format!("{:?}", lens.collect::<Vec<_>>())));
         };
         self.accumulated = false;
+        self.agree()?;
         let short = self.shortage()?;
         let stop = self.stop.is_some_and(|flag| flag.load(Ordering::Relaxed));
         let learner = self.stage.learner_mut();
@@ -196,9 +211,10 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
                 None => std::iter::once(0..batch.len()).collect(),
             },
             Some(shards) => {
-                shards.check(&learner.parameters, &learner.optimizer)?;
-                let own = shards.own(&batch.iter().map(Samples::len).collect::<Vec<_>>())?;
-                self.stopped = shards.agree_on_update(samples, stop, short)?;
+                let lens: Vec<usize> = batch.iter().map(Samples::len).collect();
+                let own = shards.own(&lens)?;
+                let settings = agreement::of_update(&learner.optimizer, &lens)?;
+                self.stopped = shards.agree_on_update(samples, settings, (stop, short))?;
                 own
             }
         };

@@ -8,26 +8,30 @@
 //! slice 1            (0+1) + (2+3)                 on rank 1
 //! weights            0 | 1 | 0 | 1 | ..            gathered by all
 //! ```
-//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the last shard's backward pass will not write it
-//! again, beside the rest of the pass; else behind it.
+//! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the
+//! last shard's backward pass will not use it again, beside the rest of the pass; else behind it.
 //!
 //! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
 //! of a shard, a chunk of the norm or an element of the update.
 
 #![forbid(unsafe_code)]
 
+use super::agreement;
 use crate::error::{Error, Result};
+use crate::group::agreement::{Settings, expect_same, understood};
 use crate::group::{Group, Slices};
 use crate::memory::{Arena, Buffer};
 use crate::ops;
-use crate::optim::{self, Optimizer, UpdateRule};
+use crate::optim::{Optimizer, UpdateRule};
 use crate::params::{Gradients, LayoutEntry, Parameter, Parameters};
 use crate::report::Phase;
 use crate::shortage::MemoryShortage;
 use crate::step::Eager;
 use crate::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::panic::Location;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The most ranks of a group: what one launch sums.
 const MOST_RANKS: usize = 64;
@@ -53,6 +57,21 @@ pub struct Shards {
     /// The sums of 1, 2, 4, .. shards that wait for their neighbours.
     waiting: Vec<Buffer<f32>>,
     among: Option<Among>,
+    /// The digest of the optimiser's state before it was cut into slices; none where that was all
+    /// zero, or is a checkpoint's, which was compared as a whole.
+    state: Option<String>,
+    /// Whether all ranks have compared all that decides the weights since anything of it could
+    /// change.
+    agreed: AtomicBool,
+}
+
+/// What a rank tells the others before an update.
+#[derive(Serialize, Deserialize)]
+struct BeforeUpdate {
+    /// Whether it is to stop behind the update.
+    stop: bool,
+    short: Option<MemoryShortage>,
+    settings: Settings,
 }
 
 /// What several ranks need.
@@ -82,10 +101,14 @@ impl Shards {
         }
         let device = parameters.flat().device();
         let elements = parameters.layout().elements();
-        let settings = optimizer.rule().settings(optimizer.updates() + 1, &optim::ParameterGroup::default());
-        let same = format!("{shards} shards, weights {}, {} {settings:?}", parameters.sha256()?, optimizer.name());
-        let compared = group.expect_same("shards, weights and optimiser", &same, Location::caller());
-        group.told(compared)?;
+        let state = if ranks > 1 {
+            let state = (optimizer.updates() > 0).then(|| optimizer.state_sha256()).transpose()?;
+            let settings = group.told(agreement::of_weights(shards, parameters, optimizer))?;
+            group.compare("in_group", &with_state(settings, state.as_deref()), Location::caller())?;
+            state
+        } else {
+            None
+        };
         let starts = parameters.layout().entries().iter().map(LayoutEntry::start);
         let slices = Slices::new(starts, elements, ranks);
         let own = shards / ranks;
@@ -98,7 +121,29 @@ impl Shards {
             let parts = (0..slices.buckets().len()).map(of_bucket).collect::<Result<_>>()?;
             Some(Among { parts, norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
-        Ok(Self { group, shards, slices, waiting, among })
+        Ok(Self { group, shards, slices, waiting, among, state, agreed: AtomicBool::new(ranks == 1) })
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.shards
+    }
+
+    /// Compares `settings` on all ranks, unless that was done since the last [`Shards::restored`].
+    #[track_caller]
+    pub(super) fn agree(&self, settings: impl FnOnce() -> Result<Settings>) -> Result<()> {
+        if !self.agreed.load(Ordering::Relaxed) {
+            let settings = with_state(settings()?, self.state.as_deref());
+            self.group.compare("agree_on_settings", &settings, Location::caller())?;
+            self.agreed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Weights and state are those of a checkpoint now, which all ranks have alike: before the next
+    /// update the ranks compare all settings anew.
+    pub(super) fn restored(&mut self) {
+        (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
     }
 
     pub(super) fn group(&self) -> &Group {
@@ -132,29 +177,29 @@ impl Shards {
     /// Agrees with all ranks on an update by so many samples. Whether one of them is to stop behind it.
     ///
     /// # Errors
+    /// [`Error::Disagreement`] when the ranks have other settings for the update.
     /// [`Error::MemoryShortage`] on all ranks when one of them says that it is short: nobody makes the update.
     #[track_caller]
     pub(super) fn agree_on_update(
         &mut self,
         samples: usize,
-        stop: bool,
-        short: Option<MemoryShortage>,
+        settings: Settings,
+        (stop, short): (bool, Option<MemoryShortage>),
     ) -> Result<bool> {
         if let Some(among) = &mut self.among {
             among.travelling = 0;
         }
         let rank = Some(self.group.rank());
         let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
-        let word = serde_json::to_vec(&(stop, short)).expect("plain figures");
+        let word = serde_json::to_vec(&BeforeUpdate { stop, short, settings }).expect("texts and figures");
         let words = self.group.agree("update", samples, &word, Location::caller())?;
-        let understood = |word: &Vec<u8>| {
-            let not_ours = |error| Error::misuse("update", "what a rank of this version says", format!("{error}"));
-            serde_json::from_slice::<(bool, Option<MemoryShortage>)>(word).map_err(not_ours)
-        };
-        let words = words.iter().map(understood).collect::<Result<Vec<_>>>()?;
-        match words.iter().find_map(|(_, short)| short.clone()) {
+        let words = words.iter().map(|word| understood("update", word)).collect::<Result<Vec<BeforeUpdate>>>()?;
+        let shortage = words.iter().find_map(|word| word.short.clone());
+        let stop = words.iter().any(|word| word.stop);
+        expect_same(&words.into_iter().map(|word| word.settings).collect::<Vec<_>>())?;
+        match shortage {
             Some(shortage) => Err(Error::MemoryShortage(Box::new(shortage))),
-            None => Ok(words.iter().any(|(stop, _)| *stop)),
+            None => Ok(stop),
         }
     }
 
@@ -233,7 +278,7 @@ impl Shards {
     }
 
     /// Has the first `complete` buckets of the last shard travel, as far as they do not yet, each when its neighbours have been added. What is
-    /// queued next, up to the sum, runs beside and neither writes them nor reads `parts`.
+    /// queued next, up to the sum, runs beside and neither writes nor reads them, nor `parts`.
     pub(super) fn travel(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
         let last = self.shards / self.group.ranks() - 1;
         let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
@@ -369,4 +414,10 @@ impl Shards {
         group.exchange(&sends, &receives)?;
         Ok(whole)
     }
+}
+
+/// The settings, and the digest of the optimiser's state.
+fn with_state(mut settings: Settings, state: Option<&str>) -> Settings {
+    state.into_iter().for_each(|state| settings.add("digest of the optimizer's state", state));
+    settings
 }

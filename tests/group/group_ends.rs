@@ -237,7 +237,7 @@ fn a_group_that_does_not_meet_says_why() {
     let port = free_port();
     let ranks = [start(out, (port, SOON), 0, 2, &[]), start(out, (port, SOON), 1, 2, &["--seed", "8"])];
     let said = ranks.map(|rank| text(&output(rank).stderr));
-    assert!(said.iter().all(|said| said.contains("weights")), "{said:?}");
+    assert!(said.iter().all(|said| said.contains("`seed`: `7` on rank 0, `8` on rank 1")), "{said:?}");
 }
 
 /// The same by NCCL, of four.

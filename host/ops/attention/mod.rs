@@ -149,7 +149,7 @@ impl<'s> Tape<'_, 's> {
                 }
                 Some((gains, distance, epsilon)) => {
                     let weights = back.stack_weights(&gains)?;
-                    let (mut dgains, accumulate) = back.stack_gradient(&gains)?;
+                    let (mut dgains, accumulate) = back.stack_gradient_uninit(&gains)?;
                     let norm = Some((QkNorm { gains: &weights, distance, epsilon }, &mut dgains, accumulate));
                     ops::attention_backward(step, qkv.value(), norm, &form, &made, &dout)?
                 }

@@ -233,11 +233,11 @@ impl<'s> Tape<'_, 's> {
                 ..Gemm::new(k, n, batch).transpose_a()
             };
             let step = back.step();
-            let (mut dw, accumulate) = back.stack_gradient(&w)?;
+            let (mut dw, accumulate) = back.stack_gradient_uninit(&w)?;
             let form = if accumulate { form.accumulate() } else { form };
             ops::gemm_into(step, &form, &x, &dy, None::<&Saved<'s>>, &mut dw)?;
             let dy = dy.reshape([batch, tokens * n])?;
-            let (mut db, accumulate) = back.stack_gradient(&b)?;
+            let (mut db, accumulate) = back.stack_gradient_uninit(&b)?;
             ops::sum_rows_into(step, &dy, &mut db, accumulate)?;
             step.give_back(dy);
             Ok(())
@@ -257,7 +257,7 @@ fn linear_gelu_backward<'s, S: Factor<S> + Factor<f32>>(
     let step = back.step();
     let dpre = match b {
         Some(b) => {
-            let (mut db, accumulate) = back.gradient(b)?;
+            let (mut db, accumulate) = back.gradient_uninit(b)?;
             ops::gelu_bias_backward(step, pre, &dy, &mut db, accumulate)?
         }
         None => ops::gelu_backward(step, pre, &dy)?,
@@ -300,11 +300,11 @@ fn gradients_of_linear<'s, S: Factor<S> + Factor<f32>>(
     let ([rows, k], [_, n]) = (x.shape().as_rows(), dy.shape().as_rows());
     let (mut dw, accumulate, mut db) = match b {
         Some(b) => {
-            let ([dw, db], [accumulate, to_db]) = back.gradients([w, b])?;
+            let ([dw, db], [accumulate, to_db]) = back.gradients_uninit([w, b])?;
             (dw, accumulate, Some((db, to_db)))
         }
         None => {
-            let (dw, accumulate) = back.gradient(w)?;
+            let (dw, accumulate) = back.gradient_uninit(w)?;
             (dw, accumulate, None)
         }
     };

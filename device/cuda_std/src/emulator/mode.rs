@@ -12,8 +12,11 @@ const RACES_VARIABLE: &str = "STEPSCOPE_RACES";
 /// A seed: run blocks and threads in an order drawn from this seed.
 const SHUFFLE_VARIABLE: &str = "STEPSCOPE_SHUFFLE";
 
-static ENVIRONMENT: LazyLock<Result<Mode, String>> =
-    LazyLock::new(|| Mode::parse(env::var(RACES_VARIABLE).ok().as_deref(), env::var(SHUFFLE_VARIABLE).ok().as_deref()));
+static ENVIRONMENT: LazyLock<Result<Mode, String>> = LazyLock::new(|| {
+    // No value that has a meaning holds a replacement character.
+    let value = |name| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    Mode::parse(value(RACES_VARIABLE).as_deref(), value(SHUFFLE_VARIABLE).as_deref())
+});
 
 thread_local! {
     static SCOPE: Cell<Option<Mode>> = const { Cell::new(None) };

@@ -1,0 +1,518 @@
+//! Ranks of a group that were given different settings, weights or data: each difference is refused
+//! by its name on every rank, before anything is trained, and what does not decide the numbers of a
+//! run may differ.
+
+#![forbid(unsafe_code)]
+
+#[path = "support/rank_threads.rs"]
+mod rank_threads;
+mod support;
+
+use rank_threads::{in_threads, on_ranks};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use stepscope::nn::Linear;
+use stepscope::ops::Precision;
+use stepscope::*;
+use support::Random;
+
+const INPUTS: usize = 4;
+/// Each refusal must come before it, and comes much sooner.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+type Points = support::points::Points<INPUTS>;
+
+struct Classifier {
+    hidden: Linear,
+    head: Linear,
+    drops: bool,
+    watches: bool,
+}
+
+impl Model for Classifier {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let hidden = tape.gelu(&self.hidden.forward(tape, &tape.input(batch.input::<f32>(0)?))?)?;
+        let hidden = if self.drops { tape.dropout(&hidden, 0.25)? } else { hidden };
+        self.head.forward(tape, &hidden)
+    }
+
+    fn watched(&self) -> Option<Parameter> {
+        self.watches.then_some(self.head.weight)
+    }
+}
+
+/// How a rank is set up.
+#[derive(Clone, Debug)]
+struct Setup<R> {
+    rule: R,
+    seed: u64,
+    hidden: usize,
+    head: &'static str,
+    no_decay: fn(&LayoutEntry) -> bool,
+    precision: Precision,
+    has_copy: bool,
+    dropout: Option<u64>,
+    watches: bool,
+    shards: usize,
+    lens: [usize; 4],
+    numbers: Numbers,
+    eager: bool,
+    /// What is changed between `in_group` and the first update.
+    late: Late,
+    data: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Late {
+    Nothing,
+    Weights,
+    Groups,
+    Optimizer,
+}
+
+fn config() -> AdamWConfig {
+    let schedule = Schedule::WarmupCosine { warmup: 2, total: 10, floor: 0.1 };
+    AdamWConfig { learning_rate: 0.01, clip: Some(1.0), schedule, ..AdamWConfig::default() }
+}
+
+impl Setup<AdamWConfig> {
+    fn new() -> Self {
+        Setup::by(config())
+    }
+}
+
+impl<R: UpdateRule + Clone> Setup<R> {
+    fn by(rule: R) -> Self {
+        Self {
+            rule,
+            seed: 7,
+            hidden: 16,
+            head: "head",
+            no_decay: ParameterGroups::is_gain_bias_or_embedding,
+            precision: Precision::Ieee,
+            has_copy: false,
+            dropout: None,
+            watches: true,
+            shards: 4,
+            lens: [2, 2, 2, 2],
+            numbers: Numbers::Finite,
+            eager: false,
+            late: Late::Nothing,
+            data: "a digest",
+        }
+    }
+
+    /// Makes two updates: the digest of the weights.
+    fn train(&self, device: &Device, group: &Group) -> Result<String> {
+        group.agree_on(&[("data", self.data)])?;
+        let mut layout = Layout::builder();
+        let hidden = Linear::new(layout.names().at("hidden"), INPUTS, self.hidden);
+        let head = Linear::new(layout.names().at(self.head), self.hidden, 3);
+        let model = Classifier { hidden, head, drops: self.dropout.is_some(), watches: self.watches };
+        let mut learner = Learner::new(device, model, &layout.build()?, self.seed, self.rule.clone())?;
+        if self.rule.has_groups() {
+            learner = learner.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
+        }
+        let mut learner = learner.in_group(group, self.shards)?.with_precision(self.precision);
+        if let Some(seed) = self.dropout {
+            learner = learner.with_dropout(seed)?;
+        }
+        if self.has_copy {
+            learner = learner.with_bf16_copy()?;
+        }
+        match self.late {
+            Late::Nothing => {}
+            Late::Weights => learner.parameters.write(head.weight, &vec![0.5; 3 * self.hidden])?,
+            Late::Groups => {
+                let group = ParameterGroup { rate: 0.5, weight_decay: None };
+                let of_head = ParameterGroups::new().with(group, |entry| entry.name().starts_with("head"));
+                learner = learner.with_parameter_groups(&of_head)?;
+            }
+            Late::Optimizer => learner.optimizer = Optimizer::new(&learner.parameters, self.rule.clone())?,
+        }
+        let mut random = Random::new(3);
+        let mut part =
+            |samples: usize| Points { x: random.normals(samples * INPUTS), labels: random.belows(samples, 3) };
+        let batches: Vec<Vec<Points>> = (0..2).map(|_| self.lens.map(&mut part).into()).collect();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
+        let trainer = match self.eager {
+            true => Trainer::eager(&mut arena, learner),
+            false => Trainer::captured(&mut arena, learner, &batches[0][0])?,
+        };
+        let mut trainer = trainer.numbers(self.numbers);
+        trainer.epoch(batches.into_iter().map(Ok), &mut EpochProgress::default(), &mut ())?;
+        trainer.learner().parameters.sha256()
+    }
+}
+
+/// What each of four ranks says, of which `odd` has the other setup.
+fn with_odd<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
+    setup: &Setup<R>,
+    other: &Setup<O>,
+    odd: usize,
+) -> Vec<Result<String>> {
+    let start = Instant::now();
+    let said = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| match group.rank() == odd {
+        true => other.train(device, &group),
+        false => setup.train(device, &group),
+    });
+    assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
+    said
+}
+
+/// All ranks must refuse, with these settings and no others, and name the odd one.
+#[track_caller]
+fn refuses<R: UpdateRule + Clone + Sync, O: UpdateRule + Clone + Sync>(
+    setup: &Setup<R>,
+    other: &Setup<O>,
+    odd: usize,
+    names: &[&str],
+) {
+    let said = with_odd(setup, other, odd);
+    for (rank, said) in said.iter().enumerate() {
+        let Err(Error::Disagreement(disagreement)) = said else { panic!("{names:?}: rank {rank}: {said:?}") };
+        let found: Vec<&str> = disagreement.settings.iter().map(|setting| &*setting.name).collect();
+        assert_eq!(found, names, "rank {rank}: {disagreement}");
+        let text = disagreement.to_string();
+        for DifferentSetting { name, values, .. } in &disagreement.settings {
+            assert_eq!(values.len(), 2, "{text}");
+            assert!(values.iter().any(|value| value.ranks == [odd]), "{text}");
+            assert!(text.contains(&format!("`{name}`: ")) && text.contains(&format!("on rank {odd}")), "{text}");
+        }
+    }
+    assert!(said.iter().all(|other| *other == said[0]), "all ranks say the same");
+}
+
+/// A setup that differs from the usual one in what `change` changes.
+fn with(change: impl FnOnce(&mut Setup<AdamWConfig>)) -> Setup<AdamWConfig> {
+    let mut setup = Setup::new();
+    change(&mut setup);
+    setup
+}
+
+#[test]
+fn optimizer_settings_are_compared() {
+    let schedule = |warmup, total, floor| Schedule::WarmupCosine { warmup, total, floor };
+    let next = |value: f32| f32::from_bits(value.to_bits() + 1);
+    let base = config();
+    let changes = [
+        ("learning_rate", AdamWConfig { learning_rate: next(base.learning_rate), ..base }),
+        ("beta1", AdamWConfig { beta1: 0.85, ..base }),
+        ("beta2", AdamWConfig { beta2: next(base.beta2), ..base }),
+        ("epsilon", AdamWConfig { epsilon: 1e-7, ..base }),
+        ("weight_decay", AdamWConfig { weight_decay: 0.0, ..base }),
+        ("clip", AdamWConfig { clip: None, ..base }),
+        ("clip", AdamWConfig { clip: Some(next(1.0)), ..base }),
+        // What the first update does not show.
+        ("schedule", AdamWConfig { schedule: schedule(2, 11, 0.1), ..base }),
+        ("schedule", AdamWConfig { schedule: schedule(2, 10, 0.1 + f64::EPSILON), ..base }),
+        ("schedule", AdamWConfig { schedule: Schedule::Constant, ..base }),
+    ];
+    for (number, (name, rule)) in changes.into_iter().enumerate() {
+        let name = format!("optimizer.{name}");
+        refuses(&Setup::new(), &with(|setup| setup.rule = rule), number % 4, &[&name]);
+    }
+    let sgd = SgdConfig { learning_rate: 0.1, ..SgdConfig::default() };
+    let changes = [
+        ("momentum", SgdConfig { momentum: 0.9, ..sgd }),
+        ("nesterov", SgdConfig { momentum: 0.9, nesterov: true, ..sgd }),
+        ("schedule", SgdConfig { schedule: schedule(1, 2, 0.0), ..sgd }),
+    ];
+    for (name, rule) in changes {
+        let base = if name == "nesterov" { SgdConfig { momentum: 0.9, ..sgd } } else { sgd };
+        refuses(&Setup::by(base), &Setup::by(rule), 2, &[&format!("optimizer.{name}")]);
+    }
+}
+
+#[test]
+fn another_optimizer_is_refused() {
+    let said = with_odd(&Setup::new(), &Setup::by(SgdConfig::default()), 1);
+    for said in said {
+        let Err(Error::Disagreement(disagreement)) = said else { panic!("{said:?}") };
+        let text = disagreement.to_string();
+        assert!(text.contains("`optimizer`: `adamw` on ranks 0, 2, 3, `sgd` on rank 1"), "{text}");
+        assert!(text.contains("`optimizer.beta1`: `0.9` on ranks 0, 2, 3, not set on rank 1"), "{text}");
+    }
+}
+
+#[test]
+fn parameters_and_groups_are_compared() {
+    let base = Setup::new();
+    refuses(&base, &with(|setup| setup.seed = 8), 3, &["weights"]);
+    let text = with_odd(&base, &with(|setup| setup.hidden = 32), 1)[0].clone().unwrap_err().to_string();
+    assert!(text.contains("`parameters`: `4: hidden.weight"), "{text}");
+    let text = with_odd(&base, &with(|setup| setup.head = "top"), 2)[3].clone().unwrap_err().to_string();
+    assert!(text.contains("`parameters`: "), "{text}");
+    // Other members of groups with the same rates.
+    let groups = ["parameter group 0", "parameter group 1"];
+    refuses(&base, &with(|setup| setup.no_decay = |entry| entry.name().starts_with("hidden")), 1, &groups);
+    refuses(&base, &with(|setup| setup.no_decay = |entry| entry.name() == "head.bias"), 0, &groups);
+}
+
+#[test]
+fn the_rest_of_a_learner_is_compared() {
+    let base = Setup::new();
+    refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
+    refuses(&base, &with(|setup| setup.precision = Precision::Bf16), 1, &["precision", "compute capability"]);
+    refuses(&base, &with(|setup| setup.has_copy = true), 2, &["BF16 copy of the weights"]);
+    refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
+    let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
+    refuses(&one, &other, 0, &["dropout's seed"]);
+    refuses(&base, &with(|setup| setup.watches = false), 1, &["watched parameter"]);
+    refuses(&base, &with(|setup| setup.numbers = Numbers::Any), 1, &["numbers that are not finite"]);
+    // Two differences in one error.
+    let two = with(|setup| (setup.watches, setup.dropout) = (false, Some(1)));
+    refuses(&base, &two, 1, &["dropout's seed", "watched parameter"]);
+}
+
+#[test]
+fn what_the_program_tells_is_compared() {
+    refuses(&Setup::new(), &with(|setup| setup.data = "another digest"), 1, &["data"]);
+    // As many samples in parts of other lengths.
+    let lens = with(|setup| setup.lens = [2, 3, 1, 2]);
+    refuses(&Setup::new(), &lens, 2, &["samples in the parts of the batch"]);
+}
+
+#[test]
+fn changes_after_joining_are_compared() {
+    let base = Setup::new();
+    refuses(&base, &with(|setup| setup.late = Late::Weights), 1, &["weights"]);
+    let groups = ["parameter group 0", "parameter group 1"];
+    refuses(&base, &with(|setup| setup.late = Late::Groups), 2, &groups);
+    // An optimiser without slices is no group's.
+    let said = with_odd(&base, &with(|setup| setup.late = Late::Optimizer), 1);
+    assert!(said[1].as_ref().unwrap_err().to_string().contains("another learner's"), "{said:?}");
+    for rank in [0, 2, 3] {
+        let text = said[rank].as_ref().unwrap_err().to_string();
+        assert!(text.contains("rank 1 of 4 has failed") && text.contains("another learner's"), "{text}");
+    }
+}
+
+/// A learner with an optimiser that has made updates, by gradients of zero: weights as before.
+fn updated(device: &Device, updates: u64, gradient: f32) -> Result<Learner<Classifier>> {
+    let mut layout = Layout::builder();
+    let (hidden, head) = (Linear::new(layout.names().at("hidden"), 4, 4), Linear::new(layout.names().at("head"), 4, 3));
+    let model = Classifier { hidden, head, drops: false, watches: false };
+    let learner = Learner::new(device, model, &layout.build()?, 7, AdamWConfig::default())?;
+    let Learner { model, mut parameters, mut gradients, .. } = learner;
+    let mut optimizer = AdamW::new(&parameters, AdamWConfig { learning_rate: 0.0, ..AdamWConfig::default() })?;
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+    for _ in 0..updates {
+        optimizer.advance()?;
+        arena.step(|step| {
+            ops::fill_into(step, &mut gradients.lend_mut(step, head.weight)?, gradient)?;
+            optimizer.apply(step, &mut parameters, &gradients)
+        })?;
+    }
+    let precision = Precision::Ieee;
+    Ok(Learner { model, parameters, gradients, optimizer, precision, generator: None, shards: None })
+}
+
+#[test]
+fn optimizers_with_other_pasts_are_refused() {
+    let join = |of_rank: fn(usize) -> (u64, f32)| {
+        on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
+            let (updates, gradient) = of_rank(group.rank());
+            updated(device, updates, gradient)?.in_group(&group, 2).map(drop)
+        })
+    };
+    assert!(join(|_| (2, 0.5)).iter().all(Result::is_ok));
+    for said in join(|rank| (1 + rank as u64, 0.0)) {
+        let text = said.unwrap_err().to_string();
+        assert!(text.contains("`updates made`: `1` on rank 0, `2` on rank 1"), "{text}");
+    }
+    for said in join(|rank| (1, rank as f32)) {
+        let text = said.unwrap_err().to_string();
+        assert!(text.contains("`digest of the optimizer's state`: "), "{text}");
+    }
+}
+
+#[test]
+fn restored_ranks_compare_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = ["one", "two"].map(|name| folder.path().join(name));
+    let train = |device: &Device, group: &Group, from: Option<&Path>, to: Option<&Path>| -> Result<String> {
+        let learner = updated(device, 0, 0.0)?.in_group(group, 2)?;
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+        let mut trainer = Trainer::eager(&mut arena, learner);
+        if let Some(from) = from {
+            trainer.restore(&Checkpoint::load(from)?)?;
+        }
+        let part = || Points { x: vec![0.5; INPUTS], labels: vec![1] };
+        trainer.update(&[part(), part()])?;
+        if let Some(to) = to {
+            trainer.checkpoint(to, None).save(&EpochProgress::default(), &[])?;
+            return Ok(String::new());
+        }
+        trainer.learner().parameters.sha256()
+    };
+    let on_two = |from: [Option<&Path>; 2], to: Option<&Path>| {
+        on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| train(device, &group, from[group.rank()], to))
+    };
+    let [one, two] = [&*paths[0], &*paths[1]];
+    assert!(on_two([None; 2], Some(one)).iter().all(Result::is_ok));
+    assert!(on_two([Some(one); 2], Some(two)).iter().all(Result::is_ok));
+    assert!(on_two([Some(two); 2], None).iter().all(Result::is_ok));
+    for said in on_two([Some(one), Some(two)], None) {
+        assert!(said.unwrap_err().to_string().contains("`checkpoint`: "));
+    }
+    // Only one of them goes on.
+    for said in on_two([Some(one), None], None) {
+        let text = said.unwrap_err().to_string();
+        assert!(text.contains("rank 1") && text.contains("restore"), "{text}");
+    }
+}
+
+/// A rule of one's own, with a setting that only `queue` uses.
+#[derive(Clone)]
+struct Signs {
+    rate: f32,
+    hidden: f32,
+    gives: bool,
+    /// Another rate from the second update on, which the configuration keeps secret.
+    secret: f32,
+}
+
+impl UpdateRule for Signs {
+    fn name(&self) -> &'static str {
+        "signs"
+    }
+
+    fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
+        self.gives.then(|| vec![("rate", format!("{:?}", self.rate)), ("hidden", format!("{:?}", self.hidden))])
+    }
+
+    fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
+        vec![-self.rate + if number > 1 { self.secret } else { 0.0 }]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
+        ops::add_assign(step, &mut arguments.weights, &change)
+    }
+}
+
+/// Another of the same name that does not say how it is set.
+#[derive(Clone)]
+struct Silent(f32);
+
+impl UpdateRule for Silent {
+    fn name(&self) -> &'static str {
+        "silent"
+    }
+
+    fn settings(&self, _: u64, _: &ParameterGroup) -> Vec<f32> {
+        vec![-self.0]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let change = ops::scale_by(step, &arguments.gradients, &arguments.settings)?;
+        ops::add_assign(step, &mut arguments.weights, &change)
+    }
+}
+
+/// One that has no settings.
+#[derive(Clone)]
+struct Fixed;
+
+impl UpdateRule for Fixed {
+    fn name(&self) -> &'static str {
+        "fixed"
+    }
+
+    fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
+        Silent(0.1).settings(number, group)
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        Silent(0.1).queue(step, arguments)
+    }
+}
+
+#[test]
+fn rules_of_ones_own_are_compared() {
+    let base = Signs { rate: 0.1, hidden: 1.0, gives: true, secret: 0.0 };
+    let setup = |rule: &Signs| Setup::by(rule.clone());
+    refuses(&setup(&base), &setup(&Signs { hidden: 2.0, ..base.clone() }), 1, &["optimizer.hidden"]);
+    // The first update is made; the second is not.
+    let secret = Signs { secret: 0.5, ..base.clone() };
+    refuses(&setup(&base), &setup(&secret), 3, &["optimizer's settings for the update"]);
+    let said = with_odd(&setup(&base), &setup(&base), 0);
+    assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
+    let said = with_odd(&Setup::by(Fixed), &Setup::by(Fixed), 0);
+    assert!(said[0].is_ok() && said.iter().all(|other| *other == said[0]), "{said:?}");
+    // One that gives no settings cannot agree, even with itself.
+    for said in with_odd(&Setup::by(Silent(0.1)), &Setup::by(Silent(0.1)), 0) {
+        let text = said.unwrap_err().to_string();
+        assert!(text.contains("silent: ") && text.contains("implement `UpdateRule::configuration`"), "{text}");
+    }
+    let text = with_odd(&setup(&base), &setup(&Signs { gives: false, ..base.clone() }), 2)[0].clone().unwrap_err();
+    assert!(text.to_string().contains("rank 2 of 4 has failed"), "{text}");
+}
+
+#[test]
+fn what_decides_no_number_may_differ() {
+    let same = with_odd(&Setup::new(), &Setup::new(), 0)[0].clone().unwrap();
+    // Captured or eager, a flag that stops it, a deadline.
+    let (setup, stop) = (Setup::new(), AtomicBool::new(false));
+    let said = with_odd(&setup, &with(|setup| setup.eager = true), 1);
+    assert!(said.iter().all(|said| said.as_ref() == Ok(&same)), "{said:?}");
+    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+        let deadline = DEADLINE + Duration::from_secs(config.rank() as u64);
+        let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open()?;
+        let group = Group::join(&device, &config.deadline(deadline))?;
+        let learner = updated(&device, 0, 0.0)?.in_group(&group, 2)?;
+        let mut arena = Arena::builder(&device).capacity(Capacity::mib(1 + group.rank())).build()?;
+        let mut trainer = Trainer::eager(&mut arena, learner);
+        if group.rank() == 1 {
+            trainer = trainer.stop_when(&stop);
+        }
+        let part = || Points { x: vec![0.5; INPUTS], labels: vec![1] };
+        trainer.update(&[part(), part()])?;
+        trainer.learner().parameters.sha256()
+    });
+    assert!(said[0].0.is_ok() && said[0].0 == said[1].0);
+}
+
+#[test]
+fn settings_of_a_program_have_limits() {
+    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
+        let many: Vec<(String, String)> = (0..400).map(|number| (format!("s{number}"), "x".repeat(100))).collect();
+        group.agree_on(&many)?;
+        group.agree_on(&[("long", "y".repeat(1 << 20))])?;
+        group.agree_on(&[] as &[(&str, &str)])?;
+        match group.rank() {
+            0 => group.agree_on(&[("a", "1"), ("a", "2")]),
+            _ => group.agree_on(&[("a", "1")]),
+        }
+    });
+    let texts: Vec<String> = said.into_iter().map(|said| said.unwrap_err().to_string()).collect();
+    assert!(texts[0].contains("each name once, got `a` twice"), "{texts:?}");
+    assert!(texts[1].contains("rank 0 of 2 has failed") && texts[1].contains("each name once"), "{texts:?}");
+    let said = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |_, group| {
+        let many: Vec<(String, String)> = (0..1000).map(|number| (format!("s{number}"), "x".repeat(100))).collect();
+        group.agree_on(&many)
+    });
+    assert!(said[0].as_ref().unwrap_err().to_string().contains("at most 65536 bytes"), "{said:?}");
+    // One rank is no one to differ from.
+    let said = on_ranks((DeviceKind::Emulated, 1), DEADLINE, |_, group| group.agree_on(&[("a", "1")]));
+    assert_eq!(said, [Ok(())]);
+}
+
+/// One that comes late, or not at all, is named within the deadline.
+#[test]
+fn a_rank_that_does_not_agree_is_named() {
+    const SHORT: Duration = Duration::from_secs(2);
+    let start = Instant::now();
+    let said = on_ranks((DeviceKind::Emulated, 2), SHORT, |_, group| match group.rank() {
+        0 => group.agree_on(&[("data", "a")]),
+        _ => {
+            std::thread::sleep(2 * SHORT);
+            Ok(())
+        }
+    });
+    let text = said[0].as_ref().unwrap_err().to_string();
+    assert!(text.contains("rank 1 of 2 is late") && text.contains("agree_on"), "{text}");
+    assert!(start.elapsed() < DEADLINE);
+}

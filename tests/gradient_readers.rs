@@ -1,0 +1,242 @@
+//! Ops of one's own whose backward passes read gradients of parameters: the same bits for any
+//! number of ranks, captured and eager.
+//!
+//! In a group a captured step is cut where gradients are complete, and those of other shards are
+//! added to them in place while the rest of the step runs. An op must never see such a sum.
+
+#![forbid(unsafe_code)]
+
+#[path = "support/rank_threads.rs"]
+mod rank_threads;
+mod support;
+
+use rank_threads::{DEADLINE, on_ranks};
+use std::cell::RefCell;
+use stepscope::*;
+use support::Random;
+
+/// A layer's weights are 4 MiB, as much as the smallest bucket.
+const WIDTH: usize = 1024;
+const SHARDS: usize = 4;
+
+type Points = support::points::Points<WIDTH>;
+
+/// Which gradient an op reads, and how.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Reads {
+    /// None.
+    Nothing,
+    /// That of a layer whose backward op has run.
+    Later,
+    /// That of a layer whose backward op has not run.
+    Earlier,
+    /// Its own, behind having written it.
+    Own,
+    /// All.
+    All,
+    /// That of a layer whose backward op has run: some of its rows, through a copy.
+    Slices,
+    /// That of a layer whose backward op has run, in a part that is computed again.
+    Recomputed,
+}
+
+struct Spying {
+    first: Parameter,
+    layers: [Parameter; 2],
+    reads: Reads,
+}
+
+/// An op that does nothing forward, and multiplies the gradient by what `factor` computes.
+fn spy<'t, 's>(
+    tape: &Tape<'t, 's>,
+    x: Var<'s>,
+    factor: impl FnOnce(&mut Backward<'_, 't, 's>) -> Result<Tensor<'s>> + 't,
+) -> Result<Var<'s>> {
+    let op = tape.op("spy", [&x])?;
+    let y = ops::copy(tape.step(), x.value())?.save();
+    Ok(op.record(y, move |back, dy| {
+        let factor = factor(back)?;
+        back.add(&x, ops::scale_by(back.step(), &dy, &factor)?)
+    }))
+}
+
+impl Model for Spying {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        let Self { first, layers: [a, b], reads } = *self;
+        let x = tape.input(batch.input::<f32>(0)?);
+        let samples = x.shape().extents()[0];
+        let one = tape.input(ops::fill(tape.step(), [samples, 1], 1.0)?);
+        let mut start = tape.linear(&one, first, None)?;
+        // Its backward pass runs last.
+        if reads == Reads::Recomputed {
+            start = tape.checkpoint(start, move |tape, start| {
+                spy(tape, start, move |back| {
+                    let step = back.step();
+                    ops::sum(step, &back.gradient(b)?.0)
+                })
+            })?;
+        }
+        let start = spy(tape, start, move |back| {
+            let step = back.step();
+            match reads {
+                Reads::Later => ops::sum(step, &back.gradient(b)?.0),
+                Reads::Own => {
+                    let (mut own, adds) = back.gradient(first)?;
+                    if adds {
+                        let gain = ops::fill(step, own.shape(), 0.125)?;
+                        ops::add_assign(step, &mut own, &gain)?;
+                    } else {
+                        ops::fill_into(step, &mut own, 0.25)?;
+                    }
+                    ops::sum(step, &own)
+                }
+                Reads::All => {
+                    let (all, _) = back.gradients([b, first, a])?;
+                    let mut sum = ops::fill(step, [1], 0.0)?;
+                    for gradient in &all {
+                        ops::add_assign(step, &mut sum, &ops::sum(step, gradient)?)?;
+                    }
+                    Ok(sum)
+                }
+                Reads::Slices => {
+                    let (gradient, _) = back.gradient(b)?;
+                    let rows = ops::slice(step, &gradient, 0, 100..103)?;
+                    ops::sum(step, &ops::copy(step, &rows)?)
+                }
+                Reads::Earlier | Reads::Recomputed | Reads::Nothing => ops::fill(step, [1], 0.5),
+            }
+        })?;
+        let x = tape.linear(&tape.add(&x, &start)?, a, None)?;
+        // Its backward pass runs before that of `a`.
+        let x = spy(tape, x, move |back| {
+            let step = back.step();
+            let mut factor = ops::fill(step, [1], 0.5)?;
+            if reads == Reads::Earlier {
+                for earlier in [first, a] {
+                    // Of the first part of a shard nothing has come yet: zeros.
+                    let (gradient, _) = back.gradient(earlier)?;
+                    ops::add_assign(step, &mut factor, &ops::sum(step, &gradient)?)?;
+                }
+            }
+            Ok(factor)
+        })?;
+        tape.linear(&x, b, None)
+    }
+}
+
+fn part(random: &mut Random) -> Points {
+    Points { x: random.normals(WIDTH), labels: random.belows(1, WIDTH as u32) }
+}
+
+/// The weights after two updates, without a group where `ranks` is none.
+fn train(ranks: Option<usize>, captured: bool, reads: Reads) -> String {
+    let run = |device: &Device, group: Option<Group>| {
+        let mut layout = Layout::builder();
+        let first = layout.add("first", [1, WIDTH], Initializer::Constant(0.1));
+        let layers = ["a", "b"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
+        let config = SgdConfig { learning_rate: 0.5, momentum: 0.9, ..SgdConfig::default() };
+        let learner = Learner::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
+        let learner = match group {
+            Some(group) => learner.in_group(&group, SHARDS)?,
+            None => learner,
+        };
+        let mut random = Random::new(11);
+        let batches: Vec<Vec<Points>> = (0..2).map(|_| (0..SHARDS + 1).map(|_| part(&mut random)).collect()).collect();
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
+        let mut trainer = match captured {
+            true => Trainer::captured(&mut arena, learner, &batches[0][0])?,
+            false => Trainer::eager(&mut arena, learner),
+        };
+        batches.iter().try_for_each(|batch| trainer.update(batch).map(drop))?;
+        trainer.learner().parameters.sha256()
+    };
+    match ranks {
+        None => run(&Device::open(DeviceKind::Emulated).unwrap(), None).unwrap(),
+        Some(ranks) => {
+            let said = on_ranks((DeviceKind::Emulated, ranks), DEADLINE, |device, group| run(device, Some(group)));
+            let said: Vec<String> = said.into_iter().map(|said| said.unwrap()).collect();
+            assert!(said.iter().all(|other| *other == said[0]), "{reads:?}: {said:?}");
+            said.into_iter().next().unwrap()
+        }
+    }
+}
+
+#[track_caller]
+fn has_the_bits_of_one_rank(reads: Reads) {
+    let one = train(Some(1), false, reads);
+    for (ranks, captured) in [(1, true), (2, false), (2, true), (4, false), (4, true)] {
+        assert_eq!(train(Some(ranks), captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
+    }
+    assert_ne!(one, train(Some(1), false, Reads::Nothing), "{reads:?} changes nothing");
+}
+
+#[test]
+fn reads_of_later_layers_keep_bits() {
+    has_the_bits_of_one_rank(Reads::Later);
+}
+
+#[test]
+fn reads_of_earlier_layers_keep_bits() {
+    has_the_bits_of_one_rank(Reads::Earlier);
+}
+
+#[test]
+fn reads_of_own_gradients_keep_bits() {
+    has_the_bits_of_one_rank(Reads::Own);
+}
+
+#[test]
+fn reads_of_all_gradients_keep_bits() {
+    has_the_bits_of_one_rank(Reads::All);
+}
+
+#[test]
+fn reads_of_slices_keep_bits() {
+    has_the_bits_of_one_rank(Reads::Slices);
+}
+
+#[test]
+fn reads_in_recomputed_parts_keep_bits() {
+    has_the_bits_of_one_rank(Reads::Recomputed);
+}
+
+/// An op that reads before anything has come sees zeros, whatever the update before has left there.
+#[test]
+fn unwritten_gradients_read_as_zeros() {
+    let device = Device::open(DeviceKind::Emulated).unwrap();
+    let mut layout = Layout::builder();
+    let (w, other) = (layout.add("w", [8], Initializer::ONE), layout.add("other", [8, 4], Initializer::ONE));
+    let stack = layout.add_stack(2, |number| format!("s.{number}"), [4], Initializer::ONE);
+    let weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+    let mut gradients = Gradients::zeros(&weights).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    for _ in 0..2 {
+        let stack = &stack;
+        let values = arena.step(|step| {
+            let seen = RefCell::new(Vec::new());
+            let tape = Tape::new(step, &weights);
+            let x = tape.input(ops::fill(step, [8], 1.0)?);
+            let op = tape.op("reads", [&x])?;
+            let loss = ops::sum(step, x.value())?.save();
+            let seen = &seen;
+            let loss = op.record(loss, move |back, _| {
+                let step = back.step();
+                let mut seen = seen.borrow_mut();
+                seen.push(ops::sum(step, &back.gradient(w)?.0)?);
+                let (both, adds) = back.gradients([other, w])?;
+                assert_eq!(adds, [false, true]);
+                seen.push(ops::sum(step, &both[0])?);
+                let (mut members, adds) = back.stack_gradient(stack)?;
+                assert!(!adds);
+                seen.push(ops::sum(step, &members)?);
+                ops::fill_into(step, &mut members, 3.0)?;
+                drop(members);
+                ops::fill_into(step, &mut back.gradient(w)?.0, 5.0)?;
+                ops::fill_into(step, &mut back.gradient(other)?.0, 7.0)
+            });
+            tape.backward_afresh(&loss, &mut gradients)?;
+            seen.take().iter().map(|sum| step.read_scalar(sum)).collect::<Result<Vec<f32>>>()
+        });
+        assert_eq!(values.unwrap(), [0.0; 3]);
+    }
+}
