@@ -31,6 +31,8 @@ mod shared;
 mod text;
 #[path = "../examples/gpt/token_file.rs"]
 mod token_file;
+#[path = "gpt/token_files.rs"]
+mod token_files;
 #[path = "../examples/gpt/tokenizer.rs"]
 mod tokenizer;
 #[path = "gpt/tokenizer_json.rs"]

@@ -8,6 +8,8 @@ mod support;
 mod capture;
 mod capture_crossasset;
 mod capture_faults;
+mod capture_owners;
 mod captured_deadlines;
 mod deadlines;
+mod recordings;
 mod self_test;

@@ -11,6 +11,8 @@ mod bounds;
 mod checked;
 mod diagnostics;
 mod dlpack;
+mod empty_tensors;
+mod host_limits;
 mod inside;
 mod layout;
 mod memory_floor;

@@ -9,3 +9,4 @@ mod doctor;
 mod ends;
 mod log;
 mod resume;
+mod runs;

@@ -187,7 +187,7 @@ fn of_many_one_has_the_folder() {
 
 #[test]
 fn a_killed_run_leaves_no_lock_that_refuses() {
-    const NAME: &str = "a_killed_run_leaves_no_lock_that_refuses";
+    const NAME: &str = "files::a_killed_run_leaves_no_lock_that_refuses";
     if let Some(folder) = std::env::var_os(CHILD) {
         // The parent looks whether the folder is taken by taking it, for a moment.
         let _lock = loop {
@@ -218,7 +218,7 @@ fn a_killed_run_leaves_no_lock_that_refuses() {
 /// temporary file never is.
 #[test]
 fn temporary_files_of_killed_processes_are_swept() {
-    const NAME: &str = "temporary_files_of_killed_processes_are_swept";
+    const NAME: &str = "files::temporary_files_of_killed_processes_are_swept";
     if let Some(path) = std::env::var_os(CHILD) {
         let bytes = vec![1; 1 << 20];
         loop {

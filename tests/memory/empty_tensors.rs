@@ -2,11 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::on_each_device;
 use proptest::prelude::*;
 use stepscope::*;
-use support::on_each_device;
 
 fn arena(device: &Device) -> Arena {
     Arena::builder(device).capacity(Capacity::mib(1)).build().unwrap()
@@ -168,7 +166,7 @@ proptest! {
     /// In a step and its nested scopes, whatever is freed between.
     #[test]
     fn addresses_of_live_tensors_differ(lens in prop::collection::vec((0usize..3, any::<bool>()), 1..40), checked: bool) {
-        let device = support::open(DeviceKind::Emulated);
+        let device = crate::support::open(DeviceKind::Emulated);
         let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).checked(checked).build().unwrap();
         arena.step(|step| {
             let mut live: Vec<Tensor<'_>> = Vec::new();

@@ -7,13 +7,11 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::on_each_device;
 use kernels::fill::fill;
 use kernels::guard::guard_write;
 use std::cell::RefCell;
 use stepscope::*;
-use support::on_each_device;
 
 const LEN: usize = 64;
 
@@ -201,7 +199,7 @@ fn a_capture_of(device: &Device, tensor: Tensor<'_>) -> Result<()> {
 /// A recorded step's tensor, in the state of a capture of another device.
 #[test]
 fn a_tensor_of_another_recording() {
-    let [one, other] = [(); 2].map(|()| support::open(DeviceKind::Emulated));
+    let [one, other] = [(); 2].map(|()| crate::support::open(DeviceKind::Emulated));
     let record: Record<Arena, ()> = |step, other, _| {
         let tensor = ops::fill(step, [LEN], 1.0)?;
         let error = other.capture(Some(tensor), &Inputs::new(), overwrite).unwrap_err().to_string();
@@ -214,7 +212,7 @@ fn a_tensor_of_another_recording() {
 /// A wrong guard would be written by a kernel, too: no kernel is exempt.
 #[test]
 fn a_kernel_of_the_checks() {
-    let device = support::open(DeviceKind::Emulated);
+    let device = crate::support::open(DeviceKind::Emulated);
     let (mut a, mut b) = (arena(&device), arena(&device));
     let refusal = a.step(|step| {
         let halves = step.empty::<bf16>([LEN])?;

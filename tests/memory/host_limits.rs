@@ -4,8 +4,6 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
 use std::any::Any;
 use std::cell::RefCell;
 use std::time::Duration;
@@ -13,7 +11,7 @@ use stepscope::nn::Linear;
 use stepscope::*;
 
 fn open() -> Device {
-    support::open(DeviceKind::Emulated)
+    crate::support::open(DeviceKind::Emulated)
 }
 
 fn arena(device: &Device) -> Arena {

@@ -1,25 +1,23 @@
 //! The floating-point mode of the caller's thread decides no bit, ends no process and is the same afterwards: whether it flushes subnormal
 //! numbers, rounds otherwise or traps, and whether it was set before the device is opened, before a step or on another thread.
 
-#[path = "float_mode/register.rs"]
 mod register;
-mod support;
 
+use crate::support::Random;
 use register::{MODES, Mode};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use stepscope::nn::{Dropout, Linear, Mlp};
 use stepscope::same_bits::{Form, cases, compare, line, run};
 use stepscope::*;
-use support::Random;
 
 const INPUTS: usize = 12;
 const CLASSES: usize = 3;
 
-type Points = support::points::Points<INPUTS>;
+type Points = crate::support::points::Points<INPUTS>;
 
 fn device() -> Device {
-    support::open(DeviceKind::Emulated)
+    crate::support::open(DeviceKind::Emulated)
 }
 
 /// The library's cases in `form`, and how many of them give other bits than the committed ones.
@@ -163,7 +161,7 @@ fn a_mode_that_changes_within_a_step_reaches_no_kernel() {
                     Some(mode) => mode.within(scaled)?,
                     None => scaled()?,
                 };
-                Ok(support::bits(&step.read(&y)?))
+                Ok(crate::support::bits(&step.read(&y)?))
             })
             .unwrap()
     };
@@ -261,7 +259,7 @@ fn numbers_that_are_not_finite_are_found() {
             assert!(matches!(refused, Err(Error::NotFinite { .. })), "{refused:?}");
             let subnormal = [f32::from_bits(1), f32::from_bits(7), 1.0].map(f32::to_le_bytes);
             weights.load(|_| Some(subnormal.as_flattened()), Transfer::new()).unwrap();
-            assert_eq!(support::bits(&weights.read(w).unwrap()), [1, 7, 0x3f80_0000]);
+            assert_eq!(crate::support::bits(&weights.read(w).unwrap()), [1, 7, 0x3f80_0000]);
         });
     }
 }

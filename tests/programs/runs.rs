@@ -3,8 +3,7 @@
 #![cfg(unix)]
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::example::{command, text};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
@@ -13,7 +12,6 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, DeviceKind};
-use support::example::{command, text};
 use tempfile::TempDir;
 
 /// A run whose signals and files are looked at, and not its weights.
@@ -48,7 +46,8 @@ impl Workplace {
 
     /// `gpt`, which reads the text and writes to `out` unless `more` says otherwise.
     fn gpt(&self, more: &str) -> Command {
-        let mut command = command("gpt", &support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
+        let mut command =
+            command("gpt", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
         command.arg("--data").arg(self.path("text.txt")).arg("--out").arg(self.path("out"));
         command.args(more.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         command
@@ -56,7 +55,7 @@ impl Workplace {
 
     fn crossasset(&self, more: &str) -> Command {
         let small = ["--limit", "20", "--horizon", "2", "--batch", "3", "--folds", "1"];
-        let mut command = command("crossasset", &support::open(DeviceKind::Emulated), &small);
+        let mut command = command("crossasset", &crate::support::open(DeviceKind::Emulated), &small);
         command.arg("--out").arg(self.path("out"));
         command.args(more.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         command

@@ -6,20 +6,16 @@
 
 #![forbid(unsafe_code)]
 
-#[path = "support/rank_threads.rs"]
-mod rank_threads;
-mod support;
-
-use rank_threads::{DEADLINE, on_ranks};
+use crate::support::Random;
+use crate::support::rank_threads::{DEADLINE, on_ranks};
 use std::cell::RefCell;
 use stepscope::*;
-use support::Random;
 
 /// A layer's weights are 4 MiB, as much as the smallest bucket.
 const WIDTH: usize = 1024;
 const SHARDS: usize = 4;
 
-type Points = support::points::Points<WIDTH>;
+type Points = crate::support::points::Points<WIDTH>;
 
 /// Which gradient an op reads, and how.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -5,14 +5,12 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::{Random, on_each_device};
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::sync::Once;
 use stepscope::nn::Linear;
 use stepscope::*;
-use support::{Random, on_each_device};
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
@@ -65,7 +63,7 @@ impl Model for Classifier {
     }
 }
 
-type Points = support::points::Points<6>;
+type Points = crate::support::points::Points<6>;
 
 /// A batch of so many points.
 fn batch(samples: usize) -> Points {

@@ -5,11 +5,9 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::on_each_device;
 use std::cell::Cell;
 use stepscope::*;
-use support::on_each_device;
 
 const LEN: usize = 200;
 
@@ -233,7 +231,7 @@ impl UpdateRule for Fickle {
 /// What it said first holds: a checkpoint has the state that it has.
 #[test]
 fn a_rule_is_asked_once() {
-    let device = support::open(DeviceKind::Emulated);
+    let device = crate::support::open(DeviceKind::Emulated);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("fickle.safetensors");
     let mut outcomes = [0, 0];

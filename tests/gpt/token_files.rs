@@ -2,17 +2,12 @@
 
 #![forbid(unsafe_code)]
 
-#[path = "../examples/gpt/bad_input.rs"]
-mod bad_input;
-#[path = "../examples/gpt/token_file.rs"]
-mod token_file;
-
+use crate::token_file::{CHUNK, TokenFile};
 use std::fs::{self, File, FileTimes};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use stepscope::SplitMix64;
 use tempfile::TempDir;
-use token_file::{CHUNK, TokenFile};
 
 const TOKENS: usize = 10 * CHUNK + 100;
 const VOCABULARY: usize = 50_257;

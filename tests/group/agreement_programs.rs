@@ -4,15 +4,13 @@
 #![cfg(unix)]
 #![forbid(unsafe_code)]
 
-mod support;
-
+use crate::support::example::{command, text};
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use stepscope::{Checkpoint, DeviceKind};
-use support::example::{command, text};
 
 /// How long a rank waits for the others, in seconds.
 const DEADLINE: u64 = 60;
@@ -28,7 +26,7 @@ fn free_port() -> String {
 fn start(program: &str, (rank, port): (usize, &str), words: &str, out: &Path) -> Child {
     let deadline = DEADLINE.to_string();
     let words: Vec<&str> = words.split_whitespace().chain(["--deadline", &deadline]).collect();
-    let mut command = command(program, &support::open(DeviceKind::Emulated), &words);
+    let mut command = command(program, &crate::support::open(DeviceKind::Emulated), &words);
     command.args(["--out".as_ref(), out.as_os_str()]).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
     command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("LOCAL_RANK", rank.to_string());
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -73,7 +71,7 @@ fn refuses(program: &str, base: &str, more: &str, settings: &[[&str; 3]]) {
 }
 
 fn texts(folder: &Path) -> [String; 3] {
-    let whole = include_str!("../docs/architecture.md");
+    let whole = include_str!("../../docs/architecture.md");
     let [base, edited, short] = ["base.txt", "edited.txt", "short.txt"].map(|name| folder.join(name));
     fs::write(&base, whole).unwrap();
     fs::write(&edited, whole.replacen("transformers", "transFormers", 1)).unwrap();

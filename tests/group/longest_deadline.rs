@@ -3,11 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-#[path = "support/rank_threads.rs"]
-mod rank_threads;
-mod support;
-
-use rank_threads::*;
+use crate::support::rank_threads::*;
 use std::time::Duration;
 use stepscope::*;
 

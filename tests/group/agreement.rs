@@ -4,24 +4,20 @@
 
 #![forbid(unsafe_code)]
 
-#[path = "support/rank_threads.rs"]
-mod rank_threads;
-mod support;
-
-use rank_threads::{in_threads, on_ranks};
+use crate::support::Random;
+use crate::support::rank_threads::{in_threads, on_ranks};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use stepscope::nn::Linear;
 use stepscope::ops::Precision;
 use stepscope::*;
-use support::Random;
 
 const INPUTS: usize = 4;
 /// Each refusal must come before it, and comes much sooner.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-type Points = support::points::Points<INPUTS>;
+type Points = crate::support::points::Points<INPUTS>;
 
 struct Classifier {
     hidden: Linear,
