@@ -5,6 +5,8 @@
 mod register;
 mod support;
 
+use cuda_std::prelude::*;
+use kernels::contract;
 use register::{MODES, Mode};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
@@ -171,6 +173,41 @@ fn a_mode_that_changes_within_a_step_reaches_no_kernel() {
     assert!(expected.iter().any(|&word| word != 0));
     for mode in MODES {
         assert_eq!(halved(Some(mode)), expected, "{}", mode.0);
+    }
+}
+
+/// Divides, which is inexact, and panics in the last of its blocks.
+#[kernel]
+unsafe fn divides_and_panics(divisor: f32, y: *mut f32) {
+    let index = thread::index_1d() as usize;
+    let quotient = index as f32 / divisor;
+    assert!(index < 99, "planted, at {quotient}");
+    // SAFETY: `y` has an element for each thread.
+    unsafe { kernels::vector::store(y, index, quotient) };
+}
+
+// SAFETY: a thread touches the element of its index, and `y` has one for each.
+contract! { unsafe divides_and_panics { block: 50 } |k| {
+    Violation::unless_length("y", 100, k.y.len())?;
+    Grid::new(2, 1, 1)
+}}
+
+#[test]
+fn a_kernel_that_panics_leaves_the_mode() {
+    let device = device();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut failed = |mode: Mode| {
+        mode.within(|| {
+            let mut launch =
+                || arena.step(|step| step.launch(divides_and_panics { divisor: 3.0, y: step.empty([100])?.out() }));
+            [launch(), launch()]
+        })
+    };
+    for mode in MODES {
+        for outcome in failed(mode) {
+            let Err(Error::Kernel(fault)) = outcome else { panic!("{}: {outcome:?}", mode.0) };
+            assert!(fault.to_string().contains("planted, at 33"), "{fault}");
+        }
     }
 }
 

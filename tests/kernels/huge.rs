@@ -238,3 +238,80 @@ on_each_device! {
         assert!(!mean[0].is_finite() && !squares[0].is_finite() && factor[0].is_nan(), "{mean:?} {squares:?} {factor:?}");
     }
 }
+
+/// Rows whose squares do not overflow have the bits that the documented formulas give, as they had before huge rows were right.
+mod finite_rows {
+    use super::*;
+    use crate::trees;
+    use crate::trial::assert_same;
+    use kernels::math::rsqrt;
+
+    /// Sizes up to just below where a row's squares overflow.
+    fn rows(cols: usize) -> Vec<f32> {
+        let mut random = Random::new(cols as u64);
+        let most = 1.8e19 / (cols as f32).sqrt();
+        let sizes = [1e-30, 1e-3, 1.0, 1e9, most / 8.0];
+        let mut x: Vec<f32> =
+            sizes.iter().flat_map(|size| random.normals(cols).into_iter().map(move |x| x * size)).collect();
+        x.extend(vec![most; cols]);
+        x
+    }
+
+    on_each_device! {
+        fn rms_norm(device: &Device) {
+            for cols in COLS {
+                let (x, mut random) = (rows(cols), Random::new(3));
+                let (count, gain, dy) = (x.len() / cols, random.uniforms(cols, 0.5, 1.5), random.normals(x.len()));
+                let (y, dx) = trial(device, |trial| {
+                    let (x, dy) = (trial.upload(&x, [count, cols])?, trial.upload(&dy, [count, cols])?);
+                    let (gain, mut dgain) = (trial.upload(&gain, [cols])?, trial.upload(&vec![0.0; cols], [cols])?);
+                    let (y, scale) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
+                    let (y, _) = (trial.output(&y)?, trial.output(&scale)?);
+                    let dx = trial.with_scratch(|| {
+                        ops::rms_norm_backward(trial, &x, &gain, &scale, &dy, None, &mut dgain, false)
+                    })?;
+                    trial.output(&dgain)?;
+                    Ok((y, trial.output(&dx)?))
+                });
+                let (mut want_y, mut want_dx) = (Vec::new(), Vec::new());
+                for (x, dy) in x.chunks(cols).zip(dy.chunks(cols)) {
+                    let sum = trees::row(cols, |sum, column| x[column].mul_add(x[column], sum));
+                    assert!(sum.is_finite());
+                    let scale = rsqrt(sum / cols as f32 + EPSILON);
+                    let dot = trees::row(cols, |sum, column| (dy[column] * gain[column]).mul_add(x[column], sum));
+                    let coefficient = dot * scale / cols as f32 * scale * scale;
+                    want_y.extend((0..cols).map(|column| x[column] * scale * gain[column]));
+                    want_dx.extend((0..cols).map(|column| {
+                        0.0 + (-coefficient).mul_add(x[column], dy[column] * gain[column] * scale)
+                    }));
+                }
+                assert_same(format!("y of {cols} columns"), &y, &want_y);
+                assert_same(format!("dx of {cols} columns"), &dx, &want_dx);
+            }
+        }
+
+        fn layer_norm(device: &Device) {
+            for cols in COLS {
+                let (x, mut random) = (rows(cols), Random::new(3));
+                let (count, gain, bias) = (x.len() / cols, random.uniforms(cols, 0.5, 1.5), random.normals(cols));
+                let (y, mean) = trial(device, |trial| {
+                    let x = trial.upload(&x, [count, cols])?;
+                    let (gain, bias) = (trial.upload(&gain, [cols])?, trial.upload(&bias, [cols])?);
+                    let made = ops::layer_norm(trial, &x, &gain, &bias, EPSILON)?;
+                    trial.output(&made.inverse_std)?;
+                    Ok((trial.output(&made.y)?, trial.output(&made.mean)?))
+                });
+                let (mut want_y, mut want_mean) = (Vec::new(), Vec::new());
+                for x in x.chunks(cols) {
+                    let center = trees::row(cols, |sum, column| sum + x[column]) / cols as f32;
+                    let sum = trees::row(cols, |sum, column| (x[column] - center).mul_add(x[column] - center, sum));
+                    let scale = rsqrt(sum / cols as f32 + EPSILON);
+                    want_mean.push(center);
+                    want_y.extend((0..cols).map(|at| ((x[at] - center) * scale).mul_add(gain[at], bias[at])));
+                }
+                assert_same(format!("mean of {cols} columns"), &mean, &want_mean);
+                assert_same(format!("y of {cols} columns"), &y, &want_y);
+            }
+        }
+    }
+}
