@@ -1,5 +1,6 @@
-//! A vector that does not lie on its boundary is an error of the launch that names kernel, block, thread and place, in every build: on a GPU
-//! it would end the process's context. And what begins late at the launch is refused before anything runs.
+//! A vector that does not lie on its boundary is an error of the launch that names kernel, block,
+//! thread and place, in every build: on a GPU it would end the process's context. And what begins
+//! late at the launch is refused before anything runs.
 
 mod support;
 
@@ -20,13 +21,15 @@ macro_rules! movers {
         #[kernel]
         unsafe fn $name($x: &[$T], $at: usize, $y: *mut $T) {
             if thread::index_1d() == 37 {
-                // SAFETY: inside `x` and `y`, but on its boundary only where `at` says so: this is the bug.
+                // SAFETY: inside `x` and `y`, but on its boundary only where `at` says so: this is
+                // the bug.
                 unsafe { $access };
             }
             let _ = ($x, $y);
         }
 
-        // SAFETY: the kernel stays inside its arguments for places up to 8. It asks for no alignment of the place, and that is the point.
+        // SAFETY: the kernel stays inside its arguments for places up to 8. It asks for no
+        // alignment of the place, and that is the point.
         contract! { unsafe $name { block: 32, shared: 256 } |k| {
             Violation::unless_length("x", LENGTH, k.x.len())?;
             Violation::unless_length("y", LENGTH, k.y.len())?;

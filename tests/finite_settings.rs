@@ -1,4 +1,5 @@
-//! Settings and weights from which NaN or infinity would follow are refused, or reported by name, before anything is trained with them.
+//! Settings and weights from which NaN or infinity would follow are refused, or reported by name,
+//! before anything is trained with them.
 
 #![forbid(unsafe_code)]
 
@@ -128,7 +129,8 @@ impl Model for Net {
     }
 }
 
-/// A rule that makes a weight of "unused" infinite at one of its updates, as a diverging decay would.
+/// A rule that makes a weight of "unused" infinite at one of its updates, as a diverging decay
+/// would.
 struct Spoils {
     at: u64,
 }
@@ -230,7 +232,8 @@ fn any_numbers_are_let_be() {
     Trainer::eager(&mut arena, learner).numbers(Numbers::Any).update(&[batch()]).unwrap();
 }
 
-/// Gradients whose norm overflows: `Optimizer::apply` looks at no norm, but does not go on as if nothing had happened.
+/// Gradients whose norm overflows: `Optimizer::apply` looks at no norm, but does not go on as if
+/// nothing had happened.
 #[test]
 fn an_update_behind_an_infinite_norm_is_noticed() {
     let device = device();

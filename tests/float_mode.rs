@@ -1,5 +1,6 @@
-//! The floating-point mode of the caller's thread decides no bit, ends no process and is the same afterwards: whether it flushes subnormal
-//! numbers, rounds otherwise or traps, and whether it was set before the device is opened, before a step or on another thread.
+//! The floating-point mode of the caller's thread decides no bit, ends no process and is the same
+//! afterwards: whether it flushes subnormal numbers, rounds otherwise or traps, and whether it was
+//! set before the device is opened, before a step or on another thread.
 
 #[path = "float_mode/register.rs"]
 mod register;
@@ -102,7 +103,8 @@ fn batches() -> Vec<Vec<Points>> {
     [8, 8, 8, 6].map(&mut batch).into()
 }
 
-/// The digest of the weights after an epoch, its mean loss and the loss of an evaluation, all as bits.
+/// The digest of the weights after an epoch, its mean loss and the loss of an evaluation, all as
+/// bits.
 fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String, [u64; 2]) {
     let mut arena = Arena::builder(device).capacity(Capacity::mib(8)).build().unwrap();
     let learner = learner(device);
@@ -264,7 +266,8 @@ fn what_the_host_computes_is_the_same() {
     }
 }
 
-/// Reports, errors and settings that are only shown, or read from the environment, must not trap either.
+/// Reports, errors and settings that are only shown, or read from the environment, must not trap
+/// either.
 #[test]
 fn nothing_that_is_shown_traps() {
     let device = device();

@@ -82,8 +82,9 @@ pub trait UpdateRule: 'static {
         false
     }
 
-    /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number,
-    /// always as many, and all finite. They are on the device when the update runs.
+    /// What changes from update to update, such as the rate, for update `number`, counted from 1,
+    /// of a group: at least one number, always as many, and all finite. They are on the device when
+    /// the update runs.
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
 
     /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update. In a group of

@@ -235,7 +235,8 @@ impl Parameters {
         Numbers::Finite.check((Some(update), Quantity::Weight), first)
     }
 
-    /// Whether a caller has written numbers that are not finite, or was allowed to. Of what kernels write nothing is known here.
+    /// Whether a caller has written numbers that are not finite, or was allowed to. Of what kernels
+    /// write nothing is known here.
     pub(crate) fn are_unchecked(&self) -> bool {
         self.unchecked
     }

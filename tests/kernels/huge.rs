@@ -1,4 +1,5 @@
-//! Rows of huge numbers: what squares or sums them is right up to the largest f32, or not finite, but never a plausible wrong number.
+//! Rows of huge numbers: what squares or sums them is right up to the largest f32, or not finite,
+//! but never a plausible wrong number.
 
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::{canonical, trial};
@@ -7,11 +8,13 @@ use stepscope::{Device, Shape, Stored, bf16, ops};
 
 /// How large the numbers of a row are.
 const SIZES: [f32; 8] = [1.0, 1e17, 3e18, 1e19, 1e25, 1e30, 1e37, 1e38];
-/// Columns of each path: one lane, several, a whole warp, rows that are read again, and no multiple of four.
+/// Columns of each path: one lane, several, a whole warp, rows that are read again, and no multiple
+/// of four.
 const COLS: [usize; 6] = [4, 20, 132, 600, 1300, 67];
 const EPSILON: f32 = 1e-5;
 
-/// Rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32 and BF16.
+/// Rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32 and
+/// BF16.
 fn rows(cols: usize) -> Vec<f32> {
     let mut random = Random::new(cols as u64);
     let mut x: Vec<f32> =
@@ -40,7 +43,8 @@ fn exact<S: Stored>(values: &[S]) -> Vec<f64> {
     values.iter().map(|value| f64::from(value.widen())).collect()
 }
 
-/// What the norm of a row is in float64: y, and dx and the row's part of dgain from dy. `centered`: LayerNorm.
+/// What the norm of a row is in float64: y, and dx and the row's part of dgain from dy. `centered`:
+/// LayerNorm.
 fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f64>; 3] {
     let cols = x.len() as f64;
     let mean = if centered { x.iter().sum::<f64>() / cols } else { 0.0 };
@@ -56,8 +60,8 @@ fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f
     [y, dx, dgain]
 }
 
-/// Compares row by row, so that small rows count as much as large ones. Gradients of rows of 1e38 are subnormal numbers, which are
-/// `step` apart: as much as that loses is allowed.
+/// Compares row by row, so that small rows count as much as large ones. Gradients of rows of 1e38
+/// are subnormal numbers, which are `step` apart: as much as that loses is allowed.
 #[track_caller]
 fn assert_rows(what: &str, got: &[f32], want: &[f64], cols: usize, tolerance: f64, step: f64) {
     for (row, (got, want)) in got.chunks(cols).zip(want.chunks(cols)).enumerate() {
@@ -167,7 +171,8 @@ on_each_device! {
         }
     }
 
-    /// q and k of any size are normalised, in the kernel for few tokens and in the others: attention depends on their directions alone.
+    /// q and k of any size are normalised, in the kernel for few tokens and in the others:
+    /// attention depends on their directions alone.
     fn attention_of_huge_heads(device: &Device) {
         let (shape, tokens) = (Shape::from([3, 2, 12, 128]), 12);
         let mut random = Random::new(11);
@@ -225,7 +230,8 @@ on_each_device! {
         assert!((f64::from(loss[0]) - 2f64.ln()).abs() < 1e-6, "{loss:?}");
     }
 
-    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm by which gradients are clipped.
+    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm by which
+    /// gradients are clipped.
     fn a_sum_that_overflows_is_not_finite(device: &Device) {
         let [mean, squares, factor] = trial(device, |trial| {
             let x = trial.upload(&[3e38f32; 8], [8])?;
@@ -239,7 +245,8 @@ on_each_device! {
     }
 }
 
-/// Rows whose squares do not overflow have the bits that the documented formulas give, as they had before huge rows were right.
+/// Rows whose squares do not overflow have the bits that the documented formulas give, as they had
+/// before huge rows were right.
 mod finite_rows {
     use super::*;
     use crate::trees;
