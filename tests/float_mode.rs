@@ -113,9 +113,11 @@ fn trained(device: &Device, captured: bool, batches: &[Vec<Points>]) -> (String,
         false => Trainer::eager(&mut arena, learner),
     };
     let mut progress = EpochProgress::default();
-    let loaded = Loader::new(batches.to_vec().into_iter().map(Ok)).unwrap();
+    let batches = batches.to_vec();
+    let first = batches[0][0].clone();
+    let loaded = Loader::new(batches.into_iter().map(Ok)).unwrap();
     trainer.epoch(loaded, &mut progress, &mut ()).unwrap();
-    let (loss, ()) = trainer.evaluate(&batches[0][0], |_, _| Ok(())).unwrap();
+    let (loss, ()) = trainer.evaluate(&first, |_, _| Ok(())).unwrap();
     (trainer.learner().parameters.sha256().unwrap(), [progress.mean_loss().to_bits(), loss.to_bits()])
 }
 

@@ -173,13 +173,13 @@ fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'
             outcome([None; 2], &Views { late: Some((name, late)), ..Views::default() }, true);
         }
     }
-    for at in 0..words.len() {
+    for (at, honest) in words.iter().enumerate() {
         for off in 1..=3 {
             let mut views = Views::default();
             let hostile = |off: u64| [Some((at, off)), None];
             // Few contracts ask for the length of more buffers than these.
             for _ in 0..16 {
-                let word = words[at].wrapping_add(off);
+                let word = honest.wrapping_add(off);
                 let (refusal, ..) = outcome(hostile(word), &views, false);
                 let Some(refusal) = refusal else {
                     for mode in [Mode::RACES, Mode { races: false, shuffle: None }] {
