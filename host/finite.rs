@@ -54,7 +54,8 @@ fn part_is_finite(part: &[u8]) -> bool {
     })
 }
 
-/// Whether a number is finite, by its bits: a comparison could trap, where the thread's floating-point mode says so.
+/// Whether a number is finite, by its bits: a comparison could trap, where the thread's
+/// floating-point mode says so.
 pub(crate) fn is_finite(value: f32) -> bool {
     const EXPONENT: u32 = f32::INFINITY.to_bits();
     value.to_bits() & EXPONENT != EXPONENT

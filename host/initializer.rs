@@ -35,14 +35,16 @@ impl Initializer {
 
     /// Evenly spread over `1 / sqrt(fan_in)` to either side, as PyTorch starts a linear layer.
     ///
-    /// For a `fan_in` of 0 the bound is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
+    /// For a `fan_in` of 0 the bound is infinite, which
+    /// [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn fan_in(fan_in: usize) -> Self {
         float_mode::in_default(|| Self::Uniform { bound: (1.0 / (fan_in as f64).sqrt()) as f32 })
     }
 
     /// Evenly spread over `sqrt(6 / (fan_in + fan_out))` to either side (Glorot and Bengio, 2010).
     ///
-    /// Where both are 0 the bound is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
+    /// Where both are 0 the bound is infinite, which
+    /// [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn glorot(fan_in: usize, fan_out: usize) -> Self {
         let sum = fan_in as u128 + fan_out as u128;
         float_mode::in_default(|| Self::Uniform { bound: (6.0 / sum as f64).sqrt() as f32 })
@@ -50,7 +52,8 @@ impl Initializer {
 
     /// Normally distributed with deviation `sqrt(2 / fan_in)`, for layers before a rectifier (He et al., 2015).
     ///
-    /// For a `fan_in` of 0 the deviation is infinite, which [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
+    /// For a `fan_in` of 0 the deviation is infinite, which
+    /// [`LayoutBuilder::build`](crate::LayoutBuilder::build) refuses.
     pub fn he(fan_in: usize) -> Self {
         float_mode::in_default(|| Self::Normal { deviation: (2.0 / fan_in as f64).sqrt() as f32 })
     }

@@ -232,7 +232,8 @@ impl<T: SharedElement> SharedTile<T> {
         let _ = (index, count);
     }
 
-    /// Called before a read of `count` values in one access: the first lies on a boundary of as many.
+    /// Called before a read of `count` values in one access: the first lies on a boundary of as
+    /// many.
     #[inline(always)]
     #[track_caller]
     fn reads_at_once(self, index: u32, count: usize) {

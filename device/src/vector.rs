@@ -478,7 +478,8 @@ fn writes<T>(out: *mut T, index: usize, count: usize) {
     let _ = (out, index, count);
 }
 
-/// Tells the emulator that what follows reads `count` elements in one access: the first lies on a boundary of as many. The emulator judges it.
+/// Tells the emulator that what follows reads `count` elements in one access: the first lies on a
+/// boundary of as many. The emulator judges it.
 #[inline(always)]
 #[track_caller]
 pub(crate) fn reads_at_once<T>(x: *const T, index: usize, count: usize) {

@@ -43,8 +43,8 @@ impl Aside<'_> {
 }
 
 impl Region {
-    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked. All of a step's arithmetic on the host is
-    /// within one, and computes in IEEE 754's default mode.
+    /// Runs a scope and then gives back what it took, whether it returned, failed or panicked. All
+    /// of a step's arithmetic on the host is within one, and computes in IEEE 754's default mode.
     pub(crate) fn scope<R>(&self, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let mark = self.mark();
         let around = self.reuse.begin(mark.bump, self.end.get());

@@ -100,8 +100,9 @@ pub trait UpdateRule: 'static {
         (size_of_val(self) == 0).then(Vec::new)
     }
 
-    /// What changes from update to update, such as the rate, for update `number`, counted from 1, of a group: at least one number,
-    /// always as many, and all finite. They are on the device when the update runs.
+    /// What changes from update to update, such as the rate, for update `number`, counted from 1,
+    /// of a group: at least one number, always as many, and all finite. They are on the device when
+    /// the update runs.
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32>;
 
     /// Queues an update. It does the same each time: where it is captured, it is called once and replayed for each update. In a group of

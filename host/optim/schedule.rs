@@ -13,8 +13,9 @@ use cuda_std::float_mode;
 pub enum Schedule {
     /// Always the same.
     Constant,
-    /// Linear from zero over `warmup` updates, then half a cosine down to `floor` at update `total`. If `total` is not above `warmup`, the
-    /// factor is `floor` from the first update after the warm-up on.
+    /// Linear from zero over `warmup` updates, then half a cosine down to `floor` at update
+    /// `total`. If `total` is not above `warmup`, the factor is `floor` from the first update after
+    /// the warm-up on.
     WarmupCosine {
         /// Updates of the rise.
         warmup: u64,
@@ -40,8 +41,8 @@ impl Schedule {
         float_mode::in_default(|| (f64::from(rate) * self.factor_at(number) * f64::from(group.rate)) as f32)
     }
 
-    /// The factor for update `number`, counted from 1. Number 0 stands for the time before the first update: the factor is then 0 with a
-    /// warm-up and 1 without one.
+    /// The factor for update `number`, counted from 1. Number 0 stands for the time before the
+    /// first update: the factor is then 0 with a warm-up and 1 without one.
     pub fn factor(&self, number: u64) -> f64 {
         float_mode::in_default(|| self.factor_at(number))
     }

@@ -160,7 +160,8 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// [`Error::Misuse`] for no parameter, an empty one, two of one name (as `b.c` in `a` and `c` in `a.b` are), one named `__metadata__`, as
-    /// no tensor of a file can be, more bytes than memory can have, or an initializer whose values may be infinite or NaN.
+    /// no tensor of a file can be, more bytes than memory can have, or an initializer whose values
+    /// may be infinite or NaN.
     pub fn build(self) -> Result<Layout> {
         let refused = |expected: &str, got: String| Err(Error::misuse("layout", expected, got));
         let named = |entry: &LayoutEntry| format!("`{}` {}", short(&entry.name), entry.shape);

@@ -92,6 +92,8 @@ pub struct Parameters {
     flat: Flat,
     /// The same rounded, at the same places.
     copy: Option<Flat<bf16>>,
+    /// Whether a caller has written numbers that are not finite, or was allowed to.
+    unchecked: bool,
 }
 
 impl Parameters {
@@ -127,7 +129,7 @@ impl Parameters {
         let name = |offset| layout.name_at(offset);
         let content = Content::new(values.memory(), &fill, &name);
         Transfer::new().run(device, &[content])?;
-        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None })
+        Ok(Self { flat: Flat { layout: layout.clone(), values }, copy: None, unchecked: false })
     }
 
     /// The same weights with a copy in BF16 beside them, for products that read half the bytes: each weight rounded to the nearest, ties to
@@ -175,6 +177,7 @@ impl Parameters {
         others: impl IntoIterator<Item = (&'r mut Buffer<f32>, Vec<&'r [u8]>)>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
+        self.unchecked |= transfer.allowed() == Numbers::Any;
         let Flat { layout, values } = &mut self.flat;
         let mut regions = vec![(values, weights)];
         for (region, sources) in others {
@@ -236,6 +239,12 @@ impl Parameters {
     pub(crate) fn check_finite(&self, update: u64) -> Result<()> {
         let first = self.flat.first_not_finite()?.map(|name| (name.to_owned(), false));
         Numbers::Finite.check((Some(update), Quantity::Weight), first)
+    }
+
+    /// Whether a caller has written numbers that are not finite, or was allowed to. Of what kernels
+    /// write nothing is known here.
+    pub(crate) fn are_unchecked(&self) -> bool {
+        self.unchecked
     }
 
     /// One parameter's weights, for kernels of a step.
@@ -311,6 +320,7 @@ impl Parameters {
             let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
             return Err(Error::misuse("write", expected, values.len().to_string()));
         }
+        self.unchecked |= !all_finite(bytemuck::cast_slice(values));
         let written = self.flat.values.write(range.start, values);
         let rounded = self.round(range);
         written.and(rounded)

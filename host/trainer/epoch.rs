@@ -55,7 +55,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     /// # Errors
     /// [`Error::Misuse`] for no samples; [`Error::Label`] for a label that is no class, by its place in the batch; those of the steps: the
     /// weights are then those of the update before, unless the device is lost or only the loss did not come back. [`Error::NotFinite`]
-    /// when the loss or the gradients' norm is not finite: the update is made, and the weights are worthless.
+    /// when the loss or the gradients' norm is not finite: the update is made, and the weights are
+    /// worthless. All weights are checked before every thousandth update, and before the first one
+    /// if they were given unchecked: no update is made then.
     #[track_caller]
     pub fn update(&mut self, batch: &[impl Samples]) -> Result<Update> {
         let update = self.update_by(batch);
@@ -64,6 +66,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
 
     #[track_caller]
     fn update_by(&mut self, batch: &[impl Samples]) -> Result<Update> {
+        self.check_weights_at_times()?;
         let queued = self.queue(batch)?;
         self.wait_for_update(queued, batch)
     }
@@ -123,6 +126,7 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
     ) -> Result<Ended> {
         for batch in batches {
             let batch = batch?;
+            self.check_weights_at_times()?;
             let queued = match self.queue(&batch) {
                 Err(Error::MemoryShortage(shortage)) => return self.end_short(shortage, running, progress, observer),
                 queued => queued?,

@@ -15,6 +15,10 @@ use cuda_std::float_mode;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+/// Updates between two checks of all weights. To read the weights of GPT-2 takes as long as one
+/// update.
+const CHECK_EVERY: u64 = 1000;
+
 /// What of a batch runs here.
 struct Plan {
     number: u64,
@@ -167,6 +171,17 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
             false => String::new(),
         };
         parameters.first_not_finite((what != Quantity::EvaluationLoss).then_some(gradients), &seen)
+    }
+
+    /// [`Trainer::check_weights`] before the first update if the caller has given weights that
+    /// nobody has checked, and before every [`CHECK_EVERY`]th update: a weight on which no loss
+    /// depends shows nowhere else.
+    pub(super) fn check_weights_at_times(&self) -> Result<()> {
+        match self.updates_begun {
+            0 if !self.learner().parameters.are_unchecked() => Ok(()),
+            begun if begun.is_multiple_of(CHECK_EVERY) => self.check_weights(),
+            _ => Ok(()),
+        }
     }
 
     /// An error for the weights, if they are not finite and should be. Waits.

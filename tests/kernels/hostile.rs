@@ -5,9 +5,10 @@
 //! the contract, or stay inside its arguments, which the emulator's race mode watches. Where overflow is checked, a contract or a kernel
 //! that wraps panics, and that is no refusal; `ci/test` runs these tests in a release build too, where it does not panic.
 //!
-//! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one to three larger, and the
-//! buffers get the lengths that the contract then asks for. On a GPU a vector at such a place would end the process's context; the
-//! emulator reports it, so such a launch must be refused or be right.
+//! Alignment is attacked too. Every buffer begins one to three elements late. Every number is one
+//! to three larger, and the buffers get the lengths that the contract then asks for. On a GPU a
+//! vector at such a place would end the process's context; the emulator reports it, so such a
+//! launch must be refused or be right.
 
 use cuda_std::emulator::Mode;
 use cuda_std::launch::{Scalar, inventory};
@@ -29,7 +30,8 @@ struct Length {
     honest: usize,
 }
 
-/// Elements of a buffer of so many, honest and hostile ones: what a view may begin late by, or be longer.
+/// Elements of a buffer of so many, honest and hostile ones: what a view may begin late by, or be
+/// longer.
 pub(crate) fn room(honest: usize) -> usize {
     4 * honest + 64
 }
@@ -145,8 +147,9 @@ pub(crate) fn hostile_launches(
     }
 }
 
-/// Launches whose buffers begin late, and launches whose numbers are one to three off, with buffers of the lengths that go with them. Each
-/// must be refused, or run without a fault, in the mode that watches for races and without.
+/// Launches whose buffers begin late, and launches whose numbers are one to three off, with buffers
+/// of the lengths that go with them. Each must be refused, or run without a fault, in the mode that
+/// watches for races and without.
 fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'_>, bool) -> Result<()>) {
     let (mut known, mut buffers) = (Vec::new(), Vec::new());
     let mut outcome = |hostile, views: &Views, launch| {
@@ -170,13 +173,13 @@ fn misaligned_launches(kernel: &'static str, run: &mut impl FnMut(&mut Numbers<'
             outcome([None; 2], &Views { late: Some((name, late)), ..Views::default() }, true);
         }
     }
-    for at in 0..words.len() {
+    for (at, honest) in words.iter().enumerate() {
         for off in 1..=3 {
             let mut views = Views::default();
             let hostile = |off: u64| [Some((at, off)), None];
             // Few contracts ask for the length of more buffers than these.
             for _ in 0..16 {
-                let word = words[at].wrapping_add(off);
+                let word = honest.wrapping_add(off);
                 let (refusal, ..) = outcome(hostile(word), &views, false);
                 let Some(refusal) = refusal else {
                     for mode in [Mode::RACES, Mode { races: false, shuffle: None }] {

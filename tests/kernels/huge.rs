@@ -1,4 +1,5 @@
-//! Rows of huge numbers: what squares or sums them is right up to the largest f32, or not finite, but never a plausible wrong number.
+//! Rows of huge numbers: what squares or sums them is right up to the largest f32, or not finite,
+//! but never a plausible wrong number.
 
 use crate::support::{Random, on_each_device, relative_l2};
 use crate::trial::{canonical, trial};
@@ -7,11 +8,13 @@ use stepscope::{Device, Shape, Stored, bf16, ops};
 
 /// How large the numbers of a row are.
 const SIZES: [f32; 8] = [1.0, 1e17, 3e18, 1e19, 1e25, 1e30, 1e37, 1e38];
-/// Columns of each path: one lane, several, a whole warp, rows that are read again, and no multiple of four.
+/// Columns of each path: one lane, several, a whole warp, rows that are read again, and no multiple
+/// of four.
 const COLS: [usize; 6] = [4, 20, 132, 600, 1300, 67];
 const EPSILON: f32 = 1e-5;
 
-/// Rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32 and BF16.
+/// Rows of `cols` normals of each size, and rows of mixed magnitudes, up to the largest f32 and
+/// BF16.
 fn rows(cols: usize) -> Vec<f32> {
     let mut random = Random::new(cols as u64);
     let mut x: Vec<f32> =
@@ -40,7 +43,8 @@ fn exact<S: Stored>(values: &[S]) -> Vec<f64> {
     values.iter().map(|value| f64::from(value.widen())).collect()
 }
 
-/// What the norm of a row is in float64: y, and dx and the row's part of dgain from dy. `centered`: LayerNorm.
+/// What the norm of a row is in float64: y, and dx and the row's part of dgain from dy. `centered`:
+/// LayerNorm.
 fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f64>; 3] {
     let cols = x.len() as f64;
     let mean = if centered { x.iter().sum::<f64>() / cols } else { 0.0 };
@@ -56,8 +60,8 @@ fn row_in_float64(x: &[f64], gain: &[f64], dy: &[f64], centered: bool) -> [Vec<f
     [y, dx, dgain]
 }
 
-/// Compares row by row, so that small rows count as much as large ones. Gradients of rows of 1e38 are subnormal numbers, which are
-/// `step` apart: as much as that loses is allowed.
+/// Compares row by row, so that small rows count as much as large ones. Gradients of rows of 1e38
+/// are subnormal numbers, which are `step` apart: as much as that loses is allowed.
 #[track_caller]
 fn assert_rows(what: &str, got: &[f32], want: &[f64], cols: usize, tolerance: f64, step: f64) {
     for (row, (got, want)) in got.chunks(cols).zip(want.chunks(cols)).enumerate() {
@@ -167,7 +171,8 @@ on_each_device! {
         }
     }
 
-    /// q and k of any size are normalised, in the kernel for few tokens and in the others: attention depends on their directions alone.
+    /// q and k of any size are normalised, in the kernel for few tokens and in the others:
+    /// attention depends on their directions alone.
     fn attention_of_huge_heads(device: &Device) {
         let (shape, tokens) = (Shape::from([3, 2, 12, 128]), 12);
         let mut random = Random::new(11);
@@ -225,7 +230,8 @@ on_each_device! {
         assert!((f64::from(loss[0]) - 2f64.ln()).abs() < 1e-6, "{loss:?}");
     }
 
-    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm by which gradients are clipped.
+    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm by which
+    /// gradients are clipped.
     fn a_sum_that_overflows_is_not_finite(device: &Device) {
         let [mean, squares, factor] = trial(device, |trial| {
             let x = trial.upload(&[3e38f32; 8], [8])?;
@@ -236,5 +242,83 @@ on_each_device! {
             Ok([mean, trial.output(&squares)?, trial.output(&factor)?])
         });
         assert!(!mean[0].is_finite() && !squares[0].is_finite() && factor[0].is_nan(), "{mean:?} {squares:?} {factor:?}");
+    }
+}
+
+/// Rows whose squares do not overflow have the bits that the documented formulas give, as they had
+/// before huge rows were right.
+mod finite_rows {
+    use super::*;
+    use crate::trees;
+    use crate::trial::assert_same;
+    use kernels::math::rsqrt;
+
+    /// Sizes up to just below where a row's squares overflow.
+    fn rows(cols: usize) -> Vec<f32> {
+        let mut random = Random::new(cols as u64);
+        let most = 1.8e19 / (cols as f32).sqrt();
+        let sizes = [1e-30, 1e-3, 1.0, 1e9, most / 8.0];
+        let mut x: Vec<f32> =
+            sizes.iter().flat_map(|size| random.normals(cols).into_iter().map(move |x| x * size)).collect();
+        x.extend(vec![most; cols]);
+        x
+    }
+
+    on_each_device! {
+        fn rms_norm(device: &Device) {
+            for cols in COLS {
+                let (x, mut random) = (rows(cols), Random::new(3));
+                let (count, gain, dy) = (x.len() / cols, random.uniforms(cols, 0.5, 1.5), random.normals(x.len()));
+                let (y, dx) = trial(device, |trial| {
+                    let (x, dy) = (trial.upload(&x, [count, cols])?, trial.upload(&dy, [count, cols])?);
+                    let (gain, mut dgain) = (trial.upload(&gain, [cols])?, trial.upload(&vec![0.0; cols], [cols])?);
+                    let (y, scale) = ops::rms_norm(trial, &x, &gain, EPSILON)?;
+                    let (y, _) = (trial.output(&y)?, trial.output(&scale)?);
+                    let dx = trial.with_scratch(|| {
+                        ops::rms_norm_backward(trial, &x, &gain, &scale, &dy, None, &mut dgain, false)
+                    })?;
+                    trial.output(&dgain)?;
+                    Ok((y, trial.output(&dx)?))
+                });
+                let (mut want_y, mut want_dx) = (Vec::new(), Vec::new());
+                for (x, dy) in x.chunks(cols).zip(dy.chunks(cols)) {
+                    let sum = trees::row(cols, |sum, column| x[column].mul_add(x[column], sum));
+                    assert!(sum.is_finite());
+                    let scale = rsqrt(sum / cols as f32 + EPSILON);
+                    let dot = trees::row(cols, |sum, column| (dy[column] * gain[column]).mul_add(x[column], sum));
+                    let coefficient = dot * scale / cols as f32 * scale * scale;
+                    want_y.extend((0..cols).map(|column| x[column] * scale * gain[column]));
+                    want_dx.extend((0..cols).map(|column| {
+                        0.0 + (-coefficient).mul_add(x[column], dy[column] * gain[column] * scale)
+                    }));
+                }
+                assert_same(format!("y of {cols} columns"), &y, &want_y);
+                assert_same(format!("dx of {cols} columns"), &dx, &want_dx);
+            }
+        }
+
+        fn layer_norm(device: &Device) {
+            for cols in COLS {
+                let (x, mut random) = (rows(cols), Random::new(3));
+                let (count, gain, bias) = (x.len() / cols, random.uniforms(cols, 0.5, 1.5), random.normals(cols));
+                let (y, mean) = trial(device, |trial| {
+                    let x = trial.upload(&x, [count, cols])?;
+                    let (gain, bias) = (trial.upload(&gain, [cols])?, trial.upload(&bias, [cols])?);
+                    let made = ops::layer_norm(trial, &x, &gain, &bias, EPSILON)?;
+                    trial.output(&made.inverse_std)?;
+                    Ok((trial.output(&made.y)?, trial.output(&made.mean)?))
+                });
+                let (mut want_y, mut want_mean) = (Vec::new(), Vec::new());
+                for x in x.chunks(cols) {
+                    let center = trees::row(cols, |sum, column| sum + x[column]) / cols as f32;
+                    let sum = trees::row(cols, |sum, column| (x[column] - center).mul_add(x[column] - center, sum));
+                    let scale = rsqrt(sum / cols as f32 + EPSILON);
+                    want_mean.push(center);
+                    want_y.extend((0..cols).map(|at| ((x[at] - center) * scale).mul_add(gain[at], bias[at])));
+                }
+                assert_same(format!("mean of {cols} columns"), &mean, &want_mean);
+                assert_same(format!("y of {cols} columns"), &y, &want_y);
+            }
+        }
     }
 }

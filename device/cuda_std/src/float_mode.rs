@@ -1,9 +1,11 @@
-//! The floating-point mode of an OS thread: how it rounds, whether it flushes subnormal numbers to zero, and which exceptions trap.
+//! The floating-point mode of an OS thread: how it rounds, whether it flushes subnormal numbers to
+//! zero, and which exceptions trap.
 //!
-//! Rust and this project's kernels assume IEEE 754's default mode: to nearest, nothing is flushed, nothing traps. A program may run its
-//! threads in another one: a shared library that gcc has linked with `-Ofast` flushes subnormal numbers in the thread that loads it, and
-//! every new thread inherits the mode of the one that starts it. Code that computes results therefore runs within [`in_default`], and
-//! threads of the library begin with [`set_default`].
+//! Rust and this project's kernels assume IEEE 754's default mode: to nearest, nothing is flushed,
+//! nothing traps. A program may run its threads in another one: a shared library that gcc has
+//! linked with `-Ofast` flushes subnormal numbers in the thread that loads it, and every new thread
+//! inherits the mode of the one that starts it. Code that computes results therefore runs within
+//! [`in_default`], and threads of the library begin with [`set_default`].
 //!
 //! Invariant: when [`in_default`] returns or panics, the thread has the mode that it had before.
 
@@ -11,7 +13,8 @@ use std::marker::PhantomData;
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod register {
-    //! MXCSR, which all of Rust's arithmetic on x86-64 obeys. The x87 unit has another register, and Rust does not compute there.
+    //! MXCSR, which all of Rust's arithmetic on x86-64 obeys. The x87 unit has another register,
+    //! and Rust does not compute there.
 
     use std::arch::asm;
 
@@ -32,11 +35,11 @@ mod register {
         mode
     }
 
-    /// # Safety
-    /// `mode` is the default, or was read from this thread and is put back. Between the two no other code than that of [`super::in_default`]
-    /// runs in it.
+    /// # Safety `mode` is the default, or was read from this thread and is put back. Between the
+    /// two no other code than that of [`super::in_default`] runs in it.
     pub(super) unsafe fn write(mode: Mode) {
-        // SAFETY: reads four bytes, which `mode` has. The value comes from `read` or is the default, so no reserved bit is set.
+        // SAFETY: reads four bytes, which `mode` has. The value comes from `read` or is the
+        // default, so no reserved bit is set.
         unsafe { asm!("ldmxcsr dword ptr [{}]", in(reg) &mode, options(nostack, readonly)) };
     }
 }
@@ -98,13 +101,14 @@ struct Restore {
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // SAFETY: `in_default` read it from this thread, which the pointer keeps this value on, and its code has ended.
+        // SAFETY: `in_default` read it from this thread, which the pointer keeps this value on, and
+        // its code has ended.
         unsafe { register::write(self.mode) };
     }
 }
 
-/// Runs `code` in IEEE 754's default mode, and returns in the mode that the thread had before. In a thread that is in the default mode this
-/// costs one read of a register.
+/// Runs `code` in IEEE 754's default mode, and returns in the mode that the thread had before. In a
+/// thread that is in the default mode this costs one read of a register.
 pub fn in_default<R>(code: impl FnOnce() -> R) -> R {
     let mode = register::read();
     if register::is_default(mode) {
@@ -116,14 +120,15 @@ pub fn in_default<R>(code: impl FnOnce() -> R) -> R {
     apart(code)
 }
 
-/// Not inlined: the compiler may move arithmetic across an instruction that sets the mode, but not across a call.
+/// Not inlined: the compiler may move arithmetic across an instruction that sets the mode, but not
+/// across a call.
 #[inline(never)]
 fn apart<R>(code: impl FnOnce() -> R) -> R {
     code()
 }
 
-/// Sets IEEE 754's default mode for the rest of this thread's life. For threads that the library starts: they inherit whatever mode the
-/// starting thread is in.
+/// Sets IEEE 754's default mode for the rest of this thread's life. For threads that the library
+/// starts: they inherit whatever mode the starting thread is in.
 pub fn set_default() {
     if !register::is_default(register::read()) {
         // SAFETY: the default mode is the one that Rust assumes.

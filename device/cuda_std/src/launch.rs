@@ -199,8 +199,9 @@ impl Violation {
         Err(Self::new(argument, format!("{expected} elements"), format!("{length}")))
     }
 
-    /// Ok when `value` is a multiple of `elements`. For a place, a stride, a distance or a row length from which a kernel moves so many elements
-    /// in one access: on a GPU an access that is not aligned ends the process's context.
+    /// Ok when `value` is a multiple of `elements`. For a place, a stride, a distance or a row
+    /// length from which a kernel moves so many elements in one access: on a GPU an access that is
+    /// not aligned ends the process's context.
     pub fn unless_aligned(argument: &'static str, value: impl Into<Size>, elements: usize) -> Result<(), Self> {
         let value = value.into();
         let is_aligned = value.number().is_some_and(|number| number.is_multiple_of(elements));

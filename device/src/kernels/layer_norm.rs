@@ -134,7 +134,8 @@ pub const ADD_DGAIN: u32 = 2;
 /// `add`: the gradient of the bias is added to what `dbias` holds.
 pub const ADD_DBIAS: u32 = 4;
 
-/// Where the numbers of a row stand: mean and inverse deviation after each was multiplied by `factor`, see [`rescale`].
+/// Where the numbers of a row stand: mean and inverse deviation after each was multiplied by
+/// `factor`, see [`rescale`].
 #[derive(Clone, Copy)]
 struct RowPlace {
     center: f32,

@@ -153,7 +153,8 @@ struct Backward<'k, S> {
 }
 
 impl<S: Stored> Backward<'_, S> {
-    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`. Where a row is rescaled, all of them and dx are.
+    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`. Where a
+    /// row is rescaled, all of them and dx are.
     #[inline(always)]
     fn x_coefficient(self, dot: f32, scale: f32) -> f32 {
         // s^3 alone could overflow where this product does not.

@@ -55,7 +55,8 @@ family! {
     /// are copied, with s = 1.
     ///
     /// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), `gains`: those of q
-    /// and, `distance` (a multiple of four) behind them, those of k; `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
+    /// and, `distance` (a multiple of four) behind them, those of k; `inverse_rms` (s): an element
+    /// for each row. Overwrites `y` and `inverse_rms`.
     qk_norm_forward<S: Stored> { qk_norm_forward_f32: f32; qk_norm_forward_bf16: bf16; }
     unsafe fn(
         x: &[S],

@@ -1,5 +1,5 @@
-//! Floating-point modes that a program may be in when it calls the library, as a shared library built with `-Ofast`, `fesetround` or
-//! `feenableexcept` leaves them.
+//! Floating-point modes that a program may be in when it calls the library, as a shared library
+//! built with `-Ofast`, `fesetround` or `feenableexcept` leaves them.
 
 use std::arch::asm;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -63,8 +63,8 @@ fn read() -> Register {
 }
 
 fn write(register: Register) {
-    // SAFETY: every value that is passed here is a valid one. What runs in another mode than the default is the library, which must put
-    // up with it: that is what the tests are about.
+    // SAFETY: every value that is passed here is a valid one. What runs in another mode than the
+    // default is the library, which must put up with it: that is what the tests are about.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!("ldmxcsr dword ptr [{}]", in(reg) &register, options(nostack))
@@ -77,7 +77,8 @@ fn write(register: Register) {
 }
 
 impl Mode {
-    /// Runs `code` in this mode, and fails unless the thread is still in it afterwards, also if `code` panics.
+    /// Runs `code` in this mode, and fails unless the thread is still in it afterwards, also if
+    /// `code` panics.
     pub(crate) fn within<R>(self, code: impl FnOnce() -> R) -> R {
         write(self.1);
         // What a processor without traps keeps of the mode.

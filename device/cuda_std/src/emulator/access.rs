@@ -228,8 +228,9 @@ fn touch_global(kind: Kind, span: Span, location: &'static Location<'static>) {
     }
 }
 
-/// The running thread is about to move the elements from `base[index]` on in one access, at global or shared memory. Its address must be a
-/// multiple of `align` bytes, a power of two. This is judged in every build.
+/// The running thread is about to move the elements from `base[index]` on in one access, at global
+/// or shared memory. Its address must be a multiple of `align` bytes, a power of two. This is
+/// judged in every build.
 #[inline(always)]
 #[track_caller]
 pub fn at_once<T>(kind: Kind, base: *const T, index: usize, align: usize) {

@@ -81,7 +81,8 @@ pub enum Cause {
         /// What it did there.
         access: Access,
     },
-    /// The thread moved several elements in one access that does not begin where such an access may.
+    /// The thread moved several elements in one access that does not begin where such an access
+    /// may.
     Misaligned {
         /// Where it began.
         place: Place,

@@ -1,7 +1,8 @@
 //! The OS threads that run one device's launches.
 //!
 //! Invariant: a launch that never ends holds the threads of its own machine and the thread that called. It holds nothing that others wait
-//! for. Every block runs in IEEE 754's default mode, whatever the mode of the thread that launches it.
+//! for. Every block runs in IEEE 754's default mode, whatever the mode of the thread that launches
+//! it.
 
 use super::arguments::Arguments;
 use super::block::{Launch, Runner};

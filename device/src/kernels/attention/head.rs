@@ -231,8 +231,9 @@ pub(super) fn set_pair_row<const GROUPS: usize>(pairs: SharedTile<f32>, row: u32
     unroll_on_gpu!(at < GROUPS => { pairs.set4(row * PAIR_ROW + 4 * at as u32, values[at]) });
 }
 
-/// Multiplies a row by `gains`, and by the factor with which its squares do not overflow. Returns that factor, and `1 / sqrt(mean x^2 +
-/// epsilon)` of the row as it was before, divided by the factor.
+/// Multiplies a row by `gains`, and by the factor with which its squares do not overflow. Returns
+/// that factor, and `1 / sqrt(mean x^2 + epsilon)` of the row as it was before, divided by the
+/// factor.
 ///
 /// # Safety
 /// The row's numbers begin at `from` in `x`, and are those that the tile holds.

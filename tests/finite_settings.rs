@@ -1,0 +1,254 @@
+//! Settings and weights from which NaN or infinity would follow are refused, or reported by name,
+//! before anything is trained with them.
+
+#![forbid(unsafe_code)]
+
+mod support;
+
+use stepscope::nn::Linear;
+use stepscope::*;
+
+const INPUTS: usize = 3;
+
+type Points = support::points::Points<INPUTS>;
+
+fn device() -> Device {
+    support::open(DeviceKind::Emulated)
+}
+
+fn one_weight(device: &Device) -> Parameters {
+    let mut layout = Layout::builder();
+    layout.add("w", [4], Initializer::ONE);
+    Parameters::new(device, &layout.build().unwrap(), 1).unwrap()
+}
+
+#[track_caller]
+fn assert_misuse<R: std::fmt::Debug>(result: Result<R>, words: &[&str]) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::Misuse { .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{text} lacks one of {words:?}");
+}
+
+#[test]
+fn adamw_refuses_what_makes_nan() {
+    let weights = one_weight(&device());
+    let good = AdamWConfig::default();
+    let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1.0];
+    for value in bad {
+        assert_misuse(
+            AdamW::new(&weights, AdamWConfig { learning_rate: value, ..good }),
+            &["adamw", "`learning_rate`"],
+        );
+        assert_misuse(AdamW::new(&weights, AdamWConfig { beta1: value, ..good }), &["adamw", "`beta1`"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { beta2: value, ..good }), &["adamw", "`beta2`"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { epsilon: value, ..good }), &["adamw", "`epsilon`"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { weight_decay: value, ..good }), &["adamw", "`weight_decay`"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { clip: Some(value), ..good }), &["adamw", "`clip`"]);
+    }
+    for one in [1.0, 1.5] {
+        assert_misuse(AdamW::new(&weights, AdamWConfig { beta1: one, ..good }), &["`beta1`", "[0, 1)"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { beta2: one, ..good }), &["`beta2`", "[0, 1)"]);
+    }
+    for zero in [0.0, -0.0] {
+        assert_misuse(AdamW::new(&weights, AdamWConfig { epsilon: zero, ..good }), &["`epsilon`", "above 0"]);
+        assert_misuse(AdamW::new(&weights, AdamWConfig { clip: Some(zero), ..good }), &["`clip`", "above 0"]);
+    }
+    // The nearest that are allowed.
+    let least = AdamWConfig {
+        learning_rate: 0.0,
+        beta1: 0.0,
+        beta2: 0.0,
+        epsilon: f32::from_bits(1),
+        weight_decay: 0.0,
+        ..good
+    };
+    AdamW::new(&weights, least).unwrap();
+}
+
+/// Each is finite, and their product is not: the update is refused before it is queued.
+#[test]
+fn a_rate_beyond_f32_is_refused() {
+    let device = device();
+    let weights = one_weight(&device);
+    let schedule = Schedule::WarmupCosine { warmup: 4, total: 8, floor: 0.0 };
+    let config = SgdConfig { learning_rate: 3e38, schedule, ..SgdConfig::default() };
+    let tenfold = ParameterGroups::new().with(ParameterGroup { rate: 10.0, weight_decay: None }, |_| true);
+    assert_misuse(
+        Sgd::new(&weights, config).unwrap().with_parameter_groups(&tenfold),
+        &["sgd", "finite settings", "inf"],
+    );
+    let config = SgdConfig { learning_rate: 3e38, schedule, ..SgdConfig::default() };
+    let twice = ParameterGroups::new().with(ParameterGroup { rate: 2.0, weight_decay: None }, |_| true);
+    let mut sgd = Sgd::new(&weights, config).unwrap().with_parameter_groups(&twice).unwrap();
+    let mut weights = weights;
+    let gradients = Gradients::zeros(&weights).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    for _ in 0..2 {
+        sgd.advance().unwrap();
+        arena.step(|step| sgd.apply(step, &mut weights, &gradients)).unwrap();
+    }
+    assert_misuse(sgd.advance(), &["sgd", "finite settings", "update 3"]);
+    assert_eq!(sgd.updates(), 2);
+}
+
+#[test]
+fn initializers_refuse_what_is_not_finite() {
+    let built = |initializer| {
+        let mut layout = Layout::builder();
+        layout.add("first", [2], Initializer::ONE);
+        layout.add("wrong", [2], initializer);
+        layout.build()
+    };
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        assert_misuse(built(Initializer::Constant(value)), &["finite constant", "`wrong`"]);
+        assert_misuse(built(Initializer::Uniform { bound: value }), &["bound", "`wrong`"]);
+        assert_misuse(built(Initializer::Normal { deviation: value }), &["deviation", "`wrong`"]);
+    }
+    for of_nothing in
+        [Initializer::fan_in(0), Initializer::glorot(0, 0), Initializer::he(0), Initializer::Normal { deviation: 1e38 }]
+    {
+        assert_misuse(built(of_nothing), &["layout", "`wrong`"]);
+    }
+    // A later choice counts too.
+    let mut layout = Layout::builder();
+    layout.add("w", [2], Initializer::ONE);
+    layout.initialize(|_| Some(Initializer::he(0)));
+    assert_misuse(layout.build(), &["deviation", "`w`"]);
+    built(Initializer::Constant(f32::MAX)).unwrap();
+}
+
+/// A model with a parameter on which no loss depends.
+struct Net {
+    head: Linear,
+}
+
+impl Model for Net {
+    fn forward<'s>(&self, tape: &Tape<'_, 's>, batch: &Batch<'s>) -> Result<Var<'s>> {
+        self.head.forward(tape, &tape.input(batch.input::<f32>(0)?))
+    }
+}
+
+/// A rule that makes a weight of "unused" infinite at one of its updates, as a diverging decay
+/// would.
+struct Spoils {
+    at: u64,
+}
+
+impl UpdateRule for Spoils {
+    fn name(&self) -> &'static str {
+        "spoils"
+    }
+
+    fn settings(&self, number: u64, _: &ParameterGroup) -> Vec<f32> {
+        // 1e30 times 1e30 of the unused weights; the others are 0 there and stay what they are.
+        vec![if number == self.at { 1e30 } else { 1.0 }]
+    }
+
+    fn queue<'s>(&self, step: &Step<'s>, mut arguments: UpdateArguments<'_, 's>) -> Result<()> {
+        let scaled = ops::scale_by(step, &arguments.weights, &arguments.settings)?;
+        ops::copy_into(step, &scaled, &mut arguments.weights)
+    }
+}
+
+fn learner<R: UpdateRule>(device: &Device, rule: R) -> (Learner<Net, R>, Parameter) {
+    let mut layout = Layout::builder();
+    let head = Linear::new(layout.names().at("head"), INPUTS, 2);
+    layout.initialize(|_| Some(Initializer::ZERO));
+    let unused = layout.add("unused", [5], Initializer::Constant(1e30));
+    (Learner::new(device, Net { head }, &layout.build().unwrap(), 1, rule).unwrap(), unused)
+}
+
+fn batch() -> Points {
+    Points { x: vec![1.0, 0.0, 0.5, -1.0, 2.0, 0.0], labels: vec![0, 1] }
+}
+
+#[track_caller]
+fn assert_names_unused<R: std::fmt::Debug>(result: Result<R>, update: u64) {
+    let expected = Error::NotFinite { update: Some(update), what: Quantity::Weight, tensor: "`unused`".into() };
+    assert_eq!(result.unwrap_err(), expected);
+}
+
+#[test]
+fn a_weight_that_was_written_infinite_stops_the_first_update() {
+    let device = device();
+    for captured in [false, true] {
+        for value in [f32::INFINITY, f32::NAN] {
+            let (mut learner, unused) = learner(&device, SgdConfig::default());
+            learner.parameters.write(unused, &[1.0, 2.0, value, 4.0, 5.0]).unwrap();
+            let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+            let mut trainer = match captured {
+                true => Trainer::captured(&mut arena, learner, &batch()).unwrap(),
+                false => Trainer::eager(&mut arena, learner),
+            };
+            assert_names_unused(trainer.update(&[batch()]), 0);
+            let one = std::iter::once(Ok(vec![batch()]));
+            assert_names_unused(trainer.epoch(one, &mut EpochProgress::default(), &mut ()), 0);
+            assert_eq!(trainer.learner().optimizer.updates(), 0);
+        }
+    }
+}
+
+#[test]
+fn loaded_without_a_check_they_are_checked_later() {
+    let device = device();
+    let (mut learner, _) = learner(&device, SgdConfig::default());
+    let numbers: Vec<Vec<u8>> = learner
+        .parameters
+        .layout()
+        .entries()
+        .iter()
+        .map(|entry| {
+            let value = if entry.name() == "unused" { f32::NEG_INFINITY } else { 0.5 };
+            value.to_le_bytes().repeat(entry.shape().elements())
+        })
+        .collect();
+    let mut sources = numbers.iter();
+    let load = learner.parameters.load(|_| sources.next().map(Vec::as_slice), Transfer::new().numbers(Numbers::Any));
+    load.unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    assert_names_unused(Trainer::eager(&mut arena, learner).update(&[batch()]), 0);
+}
+
+#[test]
+fn a_weight_that_an_update_spoils_is_found_within_the_epoch() {
+    let device = device();
+    let (learner, _) = learner(&device, Spoils { at: 300 });
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    let mut progress = EpochProgress::default();
+    let batches = (0..1_000_000).map(|_| Ok(vec![batch()]));
+    let ended = Trainer::eager(&mut arena, learner).epoch(batches, &mut progress, &mut ());
+    assert_names_unused(ended, 1000);
+    assert!(progress.updates <= 1000);
+}
+
+/// Whoever asks for any numbers gets them.
+#[test]
+fn any_numbers_are_let_be() {
+    let device = device();
+    let (mut learner, unused) = learner(&device, SgdConfig::default());
+    learner.parameters.write(unused, &[f32::INFINITY; 5]).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    Trainer::eager(&mut arena, learner).numbers(Numbers::Any).update(&[batch()]).unwrap();
+}
+
+/// Gradients whose norm overflows: `Optimizer::apply` looks at no norm, but does not go on as if
+/// nothing had happened.
+#[test]
+fn an_update_behind_an_infinite_norm_is_noticed() {
+    let device = device();
+    let mut layout = Layout::builder();
+    let w = layout.add("w", [4], Initializer::ONE);
+    let mut weights = Parameters::new(&device, &layout.build().unwrap(), 1).unwrap();
+    let mut gradients = Gradients::zeros(&weights).unwrap();
+    let mut adamw = AdamW::new(&weights, AdamWConfig { clip: Some(1.0), ..AdamWConfig::default() }).unwrap();
+    let mut arena = Arena::builder(&device).capacity(Capacity::mib(1)).build().unwrap();
+    adamw.advance().unwrap();
+    arena
+        .step(|step| {
+            ops::fill_into(step, &mut gradients.lend_mut(step, w)?, 1e30)?;
+            adamw.apply(step, &mut weights, &gradients)
+        })
+        .unwrap();
+    assert!(weights.read(w).unwrap().iter().all(|weight| weight.is_nan()));
+}
