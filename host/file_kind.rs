@@ -122,6 +122,11 @@ impl FileKind {
         matches!(self, Json | Text | Html | LfsPointer)
     }
 
+    /// Whether a file of anything else practically never begins so: its mark has at least six bytes.
+    pub fn is_certain(self) -> bool {
+        matches!(self, LfsPointer | TorchZip | Npz | Xlsx | Npy | Hdf5 | Sqlite | Xz)
+    }
+
     /// Whether a file of text in any encoding of bytes would never begin so.
     pub fn is_no_text(self) -> bool {
         !matches!(self, Json | Text | Html | ByteText | Zeros)

@@ -56,11 +56,13 @@ impl TokenFile {
         let place = path.display();
         let mut file = PlainFile::open(path).map_err(|reason| bad(place.to_string(), reason))?;
         let kind = file.kind().map_err(|reason| bad(place.to_string(), reason))?;
+        let refusal = |kind: FileKind| kind.refusal("tokens, as llm.c and nanoGPT write them");
+        if let Some(kind) = kind.filter(|kind| kind.is_certain()) {
+            return Err(bad(place, refusal(kind)));
+        }
         Self::of(path, file, vocabulary).map_err(|reason| match kind.filter(|&kind| kind != FileKind::Zeros) {
-            // Tokens may begin with any bytes, so a kind only explains what went wrong.
-            Some(kind) => {
-                bad(place, format!("{reason}. It {}", kind.refusal("tokens, as llm.c and nanoGPT write them")))
-            }
+            // Tokens may begin with such bytes too, so the kind only explains what went wrong.
+            Some(kind) => bad(place, format!("{reason}. It {}", refusal(kind))),
             None => bad(place, reason),
         })
     }
