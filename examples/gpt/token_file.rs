@@ -1,12 +1,15 @@
 //! Files of tokens, of any size: what llm.c and nanoGPT call `.bin`.
 //!
-//! A window is read from the file when it is wanted, by the thread that makes batches. Mapping the file would not be faster, since both read
-//! the system's cache, and a map of a file that somebody cuts ends the program.
+//! A window is read from the file when it is wanted, by the thread that makes batches. Mapping the
+//! file would not be faster, since both read the system's cache, and a map of a file that somebody
+//! cuts ends the program.
 //!
-//! Invariant: the tokens that are used are those that were checked. The file is read whole when it is opened, and each chunk's digest is
-//! kept; a window's chunks are read and hashed again whenever it is wanted, so that whoever writes to the file meanwhile, by whatever way,
-//! makes an error. A window of 1025 tokens then takes 0.03 ms instead of 0.002 (SHA-256 on an x86 of 2023, from the system's cache), on the
-//! loader's thread; a step of GPT-2 takes milliseconds for each window. The digests take 1/256 of the file's size.
+//! Invariant: the tokens that are used are those that were checked. The file is read whole when it
+//! is opened, and each chunk's digest is kept; a window's chunks are read and hashed again whenever
+//! it is wanted, so that whoever writes to the file meanwhile, by whatever way, makes an error. A
+//! window of 1025 tokens then takes 0.03 ms instead of 0.002 (SHA-256 on an x86 of 2023, from the
+//! system's cache), on the loader's thread; a step of GPT-2 takes milliseconds for each window. The
+//! digests take 1/256 of the file's size.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -51,7 +54,8 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file and reads all of it once: an error for a token that a vocabulary of so many does not have.
+    /// Opens a file and reads all of it once: an error for a token that a vocabulary of so many
+    /// does not have.
     pub(crate) fn open(path: &Path, vocabulary: usize) -> Outcome<Self> {
         let place = path.display();
         let mut file = PlainFile::open(path).map_err(|reason| bad(place.to_string(), reason))?;

@@ -153,7 +153,8 @@ impl ProgressBar {
         samples * self.unit.1
     }
 
-    /// Leaves so much of the time out of all rates, because it was not training: an evaluation, say.
+    /// Leaves so much of the time out of all rates, because it was not training: an evaluation,
+    /// say.
     pub fn leave_out(&mut self, time: Duration) {
         self.start += time;
         self.shown += time;
@@ -168,7 +169,8 @@ impl ProgressBar {
         }
     }
 
-    /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`], without what was left out.
+    /// Ends what is shown with a line of the whole, and returns how long it took since
+    /// [`ProgressBar::new`], without what was left out.
     pub fn finish(&self, progress: &EpochProgress) -> Duration {
         let (duration, done, loss) = (self.start.elapsed(), self.counted(self.done), progress.mean_loss());
         let seconds = duration.as_secs_f64();
