@@ -15,7 +15,7 @@ pub(crate) fn have_threads() -> bool {
         // Only the system's refusal has a source; otherwise the program has started the pool
         // itself.
         Err(error) if error.source().is_some() => {
-            tracing::warn!(%error, "the system gives no threads: one processor looks at all numbers");
+            tracing::warn!(%error, "the system gives no threads: one processor scans all numbers");
             false
         }
         _ => true,
