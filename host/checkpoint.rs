@@ -148,7 +148,8 @@ impl Checkpoint {
             .ok_or_else(|| Error::file(&self.path, format!("has no note `{key}`")))
     }
 
-    /// All notes of the writer, in order of their names, with those of the library, which begin with `stepscope.`.
+    /// All notes of the writer, in order of their names, with those of the library, which begin
+    /// with `stepscope.`.
     pub fn notes(&self) -> impl Iterator<Item = (&str, &str)> {
         self.tensors.notes().iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }

@@ -1,8 +1,9 @@
 //! The kinds of files that are given by mistake, recognised by their first bytes.
 //!
-//! A reader that refuses a file asks [`FileKind::of`] and puts [`FileKind::refusal`] into its error, so that the error names what the file
-//! is and what to do. Invariant: a kind is only as certain as its first bytes, so it explains an error and does not cause one where a
-//! sound file could begin in the same way.
+//! A reader that refuses a file asks [`FileKind::of`] and puts [`FileKind::refusal`] into its
+//! error, so that the error names what the file is and what to do. Invariant: a kind is only as
+//! certain as its first bytes, so it explains an error and does not cause one where a sound file
+//! could begin in the same way.
 
 #![forbid(unsafe_code)]
 
@@ -122,12 +123,19 @@ impl FileKind {
         matches!(self, Json | Text | Html | LfsPointer)
     }
 
+    /// Whether a file of anything else practically never begins so: its mark has at least six
+    /// bytes.
+    pub fn is_certain(self) -> bool {
+        matches!(self, LfsPointer | TorchZip | Npz | Xlsx | Npy | Hdf5 | Sqlite | Xz)
+    }
+
     /// Whether a file of text in any encoding of bytes would never begin so.
     pub fn is_no_text(self) -> bool {
         !matches!(self, Json | Text | Html | ByteText | Zeros)
     }
 
-    /// The end of an error, for a reader that expected something else: `is a gzip archive; expected CSV: unpack it, as by gunzip`.
+    /// The end of an error, for a reader that expected something else: `is a gzip archive; expected
+    /// CSV: unpack it, as by gunzip`.
     pub fn refusal(self, expected: &str) -> String {
         format!("is {self}; expected {expected}: {}", self.advice())
     }

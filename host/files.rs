@@ -1,7 +1,8 @@
 //! Files: read as they were when they were opened, and replaced as a whole.
 //!
-//! Every path that a user gives is opened here. Invariant: no call waits for what a path leads to, none reads more than its caller has
-//! bounded, and nothing that a dead process leaves behind stops anybody.
+//! Every path that a user gives is opened here. Invariant: no call waits for what a path leads to,
+//! none reads more than its caller has bounded, and nothing that a dead process leaves behind stops
+//! anybody.
 
 #![forbid(unsafe_code)]
 
@@ -60,8 +61,9 @@ impl PlainFile {
     /// ```
     ///
     /// # Errors
-    /// Those of [`PlainFile::open`] and [`PlainFile::check_unchanged`]; [`io::ErrorKind::FileTooLarge`] for a file of more bytes, or of more
-    /// than the host has available, before any is read.
+    /// Those of [`PlainFile::open`] and [`PlainFile::check_unchanged`];
+    /// [`io::ErrorKind::FileTooLarge`] for a file of more bytes, or of more than the host has
+    /// available, before any is read.
     pub fn read_whole(path: impl AsRef<Path>, most: u64) -> io::Result<Vec<u8>> {
         Self::open(path)?.all_bytes(most)
     }

@@ -24,7 +24,8 @@ use std::path::{Path, PathBuf};
 const FILE: &str = "model.safetensors";
 /// Says which shard each tensor is in.
 const INDEX: &str = "model.safetensors.index.json";
-/// The largest index that is read. Indexes of models with 100,000 tensors have 10 MB; what serde makes of it takes some ten times as much.
+/// The largest index that is read. Indexes of models with 100,000 tensors have 10 MB; what serde
+/// makes of it takes some ten times as much.
 const MAX_INDEX_BYTES: u64 = 32 << 20;
 /// What a folder holds instead where `torch.save` has written it.
 const TORCH_FILES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -100,9 +101,10 @@ impl StateDict {
     /// buffers that a program computes itself, say. Each byte is read once; takes a file's bytes of the host's memory beside the values.
     ///
     /// # Errors
-    /// [`Error::File`] when a file is missing, no plain file, cut, not of the format, or larger than the host's available memory; when index
-    /// and shards do not have the same tensors, or a tensor comes twice; when a tensor is of another type, or not finite; when one of the
-    /// files is replaced or written to before all are read, since the tensors could be of two states.
+    /// [`Error::File`] when a file is missing, no plain file, cut, not of the format, or larger
+    /// than the host's available memory; when index and shards do not have the same tensors, or a
+    /// tensor comes twice; when a tensor is of another type, or not finite; when one of the files
+    /// is replaced or written to before all are read, since the tensors could be of two states.
     pub fn from_pretrained(folder: impl AsRef<Path>, skip: impl Fn(&str) -> bool) -> Result<Self> {
         let folder = folder.as_ref();
         let (whole, index) = (folder.join(FILE), folder.join(INDEX));

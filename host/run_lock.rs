@@ -1,7 +1,7 @@
 //! Folders that a run has to itself.
 //!
-//! Invariant: a lock is the system's, which lets go of it when its process ends, however it ends. Only a file that this process has made
-//! is written to.
+//! Invariant: a lock is the system's, which lets go of it when its process ends, however it ends.
+//! Only a file that this process has made is written to.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +16,8 @@ const LOCK: &str = ".stepscope-lock";
 /// The most bytes of a process's number.
 const MAX_NUMBER_BYTES: u64 = 10;
 
-/// A folder that one run at a time has to itself, from [`RunLock::hold`] to the drop or the end of the process, however it ends.
+/// A folder that one run at a time has to itself, from [`RunLock::hold`] to the drop or the end of
+/// the process, however it ends.
 ///
 /// Hold one where a run writes checkpoints: two that write to one path would each find the other's.
 ///
@@ -36,12 +37,14 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Takes a folder, which must exist, by locking a file `.stepscope-lock` in it. Does not wait. A link of that name, a file with a
-    /// second name, and a file that holds anything but a process's number are refused and left as they are.
+    /// Takes a folder, which must exist, by locking a file `.stepscope-lock` in it. Does not wait.
+    /// A link of that name, a file with a second name, and a file that holds anything but a
+    /// process's number are refused and left as they are.
     ///
     /// # Errors
-    /// [`Error::File`] when another run has it, with its process if that can be told; when something else has the lock's name; with the
-    /// system's reason where files cannot be made or locked.
+    /// [`Error::File`] when another run has it, with its process if that can be told; when
+    /// something else has the lock's name; with the system's reason where files cannot be made or
+    /// locked.
     pub fn hold(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join(LOCK);
@@ -74,7 +77,8 @@ impl RunLock {
                 write!(&file, "{}", std::process::id()).map_err(failed)?;
                 return Ok(Self { file, path });
             }
-            // A dead run's. It is not written to, since it may have got another name meanwhile: only its name here goes.
+            // A dead run's. It is not written to, since it may have got another name meanwhile:
+            // only its name here goes.
             check_own(&file).and_then(|()| fs::remove_file(&path)).map_err(failed)?;
         }
     }
@@ -89,7 +93,8 @@ impl Drop for RunLock {
     }
 }
 
-/// An error for a file that no lock has made: one with a second name, which would change there too, or with other contents.
+/// An error for a file that no lock has made: one with a second name, which would change there too,
+/// or with other contents.
 fn check_own(file: &File) -> io::Result<()> {
     #[cfg(unix)]
     let names = std::os::unix::fs::MetadataExt::nlink(&file.metadata()?);

@@ -38,7 +38,8 @@ impl HostMemory {
         }
     }
 
-    /// The bytes that the host, or this process's cgroup, has available now: the largest number where the system does not tell.
+    /// The bytes that the host, or this process's cgroup, has available now: the largest number
+    /// where the system does not tell.
     pub fn available_bytes() -> u64 {
         Self::read(&Cgroups::find(Path::new("/"))).above(0)
     }

@@ -29,9 +29,10 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 #[derive(Clone, Debug, Parser)]
 #[command(name = "crossasset", version, long_version = VERSION.as_str())]
 pub(crate) struct Args {
-    /// One-minute bars of one asset: columns open_time or timestamp, open, high, low, close, volume; may be given for
-    /// several assets. Times are 2023-03-01 00:00:00+00:00, in UTC where no offset is given, or numbers since 1970 in one unit, of the
-    /// years 1980 to 2100 [default: a synthetic market]
+    /// One-minute bars of one asset: columns open_time or timestamp, open, high, low, close,
+    /// volume; may be given for several assets. Times are 2023-03-01 00:00:00+00:00, in UTC where
+    /// no offset is given, or numbers since 1970 in one unit, of the years 1980 to 2100 [default: a
+    /// synthetic market]
     #[arg(long, value_name = "FILE.csv")]
     pub(crate) bars: Vec<PathBuf>,
 
@@ -120,8 +121,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     pub(crate) memory: Option<PathBuf>,
 
-    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each epoch, and at Ctrl-C, SIGTERM or
-    /// SIGHUP]
+    /// Write the checkpoint after so many updates of an epoch, too [default: at the end of each
+    /// epoch, and at Ctrl-C, SIGTERM or SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 

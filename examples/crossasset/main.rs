@@ -5,10 +5,11 @@
 //! cargo run --release --example crossasset -- --bars BTCUSD.csv --epochs 2   # real bars
 //! cargo run --release --features cuda --example crossasset -- --device cuda  # on the GPU
 //! ```
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong, or the folder has another run's
-//! checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on, unless that
-//! was before the first update. A standard output that is full is a file that failed, once everything else is done; one that nobody reads
-//! any more is none.
+//! Exit code 0: done. 1: the device or a file failed. 2: the command line or the bars are wrong, or
+//! the folder has another run's checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or
+//! SIGHUP, with a checkpoint from which `--resume` goes on, unless that was before the first
+//! update. A standard output that is full is a file that failed, once everything else is done; one
+//! that nobody reads any more is none.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

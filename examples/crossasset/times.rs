@@ -1,8 +1,9 @@
 //! The time of a row of bars: a date and a time of day, or a number since 1970.
 //!
-//! Invariant: all rows of a file write their times in one way, which its first row decides; no time is outside the years 1980 to 2100. With
-//! these bounds a number has one unit at most, and no date without separators is one of them but hours (`2023022812`), which as seconds are
-//! of 2033 to 2036: two rows of such numbers in a row are refused.
+//! Invariant: all rows of a file write their times in one way, which its first row decides; no time
+//! is outside the years 1980 to 2100. With these bounds a number has one unit at most, and no date
+//! without separators is one of them but hours (`2023022812`), which as seconds are of 2033 to
+//! 2036: two rows of such numbers in a row are refused.
 
 use time::{Date, Month, OffsetDateTime, Time, UtcOffset};
 
@@ -12,7 +13,8 @@ const YEARS: [i32; 2] = [1980, 2100];
 /// Units of numbers: their name, and how many are a second.
 const UNITS: [(&str, i128); 4] =
     [("seconds", 1), ("milliseconds", 1_000), ("microseconds", 1_000_000), ("nanoseconds", 1_000_000_000)];
-/// A number above these is not taken for one of the unit when it is not plausible in any: until the year 5138.
+/// A number above these is not taken for one of the unit when it is not plausible in any: until the
+/// year 5138.
 const LARGEST_SECONDS: u128 = 100_000_000_000;
 
 /// Why a text is not the time of a row. `value` is the text.
@@ -62,7 +64,8 @@ pub(crate) struct Times {
 impl Times {
     /// The next row's time, in milliseconds since 1970-01-01 UTC; what is finer is cut off.
     ///
-    /// Accepted are `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]`, where a time without an offset is UTC, and whole numbers.
+    /// Accepted are `2023-03-01[T ]00:00[:00[.0]][Z|+00:00]`, where a time without an offset is
+    /// UTC, and whole numbers.
     ///
     /// # Errors
     /// Why it is none, or none of this file.
@@ -123,7 +126,8 @@ fn shown(nanos: i128) -> String {
     )
 }
 
-/// A date that digits without separators may mean: year, month, day, and then as many as there are of hour, minute, second and milliseconds.
+/// A date that digits without separators may mean: year, month, day, and then as many as there are
+/// of hour, minute, second and milliseconds.
 fn compact(text: &str) -> Option<String> {
     if ![8, 10, 12, 14, 17].contains(&text.len()) {
         return None;
@@ -314,7 +318,7 @@ mod tests {
             (
                 "2023022812",
                 "2023022813",
-                "is 2034-02-08 21:53:33 UTC as seconds since 1970, and so is the row before, but both",
+                "is 2034-02-08 14:46:53 UTC as seconds since 1970, and so is the row before, but both",
             ),
         ] {
             let mut times = Times::default();

@@ -86,11 +86,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES", value_parser = up_to(u32::MAX))]
     pub(crate) evaluate_every: Option<usize>,
 
-    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C, SIGTERM or SIGHUP]
+    /// Write the checkpoint after so many updates, too [default: at the end, and at Ctrl-C, SIGTERM
+    /// or SIGHUP]
     #[arg(long, value_name = "UPDATES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) checkpoint_every: Option<u64>,
 
-    /// Go on from this checkpoint, with the same settings: --updates too, on which the learning rate depends
+    /// Go on from this checkpoint, with the same settings: --updates too, on which the learning
+    /// rate depends
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
 

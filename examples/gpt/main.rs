@@ -8,9 +8,10 @@
 //! The way: [`text`] by a [`tokenizer`] to tokens, [`samples`] of them, the [`model`], the [`plan`] of its training, which [`train`] does, and what it then writes
 //! ([`sample`]). [`weights`] come from and go to Hugging Face's files.
 //!
-//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that was given is wrong, or the folder has
-//! another run's checkpoint; nothing was written. 130: stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes
-//! on, unless that was before the first update.
+//! Exit code 0: done. 1: the device or a file failed. 2: the command line, the text or a file that
+//! was given is wrong, or the folder has another run's checkpoint; nothing was written. 130:
+//! stopped by Ctrl-C, SIGTERM or SIGHUP, with a checkpoint from which `--resume` goes on, unless
+//! that was before the first update.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

@@ -20,7 +20,8 @@ pub(crate) struct Report {
     pub(crate) ptx: Option<String>,
     pub(crate) model: ModelSize,
     pub(crate) data: DataSize,
-    /// Tokens of an update by the median of `seconds`; none where all updates were made before this process.
+    /// Tokens of an update by the median of `seconds`; none where all updates were made before this
+    /// process.
     pub(crate) tokens_per_second: Option<f64>,
     /// SHA-256 of the final weights (`Parameters::sha256`).
     pub(crate) weights_sha256: String,
@@ -34,8 +35,9 @@ pub(crate) struct Report {
     pub(crate) capture: Option<CaptureUse>,
     #[serde(flatten)]
     pub(crate) position: Position,
-    /// From the end of one update to the end of the next, of this process, without looks at the held-out text. Of the updates between two
-    /// looks the first also waits until the next is queued, and the last has then been waited for: each has the mean of both.
+    /// From the end of one update to the end of the next, of this process, without looks at the
+    /// held-out text. Of the updates between two looks the first also waits until the next is
+    /// queued, and the last has then been waited for: each has the mean of both.
     pub(crate) seconds: Vec<f64>,
 }
 

@@ -18,7 +18,8 @@ use crate::tokenizer::Tokenizer;
 
 /// The share of the text that is held out.
 const HELD_OUT: usize = 20;
-/// The most bytes of memory that a byte of text takes while it becomes tokens: its own, and a token's.
+/// The most bytes of memory that a byte of text takes while it becomes tokens: its own, and a
+/// token's.
 const BYTES_OF_BYTE: u64 = 5;
 
 /// A row of tokens.

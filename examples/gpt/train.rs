@@ -102,7 +102,8 @@ impl Plan<'_> {
         serde_json::from_str(note).map_err(|reason| bad(self.checkpoint(), reason))
     }
 
-    /// The advice for a run whose settings differ: the schedule of the learning rate depends on `--updates`.
+    /// The advice for a run whose settings differ: the schedule of the learning rate depends on
+    /// `--updates`.
     fn how_to_prolong(&self) -> String {
         let folder = self.args.resume.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
         format!(
@@ -161,8 +162,9 @@ impl Watch<'_> {
         Ok(())
     }
 
-    /// Gives the first and the last update since the look the mean of their times: an update is reported when the next is queued, which
-    /// on a device that computes while it is given work takes as long as the update itself, and the last is reported at once.
+    /// Gives the first and the last update since the look the mean of their times: an update is
+    /// reported when the next is queued, which on a device that computes while it is given work
+    /// takes as long as the update itself, and the last is reported at once.
     fn share_pipeline_time(&mut self) {
         if let [first, .., last] = &mut self.trained.seconds[self.since_look..] {
             let mean = (*first + *last) / 2.0;

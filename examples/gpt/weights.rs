@@ -331,7 +331,8 @@ fn shown(value: &Value) -> String {
     if start.len() < text.len() { start + ".." } else { start }
 }
 
-/// An error for sizes whose weights the host cannot hold, before any is made: of f32, as they are read and as they are laid out.
+/// An error for sizes whose weights the host cannot hold, before any is made: of f32, as they are
+/// read and as they are laid out.
 fn check_memory(sizes: &Sizes) -> std::result::Result<(), String> {
     let Sizes { arch, vocabulary, context, layers, width, hidden, .. } = *sizes;
     let positions = if arch == Arch::Gpt2 { context } else { 0 };

@@ -1,5 +1,6 @@
-//! Parts that the training examples share: log, screen, signals, the folder of results, settings in a checkpoint, ranks of a group, the
-//! picture of the loss, and figures of the memory and the graphs that were used.
+//! Parts that the training examples share: log, screen, signals, the folder of results, settings in
+//! a checkpoint, ranks of a group, the picture of the loss, and figures of the memory and the
+//! graphs that were used.
 
 #![allow(dead_code, reason = "each example uses its part")]
 

@@ -1,6 +1,7 @@
 //! The folder of a run's results.
 //!
-//! Invariant: one run at a time writes there, and none replaces the checkpoint of another run unless it was told to.
+//! Invariant: one run at a time writes there, and none replaces the checkpoint of another run
+//! unless it was told to.
 
 use std::error::Error;
 use std::fs;
@@ -35,11 +36,11 @@ pub(crate) fn take(
     overwrite: bool,
 ) -> Result<Results, Box<dyn Error + Send + Sync>> {
     fs::create_dir_all(out).map_err(|error| format!("{}: {error}", out.display()))?;
-    let lock = RunLock::hold(out)?;
+    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(RunLock::hold(out)?);
+    let results = Results(());
     // Another run may have ended since this one began to load.
     check(out, resume, overwrite)?;
-    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(lock);
-    Ok(Results(()))
+    Ok(results)
 }
 
 /// Releases the folder.

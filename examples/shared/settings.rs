@@ -1,4 +1,5 @@
-//! The settings that decide the weights of a run. A checkpoint keeps them as a note, and a run that goes on from it must have the same.
+//! The settings that decide the weights of a run. A checkpoint keeps them as a note, and a run that
+//! goes on from it must have the same.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +18,8 @@ pub(crate) fn to_note(settings: &Settings) -> String {
     serde_json::to_string(settings).expect("pairs of texts have a JSON form")
 }
 
-/// The note of this name, which the program that wrote the checkpoint has given: `gpt.settings`, say.
+/// The note of this name, which the program that wrote the checkpoint has given: `gpt.settings`,
+/// say.
 ///
 /// # Errors
 /// Names the program whose checkpoint it is.

@@ -1,8 +1,10 @@
-//! The signals that ask a run to end: Ctrl-C, SIGTERM, and SIGHUP unless the program was started by `nohup`.
+//! The signals that ask a run to end: Ctrl-C, SIGTERM, and SIGHUP unless the program was started by
+//! `nohup`.
 //!
-//! Invariant: the first one is answered at once by a line on standard error, whatever the program waits for. Before the first update there
-//! is nothing to save, so it ends the program; then it ends training after the current update, with a checkpoint. The second one ends the
-//! program at once.
+//! Invariant: the first one is answered at once by a line on standard error, whatever the program
+//! waits for. Before the first update there is nothing to save, so it ends the program; then it
+//! ends training after the current update, with a checkpoint. The second one ends the program at
+//! once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -35,7 +37,8 @@ pub(crate) fn listen(log: Log) -> io::Result<Arc<AtomicBool>> {
         wanted.push(SIGHUP);
     }
     for &signal in &wanted {
-        // In the handler itself: the thread below may be waiting for a standard error that nobody reads.
+        // In the handler itself: the thread below may be waiting for a standard error that nobody
+        // reads.
         flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(&stop))?;
         flag::register(signal, Arc::clone(&stop))?;
     }
@@ -77,7 +80,8 @@ fn answer(log: Log, signal: i32) {
     }
 }
 
-/// Whether this program was told not to hear that its terminal has gone. Where there is no `/proc` it was not.
+/// Whether this program was told not to hear that its terminal has gone. Where there is no `/proc`
+/// it was not.
 #[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

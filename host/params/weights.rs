@@ -220,8 +220,8 @@ impl Parameters {
         &self.flat.layout
     }
 
-    /// The first tensor that is not finite, of the gradients if they count and then of the weights, as an error names it; after it
-    /// `seen`, which says when. Waits.
+    /// The first tensor that is not finite, of the gradients if they count and then of the weights,
+    /// as an error names it; after it `seen`, which says when. Waits.
     pub(crate) fn first_not_finite(&self, gradients: Option<&Gradients>, seen: &str) -> Result<String> {
         if let Some(gradients) = gradients
             && let Some(name) = gradients.flat.first_not_finite()?

@@ -154,10 +154,11 @@ impl ProgressBar {
         samples * self.unit.1
     }
 
-    /// Leaves so much of the time out of all rates, because it was not training: an evaluation, say.
+    /// Leaves so much of the time out of all rates, because it was not training: an evaluation,
+    /// say.
     pub fn leave_out(&mut self, time: Duration) {
-        self.start += time;
-        self.shown += time;
+        self.start += time.min(self.start.elapsed());
+        self.shown += time.min(self.shown.elapsed());
     }
 
     /// Says a sentence between what is shown.
@@ -169,7 +170,8 @@ impl ProgressBar {
         }
     }
 
-    /// Ends what is shown with a line of the whole, and returns how long it took since [`ProgressBar::new`], without what was left out.
+    /// Ends what is shown with a line of the whole, and returns how long it took since
+    /// [`ProgressBar::new`], without what was left out.
     pub fn finish(&self, progress: &EpochProgress) -> Duration {
         float_mode::in_default(|| self.finish_now(progress))
     }
@@ -315,6 +317,17 @@ mod tests {
             assert_eq!(bar.bar.position(), all);
             assert!(!bar.finish(&progress).is_zero());
         }
+    }
+
+    #[test]
+    fn what_was_left_out_counts_in_no_rate() {
+        let mut bar = ProgressBar::new("a", 4).silent();
+        std::thread::sleep(Duration::from_millis(200));
+        bar.leave_out(Duration::from_millis(150));
+        assert!(bar.start.elapsed() >= Duration::from_millis(50));
+        let begun = bar.start;
+        bar.leave_out(Duration::MAX);
+        assert!(bar.start > begun && bar.start <= Instant::now() && bar.shown <= Instant::now());
     }
 
     #[test]

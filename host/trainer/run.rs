@@ -161,8 +161,9 @@ impl<M: Model, R: UpdateRule> Trainer<'_, M, R> {
         Err(Error::NotFinite { update: Some(update), what, tensor })
     }
 
-    /// The first of gradients and weights, which may be those of a later update that was queued meanwhile. An evaluation has no
-    /// gradients: those of the last update did not go into its loss.
+    /// The first of gradients and weights, which may be those of a later update that was queued
+    /// meanwhile. An evaluation has no gradients: those of the last update did not go into its
+    /// loss.
     fn first_of_model(&self, update: u64, what: Quantity) -> Result<String> {
         let Learner { parameters, gradients, optimizer, .. } = self.learner();
         let made = optimizer.updates();

@@ -1,4 +1,5 @@
-//! Files of tokens that change while they are used: the tokens that are read are those that were checked, or there is an error.
+//! Files of tokens that change while they are used: the tokens that are read are those that were
+//! checked, or there is an error.
 
 #![forbid(unsafe_code)]
 
@@ -28,7 +29,8 @@ fn tokens(header: bool) -> (TempDir, PathBuf, Vec<u32>) {
     (folder, path, tokens)
 }
 
-/// Every window of 200 tokens that begins at a multiple of 97: as it was, or an error. Returns the errors.
+/// Every window of 200 tokens that begins at a multiple of 97: as it was, or an error. Returns the
+/// errors.
 fn windows(file: &TokenFile, before: &[u32]) -> Vec<String> {
     let window = |start: usize| {
         let mut read = Vec::new();
@@ -98,7 +100,8 @@ fn tokens_that_move_are_an_error() {
     assert_eq!(windows(&file, &before).len(), (0..TOKENS - 200).step_by(97).count());
 }
 
-/// A header that changes has been read; tokens that go away are missed, and those that come are not looked at.
+/// A header that changes has been read; tokens that go away are missed, and those that come are not
+/// looked at.
 #[test]
 fn cuts_are_errors_and_what_is_appended_is_not_read() {
     let (_folder, path, before) = tokens(true);
