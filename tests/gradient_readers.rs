@@ -30,7 +30,7 @@ enum Reads {
     Later,
     /// That of a layer whose backward op has not run.
     Earlier,
-    /// Its own, behind having written it.
+    /// Its own, after it was written.
     Own,
     /// All.
     All,
