@@ -161,7 +161,7 @@ fn crossasset_ranks_compare_bars() {
 }
 
 #[test]
-fn gpt_ranks_go_on_from_one_checkpoint() {
+fn gpt_ranks_share_one_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let [base, ..] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
@@ -188,7 +188,7 @@ fn gpt_ranks_go_on_from_one_checkpoint() {
 
 /// What decides no number may differ: the same weights as by ranks that do not.
 #[test]
-fn gpt_ranks_may_differ_in_the_rest() {
+fn gpt_ranks_may_differ_otherwise() {
     let folder = tempfile::tempdir().unwrap();
     let [base, ..] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
