@@ -66,7 +66,7 @@ fn cuts(used: &[Vec<Range<u64>>], announced: &[Range<u64>]) -> Vec<(usize, usize
         used.iter().any(|used| used.start < memory.end && memory.start < used.end)
     };
     let mut cuts: Vec<(usize, usize)> = Vec::new();
-    // What no launch uses is told behind the first: no segment is empty.
+    // What no launch uses is told after the first: no segment is empty.
     let mut end = launches.min(1);
     for (number, memory) in announced.iter().enumerate() {
         let last = used.iter().rposition(|used| uses(used, memory));

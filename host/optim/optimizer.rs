@@ -313,8 +313,12 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         Ok(Some(all))
     }
 
-    /// The SHA-256 of the state, in hexadecimal. Waits.
-    pub(crate) fn state_sha256(&self) -> Result<String> {
+    /// The SHA-256 of the state, in hexadecimal; none where no update has changed it, and of slices, which other ranks
+    /// have not. Waits.
+    pub(crate) fn state_sha256(&self) -> Result<Option<String>> {
+        if self.updates() == 0 || self.whole_state().is_err() {
+            return Ok(None);
+        }
         let mut hash = Sha256::new();
         for state in &self.state {
             for piece in state.pieces(0..state.len()) {
@@ -322,7 +326,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
                 hash.update(words.as_flattened());
             }
         }
-        Ok(hex(&hash.finalize()))
+        Ok(Some(hex(&hash.finalize())))
     }
 
     /// Updates made so far: those that were queued by [`Optimizer::apply`] or by a replay.

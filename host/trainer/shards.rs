@@ -9,7 +9,8 @@
 //! weights            0 | 1 | 0 | 1 | ..            gathered by all
 //! ```
 //! Gradients travel in buckets, in one order on all ranks: of captured steps each as soon as the
-//! last shard's backward pass will not use it again, beside the rest of the pass; else behind it.
+//! last shard's backward pass will not use it again, concurrently with the rest of the pass; else after
+//! it.
 //!
 //! Invariant: the tree is over the shards, so the bits are those of one rank that has all of them. No kernel sums across the boundary
 //! of a shard, a chunk of the norm or an element of the update.
@@ -68,7 +69,7 @@ pub struct Shards {
 /// What a rank tells the others before an update.
 #[derive(Serialize, Deserialize)]
 struct BeforeUpdate {
-    /// Whether it is to stop behind the update.
+    /// Whether it is to stop after the update.
     stop: bool,
     short: Option<MemoryShortage>,
     settings: Settings,
@@ -102,7 +103,7 @@ impl Shards {
         let device = parameters.flat().device();
         let elements = parameters.layout().elements();
         let state = if ranks > 1 {
-            let state = (optimizer.updates() > 0).then(|| optimizer.state_sha256()).transpose()?;
+            let state = group.told(optimizer.state_sha256())?;
             let settings = group.told(agreement::of_weights(shards, parameters, optimizer))?;
             group.compare("in_group", &with_state(settings, state.as_deref()), Location::caller())?;
             state
@@ -278,7 +279,7 @@ impl Shards {
     }
 
     /// Has the first `complete` buckets of the last shard travel, as far as they do not yet, each when its neighbours have been added. What is
-    /// queued next, up to the sum, runs beside and neither writes nor reads them, nor `parts`.
+    /// queued next, up to the sum, runs concurrently and neither writes nor reads them, nor `parts`.
     pub(super) fn travel(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
         let last = self.shards / self.group.ranks() - 1;
         let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);

@@ -247,7 +247,7 @@ fn parameters_and_groups_are_compared() {
 }
 
 #[test]
-fn the_rest_of_a_learner_is_compared() {
+fn learner_settings_are_compared() {
     let base = Setup::new();
     refuses(&base, &with(|setup| setup.shards = 8), 1, &["shards"]);
     refuses(&base, &with(|setup| setup.precision = Precision::Bf16), 1, &["precision", "compute capability"]);
@@ -263,7 +263,7 @@ fn the_rest_of_a_learner_is_compared() {
 }
 
 #[test]
-fn what_the_program_tells_is_compared() {
+fn program_settings_are_compared() {
     refuses(&Setup::new(), &with(|setup| setup.data = "another digest"), 1, &["data"]);
     // As many samples in parts of other lengths.
     let lens = with(|setup| setup.lens = [2, 3, 1, 2]);
@@ -448,7 +448,7 @@ fn rules_of_ones_own_are_compared() {
 }
 
 #[test]
-fn what_decides_no_number_may_differ() {
+fn other_settings_may_differ() {
     let same = with_odd(&Setup::new(), &Setup::new(), 0)[0].clone().unwrap();
     // Captured or eager, a flag that stops it, a deadline.
     let (setup, stop) = (Setup::new(), AtomicBool::new(false));
@@ -498,7 +498,7 @@ fn settings_of_a_program_have_limits() {
 
 /// One that comes late, or not at all, is named within the deadline.
 #[test]
-fn a_rank_that_does_not_agree_is_named() {
+fn absent_ranks_are_named() {
     const SHORT: Duration = Duration::from_secs(2);
     let start = Instant::now();
     let said = on_ranks((DeviceKind::Emulated, 2), SHORT, |_, group| match group.rank() {

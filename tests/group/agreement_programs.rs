@@ -5,8 +5,10 @@
 #![forbid(unsafe_code)]
 
 use crate::support::example::{command, text};
+use std::ffi::OsStr;
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -22,13 +24,18 @@ fn free_port() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
 }
 
-/// Starts a rank of two.
-fn start(program: &str, (rank, port): (usize, &str), words: &str, out: &Path) -> Child {
+/// Starts a rank of two, with a secret.
+fn start(program: &str, (rank, port): (usize, &str), (words, secret): (&str, Option<&[u8]>), out: &Path) -> Child {
     let deadline = DEADLINE.to_string();
-    let words: Vec<&str> = words.split_whitespace().chain(["--deadline", &deadline]).collect();
+    let words: Vec<&str> = words.split_whitespace().collect();
+    let more: &[&str] = if words.contains(&"--deadline") { &[] } else { &["--deadline", &deadline] };
+    let words = [&words[..], more].concat();
     let mut command = command(program, &crate::support::open(DeviceKind::Emulated), &words);
     command.args(["--out".as_ref(), out.as_os_str()]).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
     command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("LOCAL_RANK", rank.to_string());
+    if let Some(secret) = secret {
+        command.env("STEPSCOPE_GROUP_SECRET", OsStr::from_bytes(secret));
+    }
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -36,7 +43,8 @@ fn start(program: &str, (rank, port): (usize, &str), words: &str, out: &Path) ->
 fn run(program: &str, words: [&str; 2], folder: &Path) -> [(bool, String); 2] {
     let port = free_port();
     let began = Instant::now();
-    let ranks = [0, 1].map(|rank| start(program, (rank, &port), words[rank], &folder.join(rank.to_string())));
+    let start = |rank: usize| start(program, (rank, &port), (words[rank], None), &folder.join(rank.to_string()));
+    let ranks = [0, 1].map(start);
     let ended = ranks.map(|rank| {
         let output = rank.wait_with_output().unwrap();
         (output.status.success(), text(&output.stdout) + &text(&output.stderr))
@@ -151,7 +159,7 @@ fn crossasset_ranks_compare_bars() {
 }
 
 #[test]
-fn gpt_ranks_go_on_from_one_checkpoint() {
+fn gpt_ranks_share_one_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let [base, ..] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
@@ -178,7 +186,7 @@ fn gpt_ranks_go_on_from_one_checkpoint() {
 
 /// What decides no number may differ: the same weights as by ranks that do not.
 #[test]
-fn gpt_ranks_may_differ_in_the_rest() {
+fn gpt_ranks_may_differ_otherwise() {
     let folder = tempfile::tempdir().unwrap();
     let [base, ..] = texts(folder.path());
     let words = format!("{GPT} --data {base}");
@@ -192,5 +200,33 @@ fn gpt_ranks_may_differ_in_the_rest() {
     let same = weights("");
     for more in ["--eager", "--recompute", "--sample-tokens 3", "--arena-mib 200"] {
         assert_eq!(weights(more), same, "{more}");
+    }
+}
+
+/// Secrets are bytes: each byte counts, also where they are not UTF-8.
+#[test]
+fn secrets_need_not_be_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let words = CROSSASSET.replace("--limit 60", "--limit 60 --deadline 5");
+    let said = |secrets: [&[u8]; 2]| {
+        let port = free_port();
+        let out = |rank: usize| folder.path().join(rank.to_string());
+        let ranks = [0, 1].map(|rank| start("crossasset", (rank, &port), (&words, Some(secrets[rank])), &out(rank)));
+        ranks.map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            (output.status.success(), text(&output.stderr))
+        })
+    };
+    let [first, other] = said([&[0xff; 16], &[0xfe; 16]]);
+    assert!(!first.0 && !other.0 && other.1.contains("another secret"), "{first:?} {other:?}");
+    let mut last = [0xff; 32];
+    last[31] = 0x80;
+    let [first, other] = said([&[0xff; 32], &last]);
+    assert!(!first.0 && !other.0 && other.1.contains("another secret"), "{first:?} {other:?}");
+    for (succeeded, said) in said([&[0xff; 6]; 2]) {
+        assert!(!succeeded && said.contains("16 bytes or more") && said.contains("one of 6"), "{said}");
+    }
+    for (succeeded, said) in said([&[0xff; 16]; 2]) {
+        assert!(succeeded, "{said}");
     }
 }

@@ -26,7 +26,7 @@ enum Reads {
     Later,
     /// That of a layer whose backward op has not run.
     Earlier,
-    /// Its own, behind having written it.
+    /// Its own, after it was written.
     Own,
     /// All.
     All,
@@ -124,18 +124,15 @@ fn part(random: &mut Random) -> Points {
     Points { x: random.normals(WIDTH), labels: random.belows(1, WIDTH as u32) }
 }
 
-/// The weights after two updates, without a group where `ranks` is none.
-fn train(ranks: Option<usize>, captured: bool, reads: Reads) -> String {
-    let run = |device: &Device, group: Option<Group>| {
+/// The weights after two updates, which must be the same on all ranks.
+fn train(kind: DeviceKind, ranks: usize, captured: bool, reads: Reads) -> String {
+    let said = on_ranks((kind, ranks), DEADLINE, |device, group| {
         let mut layout = Layout::builder();
         let first = layout.add("first", [1, WIDTH], Initializer::Constant(0.1));
         let layers = ["a", "b"].map(|name| layout.add(name, [WIDTH, WIDTH], Initializer::fan_in(WIDTH)));
         let config = SgdConfig { learning_rate: 0.5, momentum: 0.9, ..SgdConfig::default() };
         let learner = Learner::new(device, Spying { first, layers, reads }, &layout.build()?, 7, config)?;
-        let learner = match group {
-            Some(group) => learner.in_group(&group, SHARDS)?,
-            None => learner,
-        };
+        let learner = learner.in_group(&group, SHARDS)?;
         let mut random = Random::new(11);
         let batches: Vec<Vec<Points>> = (0..2).map(|_| (0..SHARDS + 1).map(|_| part(&mut random)).collect()).collect();
         let mut arena = Arena::builder(device).capacity(Capacity::mib(64)).build()?;
@@ -145,25 +142,20 @@ fn train(ranks: Option<usize>, captured: bool, reads: Reads) -> String {
         };
         batches.iter().try_for_each(|batch| trainer.update(batch).map(drop))?;
         trainer.learner().parameters.sha256()
-    };
-    match ranks {
-        None => run(&Device::open(DeviceKind::Emulated).unwrap(), None).unwrap(),
-        Some(ranks) => {
-            let said = on_ranks((DeviceKind::Emulated, ranks), DEADLINE, |device, group| run(device, Some(group)));
-            let said: Vec<String> = said.into_iter().map(|said| said.unwrap()).collect();
-            assert!(said.iter().all(|other| *other == said[0]), "{reads:?}: {said:?}");
-            said.into_iter().next().unwrap()
-        }
-    }
+    });
+    let said: Vec<String> = said.into_iter().map(|said| said.unwrap()).collect();
+    assert!(said.iter().all(|other| *other == said[0]), "{reads:?}: {said:?}");
+    said.into_iter().next().unwrap()
 }
 
 #[track_caller]
 fn has_the_bits_of_one_rank(reads: Reads) {
-    let one = train(Some(1), false, reads);
+    let on = |ranks, captured, reads| train(DeviceKind::Emulated, ranks, captured, reads);
+    let one = on(1, false, reads);
     for (ranks, captured) in [(1, true), (2, false), (2, true), (4, false), (4, true)] {
-        assert_eq!(train(Some(ranks), captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
+        assert_eq!(on(ranks, captured, reads), one, "{reads:?}: {ranks} ranks, captured {captured}");
     }
-    assert_ne!(one, train(Some(1), false, Reads::Nothing), "{reads:?} changes nothing");
+    assert_ne!(one, on(1, false, Reads::Nothing), "{reads:?} changes nothing");
 }
 
 #[test]
@@ -226,7 +218,6 @@ fn unwritten_gradients_read_as_zeros() {
                 assert!(!adds);
                 seen.push(ops::sum(step, &members)?);
                 ops::fill_into(step, &mut members, 3.0)?;
-                drop(members);
                 ops::fill_into(step, &mut back.gradient(w)?.0, 5.0)?;
                 ops::fill_into(step, &mut back.gradient(other)?.0, 7.0)
             });
@@ -234,5 +225,23 @@ fn unwritten_gradients_read_as_zeros() {
             seen.take().iter().map(|sum| step.read_scalar(sum)).collect::<Result<Vec<f32>>>()
         });
         assert_eq!(values.unwrap(), [0.0; 3]);
+    }
+}
+
+/// The same by NCCL.
+#[cfg(feature = "cuda")]
+mod two_gpus {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two NVIDIA GPUs"]
+    fn reads_of_gradients_keep_bits() {
+        for reads in [Reads::Later, Reads::Earlier, Reads::Own, Reads::All, Reads::Slices, Reads::Recomputed] {
+            let one = train(DeviceKind::Emulated, 1, false, reads);
+            for (ranks, captured) in [(1, true), (2, false), (2, true)] {
+                let got = train(DeviceKind::Cuda, ranks, captured, reads);
+                assert_eq!(got, one, "{reads:?}: {ranks} ranks, captured {captured}");
+            }
+        }
     }
 }

@@ -23,3 +23,53 @@ fn group_trains_with_longest_deadline() {
         }
     }
 }
+
+/// Deadlines of devices, arenas, pools, uploads and loaders.
+#[test]
+fn other_deadlines_may_be_longest() {
+    for deadline in [Duration::MAX, Duration::from_secs(u64::MAX), Duration::from_secs(1 << 62)] {
+        let device = Device::builder(DeviceKind::Emulated).deadline(deadline).open().unwrap();
+        assert_eq!(device.deadline(), deadline);
+        device.synchronize(deadline).unwrap();
+        let mut layout = Layout::builder();
+        let w = layout.add("w", [64, 64], Initializer::ONE);
+        let mut weights = Parameters::new(&device, &layout.build().unwrap(), 7).unwrap();
+        let twos: Vec<u8> = [2.0f32; 4096].iter().flat_map(|value| value.to_le_bytes()).collect();
+        weights.load(|_| Some(&twos), Transfer::new().deadline(deadline)).unwrap();
+        let pool = Overflow::Pool { cap_bytes: 1 << 20, prime_bytes: 1 << 16, deadline };
+        let arena = Arena::builder(&device).capacity(Capacity::Bytes(4096)).overflow(pool);
+        let mut arena = arena.step_deadline(deadline).build().unwrap();
+        let sum = arena.step(|step| {
+            // More than the arena has.
+            let copy = ops::copy(step, &weights.lend(step, w)?)?;
+            step.read_scalar(&ops::sum(step, &copy)?)
+        });
+        assert_eq!(sum, Ok(8192.0));
+        let loaded = Loader::new((0..3).map(Ok)).unwrap().deadline(deadline);
+        assert_eq!(loaded.map(Result::unwrap).collect::<Vec<_>>(), [0, 1, 2]);
+    }
+}
+
+/// A fault ends a group at once, however long it might have waited.
+#[test]
+fn faults_end_groups_with_longest_deadline() {
+    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+        let device = Device::open(DeviceKind::Emulated)?;
+        let group = Group::join(&device, &config.deadline(Duration::MAX))?;
+        assert_eq!(group.deadline(), Duration::MAX);
+        assert!(group.rank() == 0, "planted");
+        group.agree_on(&[("data", "a")])
+    });
+    let text = said[0].0.as_ref().unwrap_err().to_string();
+    assert!(text.contains("rank 1 of 2 has failed") && text.contains("it panicked"), "{text}");
+}
+
+/// No time at all is an error that says so.
+#[test]
+fn no_time_is_a_typed_error() {
+    let said = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
+        let device = Device::open(DeviceKind::Emulated)?;
+        Group::join(&device, &config.deadline(Duration::ZERO)).map(drop)
+    });
+    assert!(said.iter().any(|(said, _)| matches!(said, Err(Error::Meeting(_)))), "{said:?}");
+}

@@ -5,6 +5,7 @@ mod overrun;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod alignment;
 mod arena;
 mod arrays;
 mod bounds;

@@ -47,7 +47,8 @@ impl Workplace {
 
     /// `gpt`, which reads the text and writes to `out` unless `more` says otherwise.
     fn gpt(&self, more: &str) -> Command {
-        let mut command = command("gpt", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
+        let mut command =
+            command("gpt", &crate::support::open(DeviceKind::Emulated), &GPT.split(' ').collect::<Vec<_>>());
         for (option, name) in [("--data", "text.txt"), ("--out", "out")] {
             if !more.contains(option) {
                 command.arg(option).arg(self.path(name));

@@ -2,8 +2,7 @@
 //! thread and place, in every build: on a GPU it would end the process's context. And what begins
 //! late at the launch is refused before anything runs.
 
-mod support;
-
+use crate::support::open;
 use cuda_std::emulator::{Cause, Kind, Place};
 use cuda_std::prelude::*;
 use half::bf16;
@@ -11,7 +10,6 @@ use kernels::contract;
 use kernels::tile::SharedTile;
 use kernels::vector::{F4, Part, load_pair, load_word, store_words};
 use stepscope::{Arena, Capacity, DeviceKind, Error, Result, Source, Target, ops};
-use support::open;
 
 const LENGTH: usize = 64;
 

@@ -3,17 +3,15 @@
 
 #![forbid(unsafe_code)]
 
-mod support;
-
 use stepscope::nn::Linear;
 use stepscope::*;
 
 const INPUTS: usize = 3;
 
-type Points = support::points::Points<INPUTS>;
+type Points = crate::support::points::Points<INPUTS>;
 
 fn device() -> Device {
-    support::open(DeviceKind::Emulated)
+    crate::support::open(DeviceKind::Emulated)
 }
 
 fn one_weight(device: &Device) -> Parameters {
