@@ -107,7 +107,10 @@ impl Meeting<'_> {
             Err(_) => {
                 let (sender, receiver) = mpsc::channel();
                 let name = address.clone();
-                thread::spawn(move || sender.send(name.to_socket_addrs().map(|found| found.collect::<Vec<_>>())));
+                let search = move || sender.send(name.to_socket_addrs().map(|found| found.collect::<Vec<_>>()));
+                thread::Builder::new().spawn(search).map_err(|error| {
+                    Error::misuse("group", "a thread that looks up rank 0's address", format!("none: {error}"))
+                })?;
                 match receiver.recv_timeout(self.config.deadline) {
                     Ok(Ok(found)) => found,
                     Ok(Err(error)) => return Err(wanted(format!("`{address}`, which is not found: {error}"))),

@@ -119,7 +119,10 @@ fn compile<'a>(work: &[(&'a str, Part<'a>)]) -> std::result::Result<Vec<Named<'a
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(work.len());
     std::thread::scope(|scope| {
         for _ in 1..threads {
-            scope.spawn(take);
+            // Where the system has no more threads, those that there are share the work.
+            if std::thread::Builder::new().spawn_scoped(scope, take).is_err() {
+                break;
+            }
         }
         take();
     });
