@@ -282,7 +282,8 @@ impl Region {
         let (address, bytes) = (tensor.memory().as_slice().address(), tensor.shape().elements() * size_of::<S>());
         // What lies elsewhere, in the overflow or before the scope, is no place in the running scope's part.
         let place = address.checked_sub(self.address).and_then(|offset| usize::try_from(offset).ok());
-        let block = place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
+        let block =
+            place.zip(padded(bytes.max(1))).and_then(|(offset, bytes)| Some(offset..offset.checked_add(bytes)?));
         let Some(block) = block.filter(|_| self.guard_bytes == 0) else { return };
         if self.reuse.give(self.bump.get(), block) {
             self.note(Kind::Free, Origin::Arena, address, bytes, site, "".into());
