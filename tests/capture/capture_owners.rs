@@ -181,7 +181,7 @@ on_each_device! {
             reads.repeat()?;
             assert_eq!(reads.into_state().1.read()?, [2.0; LEN]);
             let mut writes = b.capture(Some(step.lend_mut(&mut lent, [LEN])?), &Inputs::new(), overwrite)?;
-            let error = writes.repeat().err().expect("the step has the buffer").to_string();
+            let error = writes.repeat().map(drop).expect_err("the step has the buffer").to_string();
             assert!(error.contains("a replay inside that step"), "{error}");
             Ok(())
         })
