@@ -64,13 +64,11 @@ impl Weights {
 }
 
 /// The factor that brings gradients with this squared global norm to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`
-/// computes it. It is 1 where `max_norm` is 0; else it is NaN for a norm that is infinite or NaN.
-/// (PyTorch's is 0 for an infinite norm, so an update would change nothing and nobody would
-/// notice.)
+/// computes it. It is 1 where `max_norm` is 0; else it is NaN for a norm that is NaN.
 #[inline(always)]
 pub fn clip_factor(max_norm: f32, squared_norm: f32) -> f32 {
-    // What is added is 0 for a finite norm, else NaN.
-    let factor = max_norm / (GpuFloat::sqrt(squared_norm) + 1e-6) + squared_norm * 0.0;
+    let factor = max_norm / (GpuFloat::sqrt(squared_norm) + 1e-6);
+    // A NaN norm stays NaN.
     let factor = if factor > 1.0 { 1.0 } else { factor };
     if max_norm == 0.0 { 1.0 } else { factor }
 }

@@ -6,8 +6,7 @@ use crate::tensor::{Source, Target, Tensor};
 use kernels::clip as kernel;
 
 /// `min(1, max_norm / (sqrt(squared_norm) + 1e-6))`, `[1]`: times this, gradients with this squared norm have at most the norm
-/// `max_norm`; 1 where `max_norm` is 0, NaN for a norm that is not finite. `squared_norm`: `[1]`.
-/// Queued, no scratch.
+/// `max_norm`; 1 where `max_norm` is 0. `squared_norm`: `[1]`. Queued, no scratch.
 ///
 /// # Errors
 /// [`Error::ArenaFull`](crate::Error::ArenaFull).

@@ -142,7 +142,9 @@ impl<R: UpdateRule> Optimizer<R> {
     /// Queues the update that [`Optimizer::advance`] has set up: the squared norm of all gradients, then what the rule queues, for those
     /// of the library one launch over all weights. In a step that is captured, each replay makes the update that was set up before it.
     ///
-    /// A norm that is not finite is not looked at here: the weights are worthless then. A [`Trainer`](crate::Trainer) looks.
+    /// A norm that is not finite is not looked at here. With clipping, an infinite norm makes the
+    /// gradients zero; otherwise the weights are worthless. [`Optimizer::update`] and a
+    /// [`Trainer`](crate::Trainer) report it; [`Optimizer::apply_with_norm`] returns it.
     ///
     /// # Errors
     /// [`Error::Misuse`] when parameters, gradients and state do not belong together, and when no update is set up: then the replay's

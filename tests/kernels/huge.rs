@@ -230,8 +230,8 @@ on_each_device! {
         assert!((f64::from(loss[0]) - 2f64.ln()).abs() < 1e-6, "{loss:?}");
     }
 
-    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm by which
-    /// gradients are clipped.
+    /// A sum beyond f32 is infinite, never a plausible number: a mean, and the norm of gradients,
+    /// which a `Trainer` and `Optimizer::update` report. Clipping makes nothing of such gradients.
     fn a_sum_that_overflows_is_not_finite(device: &Device) {
         let [mean, squares, factor] = trial(device, |trial| {
             let x = trial.upload(&[3e38f32; 8], [8])?;
@@ -241,7 +241,7 @@ on_each_device! {
             let factor = ops::clip_factor(trial, &squares, 1.0)?;
             Ok([mean, trial.output(&squares)?, trial.output(&factor)?])
         });
-        assert!(!mean[0].is_finite() && !squares[0].is_finite() && factor[0].is_nan(), "{mean:?} {squares:?} {factor:?}");
+        assert!(!mean[0].is_finite() && !squares[0].is_finite() && factor[0] == 0.0, "{mean:?} {squares:?} {factor:?}");
     }
 }
 
