@@ -8,7 +8,7 @@ use crate::hostile::attack;
 use crate::launches::launched;
 use crate::support::{Random, on_each_device};
 use crate::tolerance::{Closeness, Exact};
-use crate::trial::{Trial, assert_refused, assert_same, trial, trial_of_one};
+use crate::trial::{MARK, Trial, assert_refused, assert_same, trial, trial_of_one};
 use cuda_std::launch::Slice;
 use kernels::math;
 use kernels::matmul::*;
@@ -354,11 +354,14 @@ on_each_device! {
         trial(device, |trial| {
             let upload = |values: &[f32]| trial.upload(values, [values.len()]);
             let (a, b, mut out) = (upload(&case.a)?, upload(&case.b)?, upload(&case.old)?);
-            let next = || -> Result<u64> { Ok(trial.empty::<f32>([0])?.slice().address()) };
-            let before = next()?;
+            let behind = out.slice().address() + size_of_val(&case.old[..]) as u64;
             ops::gemm_into(trial, &case.form, &a, &b, None::<&Tensor<'_>>, &mut out)?;
-            assert_eq!(before + 256, next()?, "the empty tensor before has 256 bytes");
-            trial.with_scratch(|| workspace(trial, &case.form))?;
+            trial.with_scratch(|| {
+                // The mark of the scratch lies where the product's workspace was.
+                let next = trial.empty::<f32>([0])?.slice().address();
+                assert_eq!(next, behind + (MARK * size_of::<f32>()) as u64);
+                workspace(trial, &case.form)
+            })?;
             trial.output(&out).map(drop)
         });
     }

@@ -15,7 +15,7 @@ const POISON: u32 = 0x7fc0_dead;
 /// Elements between the starts of tensors: 256 bytes.
 const ALIGN: usize = 64;
 /// Elements of a tensor that marks a place.
-const MARK: usize = 61 * ALIGN;
+pub(crate) const MARK: usize = 61 * ALIGN;
 /// Bytes of the arena that is tried first.
 const LEAST_BYTES: usize = 1 << 17;
 
@@ -206,6 +206,7 @@ fn attempt<R>(
     let words = *bytes / size_of::<u32>();
     arena.step(|step| ops::fill(step, [words], f32::from_bits(POISON)).map(drop))?;
     let (result, ledger) = arena.step(|step| {
+        // Without elements it takes the first words, too.
         let base = step.empty::<u32>([shift * ALIGN])?.slice().address();
         let trial = Trial { step, base, ledger: RefCell::default() };
         let result = case(&trial)?;
@@ -256,7 +257,7 @@ mod catches {
 
     #[test]
     fn a_write_that_is_no_output() {
-        fails(|trial| ops::fill(trial, [5], 1.0).map(drop), "a stray write: word 0 became 0x3f800000");
+        fails(|trial| ops::fill(trial, [5], 1.0).map(drop), "a stray write: word 64 became 0x3f800000");
     }
 
     #[test]
@@ -265,7 +266,7 @@ mod catches {
             let mut x = trial.upload(&[1.0, 2.0], [2])?;
             ops::fill_into(trial, &mut x, 2.0)
         };
-        fails(changes, "a stray write: word 0 became 0x40000000");
+        fails(changes, "a stray write: word 64 became 0x40000000");
     }
 
     #[test]
