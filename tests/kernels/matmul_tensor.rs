@@ -351,6 +351,10 @@ on_each_device! {
                 ] {
                     trial.with_scratch(|| {
                         let refused = ops::gemm_into(trial, &form.precision(precision), &a, &b, Some(&bias), &mut out);
+                        if let Err(full @ Error::ArenaFull { .. }) = refused {
+                            // The trial begins anew, in a larger arena.
+                            return Err(full);
+                        }
                         assert_refused(refused, &[&format!("`{argument}`: expected")]);
                         workspace(trial, &sound)
                     })?;

@@ -15,7 +15,7 @@ const POISON: u32 = 0x7fc0_dead;
 /// Elements between the starts of tensors: 256 bytes.
 const ALIGN: usize = 64;
 /// Elements of a tensor that marks a place.
-pub(crate) const MARK: usize = 5 * ALIGN;
+pub(crate) const MARK: usize = 61 * ALIGN;
 /// Bytes of the arena that is tried first.
 const LEAST_BYTES: usize = 1 << 17;
 
