@@ -168,7 +168,8 @@ fn gemm(device: &Device, case: &Case, form: &Gemm) -> Vec<f32> {
 fn workspace<'s>(trial: &Trial<'_, 's>, form: &Gemm) -> Result<Tensor<'s>> {
     let Gemm { m, n, k, batches, .. } = *form;
     let rows = m.next_multiple_of(32) + n.next_multiple_of(32);
-    trial.empty([batches * rows * k.next_multiple_of(16)])
+    // An operand that is not rounded has a place without elements.
+    trial.empty([batches * rows * k.next_multiple_of(16) + 2 * 64])
 }
 
 on_each_device! {
@@ -350,6 +351,10 @@ on_each_device! {
                 ] {
                     trial.with_scratch(|| {
                         let refused = ops::gemm_into(trial, &form.precision(precision), &a, &b, Some(&bias), &mut out);
+                        if let Err(full @ Error::ArenaFull { .. }) = refused {
+                            // The trial begins anew, in a larger arena.
+                            return Err(full);
+                        }
                         assert_refused(refused, &[&format!("`{argument}`: expected")]);
                         workspace(trial, &sound)
                     })?;
