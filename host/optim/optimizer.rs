@@ -409,9 +409,12 @@ fn with_places(slices: &[Range<usize>]) -> impl Iterator<Item = (&Range<usize>, 
 fn settings_of(rule: &impl UpdateRule, number: u64, groups: &[ParameterGroup]) -> Result<Vec<f32>> {
     let settings = || groups.iter().map(|group| rule.settings(number, group)).collect();
     let all: Vec<Vec<f32>> = float_mode::in_default(settings);
-    if let Some(value) = all.iter().flatten().find(|&&value| !is_finite(value)) {
-        let expected = "finite settings: a rate, times the schedule's factor and the group's rate, that fits f32";
-        return Err(Error::misuse(rule.name(), expected, format!("{value} for update {number}")));
+    for (group, settings) in all.iter().enumerate() {
+        if let Some(place) = settings.iter().position(|&value| !is_finite(value)) {
+            let expected = "finite settings: a rate, times the schedule's factor and the group's rate, that fits f32";
+            let got = format!("{} as setting {place} of group {group} in update {number}", settings[place]);
+            return Err(Error::misuse(rule.name(), expected, got));
+        }
     }
     let len = all[0].len();
     match all.iter().map(Vec::len).find(|&other| other != len || other == 0) {

@@ -504,26 +504,30 @@ fn scarce_threads_make_no_panic() {
     let place = Workplace::new();
     assert!(within(&mut place.gpt("--updates 2"), LATE).status.success());
     let expected = report(&place.path("out"))["weights_sha256"].clone();
-    // The threads of rayon's pools do not fit the address space, those of the program do, unless
-    // the pools' are still ending.
-    let mut succeeded = 0;
-    for more in ["--updates 2 --resume out/model.safetensors", "--updates 2 --overwrite"].repeat(3) {
-        let inner = place.gpt(more);
-        let mut command = Command::new("sh");
-        command.args(["-c", "ulimit -v 3000000; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
-        command
-            .env("RAYON_NUM_THREADS", "200")
-            .env("RUST_MIN_STACK", (64 << 20).to_string())
-            .current_dir(place.0.path());
-        let output = within(&mut command, LATE);
-        let said = text(&output.stderr);
-        assert!(!said.contains("panicked") && matches!(output.status.code(), Some(0 | 1)), "{more}: {said}");
-        if output.status.success() {
-            succeeded += 1;
-            assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{more}");
-        }
+    // The threads of rayon's pools, 13 GB of stacks, do not fit the smaller address spaces. How much the program itself
+    // needs there depends on how fast the pools' threads end.
+    for more in ["--updates 2 --resume out/model.safetensors", "--updates 2 --overwrite"] {
+        let ended_well = [3, 4, 5, 6, 8, 20].into_iter().find(|gigabytes| {
+            let inner = place.gpt(more);
+            let mut command = Command::new("sh");
+            let limited = format!("ulimit -v {gigabytes}000000; exec \"$0\" \"$@\"");
+            command.args(["-c", &limited]).arg(inner.get_program()).args(inner.get_args());
+            command
+                .env("RAYON_NUM_THREADS", "200")
+                .env("RUST_MIN_STACK", (64 << 20).to_string())
+                .current_dir(place.0.path());
+            let output = within(&mut command, LATE);
+            let said = text(&output.stderr);
+            assert!(!said.contains("panicked") && matches!(output.status.code(), Some(0..=2)), "{more}: {said}");
+            assert!(output.status.success() || said.contains("error: "), "{more}: {said}");
+            output.status.success()
+        });
+        assert!(
+            ended_well.is_some_and(|gigabytes| gigabytes < 13),
+            "{more}: with {ended_well:?} GB: fewer threads are enough"
+        );
+        assert_eq!(report(&place.path("out"))["weights_sha256"], expected, "{more}");
     }
-    assert!(succeeded > 0, "fewer threads are enough");
     // None at all.
     let mut gpt = place.gpt("--updates 2 --overwrite");
     let output = within(gpt.env("RUST_MIN_STACK", (1u64 << 46).to_string()), SOON);
