@@ -113,7 +113,7 @@ mod tests {
         let one = settings(&[("seed", "7"), ("data", "a"), ("rate", "0.1")]);
         let other = settings(&[("rate", "0.1"), ("data", "b"), ("seed", "7"), ("model", "tiny")]);
         assert_eq!(expect_same(&[one.clone(), settings(&[("rate", "0.1"), ("data", "a"), ("seed", "7")])]), Ok(()));
-        assert_eq!(expect_same(&[one.clone()]), Ok(()));
+        assert_eq!(expect_same(std::slice::from_ref(&one)), Ok(()));
         assert_eq!(
             differ(&[one.clone(), other.clone(), one]),
             "the ranks of the group do not agree on `data`: `a` on ranks 0, 2, `b` on rank 1; `model`: not set on ranks \
