@@ -194,7 +194,7 @@ fn a_call_of_a_link_never_returns(kind: DeviceKind) {
                 let stuck = kind == DeviceKind::Cuda && fault.kind == RankFaultKind::Stuck;
                 assert!(stuck || (fault.rank, &fault.kind) == (1, &RankFaultKind::Late), "{call:?} {number}: {fault}");
                 // Where the group is joined, or where it is used.
-                let lines = ["tests/support/rank_threads.rs:", "tests/group/group.rs:"];
+                let lines = ["support/rank_threads.rs:", "tests/group/group.rs:"];
                 assert!(lines.iter().any(|line| fault.location.contains(line)), "{fault}");
             }
         }
