@@ -35,8 +35,9 @@ mod register {
         mode
     }
 
-    /// # Safety `mode` is the default, or was read from this thread and is put back. Between the
-    /// two no other code than that of [`super::in_default`] runs in it.
+    /// # Safety
+    /// `mode` is the default, or was read from this thread and is put back. Between the two only
+    /// the code of [`super::in_default`] runs in it.
     pub(super) unsafe fn write(mode: Mode) {
         // SAFETY: reads four bytes, which `mode` has. The value comes from `read` or is the
         // default, so no reserved bit is set.
