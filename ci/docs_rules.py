@@ -127,6 +127,8 @@ MODELS = (
     "examples/gpt/",
     "examples/vit.rs",
     "tests/oracle/gpt_training.py",
+    # It names a key of config.json.
+    "tests/programs/runs.rs",
     # They repeat lines of the benches that are recorded.
     "examples/predict/against.rs",
     "examples/predict/bench.rs",
