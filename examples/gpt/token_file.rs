@@ -8,7 +8,7 @@
 //! opened, and each chunk's digest is kept. A window's chunks are read and hashed again whenever it is
 //! wanted, so that a write to the file meanwhile, by whatever way, is an error. A window of 1025 tokens
 //! takes 0.03 ms of the loader's thread (SHA-256 with an AMD EPYC's instructions for it, from the
-//! system's cache; `tests/token_files.rs` measures it), and a step of GPT-2 takes milliseconds for it.
+//! system's cache; `tests/gpt/token_files.rs` measures it), and a step of GPT-2 takes milliseconds for it.
 //! The digests take 1/256 of the file's size.
 
 use std::io::{self, Read, Seek, SeekFrom};

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
 use kernels::fill::fill;
+use sha2::{Digest, Sha256};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -115,6 +116,18 @@ impl<T: Element> Buffer<T> {
             return Ok(());
         }
         Err(Error::misuse(op, format!("a range inside 0..{}", self.len), format!("{len} elements from {start} on")))
+    }
+}
+
+impl Buffer<f32> {
+    /// Adds the little-endian bytes of a range that exists to a digest, piece by piece. Waits for
+    /// each.
+    pub(crate) fn hash_into(&self, hash: &mut Sha256, range: Range<usize>) -> Result<()> {
+        self.pieces(range).try_for_each(|piece| {
+            let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
+            hash.update(words.as_flattened());
+            Ok(())
+        })
     }
 }
 

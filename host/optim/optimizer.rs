@@ -303,7 +303,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         let Some(of_rule) = self.rule.configuration() else { return Ok(None) };
         let mut all = vec![("optimizer".to_owned(), self.name().to_owned())];
         all.extend(of_rule.into_iter().map(|(name, value)| (format!("optimizer.{name}"), value)));
-        all.push(("optimizer's state".into(), format!("{:?}", self.rule.state())));
+        all.push(("optimizer's state".into(), format!("{:?}", self.declared.state)));
         let runs = self.runs.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
         let group_of = |entry: &LayoutEntry| runs.get(entry.start() / RUN).map_or(0, |&group| group as usize);
         for (number, ParameterGroup { rate, weight_decay }) in self.groups.iter().enumerate() {
@@ -322,12 +322,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
             return Ok(None);
         }
         let mut hash = Sha256::new();
-        for state in &self.state {
-            for piece in state.pieces(0..state.len()) {
-                let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
-                hash.update(words.as_flattened());
-            }
-        }
+        self.state.iter().try_for_each(|state| state.hash_into(&mut hash, 0..state.len()))?;
         Ok(Some(hex(&hash.finalize())))
     }
 

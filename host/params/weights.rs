@@ -358,10 +358,7 @@ impl Parameters {
         let mut hash = Sha256::new();
         for entry in self.layout().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
-            for piece in self.flat.values.pieces(entry.range()) {
-                let words: Vec<[u8; 4]> = piece?.iter().map(|value| value.to_le_bytes()).collect();
-                hash.update(words.as_flattened());
-            }
+            self.flat.values.hash_into(&mut hash, entry.range())?;
         }
         Ok(hex(&hash.finalize()))
     }
