@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-/// How far away the moment is that stands for one which the clock cannot express.
+/// The distance of the moment that stands for one which the clock cannot express.
 const FARTHEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The moment that is `time` away.

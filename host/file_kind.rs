@@ -118,7 +118,7 @@ impl FileKind {
             .or_else(|| text(start))
     }
 
-    /// Whether it is text in UTF-8.
+    /// Returns true for text in UTF-8.
     pub fn is_utf8(self) -> bool {
         matches!(self, Json | Text | Html | LfsPointer)
     }

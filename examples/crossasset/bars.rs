@@ -58,7 +58,7 @@ pub(crate) enum BarsError {
     Kind {
         /// The file asked for.
         file: PathBuf,
-        /// What it is.
+        /// Its kind.
         kind: FileKind,
     },
     /// The header or a row breaks a rule.

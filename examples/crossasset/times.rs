@@ -35,7 +35,7 @@ pub(crate) enum TimeError {
     Hours { seconds: String, date: String },
 }
 
-/// How a row writes its time.
+/// The form in which a row writes its time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Form {
     Written,
@@ -57,7 +57,7 @@ impl Form {
 pub(crate) struct Times {
     /// That of the rows before.
     form: Option<Form>,
-    /// Whether the row before reads as a date and an hour too.
+    /// True if the row before reads as a date and an hour too.
     hours: bool,
 }
 

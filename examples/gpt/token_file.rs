@@ -49,7 +49,7 @@ pub(crate) struct TokenFile {
     /// Bytes of a token.
     width: usize,
     tokens: usize,
-    /// Of each [`CHUNK`] tokens.
+    /// The digest of each [`CHUNK`] tokens.
     digests: Vec<ChunkDigest>,
 }
 

@@ -57,7 +57,7 @@ impl Drop for Results {
 /// Looks for the checkpoint of another run than the one that `--resume` goes on with.
 ///
 /// # Errors
-/// What is there, and what to add to the command.
+/// A text that names the files there and the options to add to the command.
 pub(crate) fn check(out: &Path, resume: Option<&Path>, overwrite: bool) -> Result<(), String> {
     let checkpoint = out.join(CHECKPOINT);
     let goes_on = || Some(fs::canonicalize(resume?).ok()? == fs::canonicalize(&checkpoint).ok()?);
@@ -82,7 +82,7 @@ pub(crate) fn check(out: &Path, resume: Option<&Path>, overwrite: bool) -> Resul
     ))
 }
 
-/// What can be told of a file without reading all of it.
+/// Facts about a file that need not be read whole.
 #[derive(Default)]
 struct Found {
     updates: Option<String>,

@@ -33,7 +33,7 @@ pub(crate) fn note<'c>(checkpoint: &'c Checkpoint, name: &str) -> Result<&'c str
     Err(format!("is a checkpoint of {whose}; expected one of `{}`", program(name)))
 }
 
-/// Whether a run can go on from a checkpoint: weights alone are not enough.
+/// Returns true if a run can go on from a checkpoint: weights without the optimizer are not enough.
 pub(crate) fn has_optimizer(checkpoint: &Checkpoint) -> bool {
     checkpoint.note("stepscope.updates").is_ok()
 }

@@ -18,7 +18,7 @@ use super::exit::INTERRUPTED;
 use super::log::{self, Log};
 use super::results;
 
-/// How far the run is.
+/// The phase of the run.
 static PHASE: AtomicU8 = AtomicU8::new(LOADING);
 /// No update has been made.
 const LOADING: u8 = 0;
@@ -80,8 +80,8 @@ fn answer(log: Log, signal: i32) {
     }
 }
 
-/// Whether this program was told not to hear that its terminal has gone. Where there is no `/proc`
-/// it was not.
+/// Returns true if the program was started to ignore SIGHUP, as by `nohup`. False where there is no
+/// `/proc`.
 #[expect(clippy::disallowed_methods, reason = "reads the kernel's own file, which ends")]
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -148,10 +148,10 @@ impl Arena {
 }
 
 impl<S, R> Captured<S, R> {
-    /// How many recordings are kept, at least one (default 32). Each is for one combination of the
-    /// inputs' shapes and the variant. When there are more, or the memory for another one is
-    /// refused, the one that was unused for longest is evicted; its shapes are recorded anew when
-    /// they come again. A warning is logged once when that happens repeatedly.
+    /// Sets the number of recordings to keep, at least one (default 32). Each is for one
+    /// combination of the inputs' shapes and the variant. When there are more, or the memory for
+    /// another one is refused, the one that was unused for longest is evicted; its shapes are
+    /// recorded anew when they come again. A warning is logged once when that happens repeatedly.
     #[must_use]
     pub fn keep(mut self, recordings: usize) -> Self {
         self.recordings.keep(recordings);

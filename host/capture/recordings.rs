@@ -68,7 +68,7 @@ pub(super) struct Recordings<R> {
     gone: VecDeque<Key>,
     /// True once the warning was logged.
     warned: bool,
-    /// How long making them took.
+    /// The time that making them took.
     time: Duration,
 }
 

@@ -61,7 +61,7 @@ impl DeviceLink {
         self.device.call_beside_lane(move |driver| unsafe { driver.leave_link(link) });
     }
 
-    /// How long a call of the link may take on the lane.
+    /// The time that a call of the link may take on the lane.
     fn call_deadline(&self) -> Duration {
         self.deadline.saturating_add(MARGIN)
     }

@@ -88,7 +88,7 @@ pub(crate) fn expect_same(all: &[Settings]) -> Result<()> {
     if settings.is_empty() { Ok(()) } else { Err(Error::Disagreement(Box::new(Disagreement { settings }))) }
 }
 
-/// What a rank has sent.
+/// Parses the message of a rank.
 pub(crate) fn understood<'w, T: Deserialize<'w>>(op: &'static str, word: &'w [u8]) -> Result<T> {
     serde_json::from_slice(word)
         .map_err(|error| Error::misuse(op, "what a rank of this version sends", error.to_string()))

@@ -196,7 +196,7 @@ impl Group {
         self.compare("agree_on", &own, Location::caller())
     }
 
-    /// The same of settings that the library knows.
+    /// Compares settings that the library knows, likewise.
     pub(crate) fn compare(&self, op: &'static str, own: &Settings, location: &'static Location<'static>) -> Result<()> {
         let compared = own.check().and_then(|()| {
             let word = serde_json::to_vec(own).expect("texts have a JSON form");

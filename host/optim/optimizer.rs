@@ -41,7 +41,7 @@ pub struct Optimizer<R: ?Sized> {
     rule: R,
 }
 
-/// What a rule has said of itself when its optimiser was made. It is not asked again.
+/// Declarations of a rule, read once when its optimizer is made.
 #[derive(Clone, Copy, Debug)]
 struct Declared {
     name: &'static str,

@@ -56,7 +56,7 @@ impl<T: Pod> Memory<T> {
         self.address
     }
 
-    /// Whether it is of this owner.
+    /// Returns true for memory of this owner.
     pub(crate) fn is_of(self, owner: u64) -> bool {
         self.owner == owner
     }

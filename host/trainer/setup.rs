@@ -117,9 +117,9 @@ impl<'a, M: Model, R: UpdateRule> Trainer<'a, M, R> {
         }
     }
 
-    /// How many recordings captured steps keep, one for each shape of micro-batch and its place in
-    /// a batch (first, last, both or between): see [`Captured::keep`](crate::Captured::keep).
-    /// Without effect where steps run launch by launch.
+    /// Sets the number of recordings that captured steps keep, one for each shape of micro-batch
+    /// and its place in a batch (first, last, both or between): see
+    /// [`Captured::keep`](crate::Captured::keep). Without effect where steps run launch by launch.
     ///
     /// Batches of many shapes, as texts of any length are, take fewer recordings if each length is
     /// padded up to one of a few, such as the powers of two, and the loss ignores the padding.

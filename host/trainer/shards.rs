@@ -66,10 +66,10 @@ pub struct Shards {
     agreed: AtomicBool,
 }
 
-/// What a rank tells the others before an update.
+/// The message of a rank to the others before an update.
 #[derive(Serialize, Deserialize)]
 struct BeforeUpdate {
-    /// Whether it is to stop after the update.
+    /// True if training stops after the update.
     stop: bool,
     short: Option<MemoryShortage>,
     settings: Settings,
@@ -125,7 +125,7 @@ impl Shards {
         Ok(Self { group, shards, slices, waiting, among, state, agreed: AtomicBool::new(ranks == 1) })
     }
 
-    /// How many there are.
+    /// The number of shards.
     pub(super) fn count(&self) -> usize {
         self.shards
     }

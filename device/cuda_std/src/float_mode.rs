@@ -21,7 +21,7 @@ mod register {
     pub(super) type Mode = u32;
     /// To nearest, nothing flushed, all six exceptions masked.
     pub(super) const DEFAULT: Mode = 0x1f80;
-    /// Which exceptions there were. They change no result.
+    /// Flags of exceptions that occurred. They change no result.
     const FLAGS: Mode = 0x3f;
 
     pub(super) fn is_default(mode: Mode) -> bool {

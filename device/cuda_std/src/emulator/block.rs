@@ -163,12 +163,12 @@ impl Block {
         })
     }
 
-    /// What the running thread does.
+    /// The running thread's access.
     fn access(&self, kind: Kind, location: &'static Location<'static>) -> Access {
         Access { kind, block: self.index, thread: self.running.get(), epoch: self.epoch.get(), location }
     }
 
-    /// What is wrong with an access whose address is no multiple of `align` bytes.
+    /// The fault of an access whose address is no multiple of `align` bytes.
     pub(super) fn misaligned(
         &self,
         kind: Kind,

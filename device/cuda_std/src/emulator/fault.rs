@@ -78,7 +78,7 @@ pub enum Cause {
         place: Place,
         /// Where it may go: elements of an argument, or bytes of shared memory.
         bounds: Range<i64>,
-        /// What it did there.
+        /// Its access there.
         access: Access,
     },
     /// The thread moved several elements in one access that does not begin where such an access
