@@ -61,16 +61,14 @@ on_each_device! {
 
     fn a_launch_that_is_refused_names_its_kernel(device: &Device) {
         let kind = device.description().kind;
-        for kernel in KERNELS {
+        for (kernel, fault) in KERNELS.into_iter().zip([Fault::Fail, Fault::Spoil, Fault::Fail]) {
             let launch = before(kind, Call::Launch, kernel) + 1;
-            for fault in [Fault::Fail, Fault::Spoil] {
-                let planted = open(kind, &FaultPlan::new().on(Call::Launch, launch, fault));
-                names(&planted.self_test().unwrap_err(), kernel, "planted on Launch", device);
-                assert_eq!(planted.lost().is_some(), fault == Fault::Spoil);
-                // The next launch is another.
-                if fault == Fault::Fail && kernel == KERNELS[0] {
-                    assert_eq!(planted.self_test().unwrap().kernels, cases().len());
-                }
+            let planted = open(kind, &FaultPlan::new().on(Call::Launch, launch, fault));
+            names(&planted.self_test().unwrap_err(), kernel, "planted on Launch", device);
+            assert_eq!(planted.lost().is_some(), fault == Fault::Spoil);
+            // The next launch is another.
+            if kernel == KERNELS[0] {
+                assert_eq!(planted.self_test().unwrap().kernels, cases().len());
             }
         }
     }
@@ -78,23 +76,21 @@ on_each_device! {
     fn a_kernel_that_does_not_end_is_named_in_time_and_nothing_waits_for_it(device: &Device) {
         let kind = device.description().kind;
         // How often a GPU is asked whether it is done depends on its speed: there, a poll is anyone's.
-        let polled = (kind != DeviceKind::Cuda).then_some((Call::Poll, Fault::Stalls));
-        for (call, fault) in [(Call::Launch, Fault::Never)].into_iter().chain(polled) {
-            for kernel in ["guard_write", "softmax_forward_f32"] {
-                let number = before(kind, call, kernel) + 1;
-                let planted = open(kind, &FaultPlan::new().on(call, number, fault));
-                let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
-                let error = planted.self_test().unwrap_err();
-                // What comes before it, the kernel, and no more.
-                let patience = if kind == DeviceKind::Cuda { PATIENCE } else { DEADLINE };
-                watch.within(3 * healthy + patience + SLACK, kernel);
-                names(&error, kernel, "had not ended after ", device);
-                let watch = Watch::start();
-                assert!(matches!(planted.self_test().unwrap_err(), Error::DeviceLost { .. }));
-                assert!(matches!(Buffer::<f32>::zeros(&planted, 8).unwrap_err(), Error::DeviceLost { .. }));
-                drop(planted);
-                watch.within(AT_ONCE, "what is asked of a lost device");
-            }
+        let polled = if kind == DeviceKind::Cuda { (Call::Launch, Fault::Never) } else { (Call::Poll, Fault::Stalls) };
+        for (kernel, (call, fault)) in [("guard_write", (Call::Launch, Fault::Never)), ("softmax_forward_f32", polled)] {
+            let number = before(kind, call, kernel) + 1;
+            let planted = open(kind, &FaultPlan::new().on(call, number, fault));
+            let (watch, healthy) = (Watch::start(), device.self_test().unwrap().elapsed);
+            let error = planted.self_test().unwrap_err();
+            // What comes before it, the kernel, and no more.
+            let patience = if kind == DeviceKind::Cuda { PATIENCE } else { DEADLINE };
+            watch.within(3 * healthy + patience + SLACK, kernel);
+            names(&error, kernel, "had not ended after ", device);
+            let watch = Watch::start();
+            assert!(matches!(planted.self_test().unwrap_err(), Error::DeviceLost { .. }));
+            assert!(matches!(Buffer::<f32>::zeros(&planted, 8).unwrap_err(), Error::DeviceLost { .. }));
+            drop(planted);
+            watch.within(AT_ONCE, "what is asked of a lost device");
         }
     }
 
