@@ -1,5 +1,5 @@
-//! Tells the build script of a package that depends on this one where its sources are (`DEP_STEPSCOPE_KERNELS_ROOT`), wherever cargo put them:
-//! stepscope compiles them for the GPU.
+//! Exports the location of this package's sources as `DEP_STEPSCOPE_KERNELS_ROOT`, to the build
+//! scripts of packages that depend on it. stepscope compiles the sources for the GPU.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

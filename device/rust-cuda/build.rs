@@ -1,4 +1,5 @@
-//! Compiles the kernels with rust-cuda, for the GB10: its LLVM 19 code generator has no GPU before `compute_100`.
+//! Compiles the kernels with rust-cuda, for the GB10: its LLVM 19 code generator supports no GPU
+//! before `compute_100`.
 
 use std::{env, error::Error, path::PathBuf};
 
@@ -9,7 +10,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=../src");
     CudaBuilder::new("kernels")
         .arch(NvvmArch::Compute121)
-        // Fused only where the source says so, and no function of libdevice: the bits are the emulator's.
+        // Multiply-adds are fused only where the source says so, and no libdevice function is used:
+        // the bits are the emulator's.
         .fma_contraction(false)
         .override_libm(false)
         .copy_to(out.join("sm_121.ptx"))

@@ -1,37 +1,43 @@
-//! Activations by what memory holds of their results: for f32 those of [`math`], for BF16 within 2^-15 in half the operations.
+//! Activations with the accuracy of the stored type: for f32 those of [`math`], for BF16 within
+//! 2^-15 in half the operations.
 //!
-//! BF16 rounds off up to 2^-8 of a result, so the last bits of an f32 would be computed for nothing: they take longer than the bytes. All but
-//! tanh are made of one exponential and one inverse, of z >= 0:
+//! BF16 rounds off up to 2^-8 of a result, so the last bits of an f32 would be wasted work.
+//! Computing them takes longer than moving the bytes. All functions except tanh use one exponential
+//! and one reciprocal, of z >= 0:
 //!
 //! ```text
 //! e = 2^-z          within 2^-18, see `exp2_negative`
 //! i = 1 / (1 + e)   within 2^-18: a cubic and one step of Newton's iteration
 //! sigmoid           i at +z, e i at -z
 //! ```
-//! Invariant: as in [`math`], only exactly rounded operations in the order written: the same bits on every CPU and GPU. A NaN gives a NaN.
-//! Each derivative is computed at -|x|, and is 1 less that at |x|.
+//! Invariant: as in [`math`], only exactly rounded operations are used in the order written, with
+//! the same bits on every CPU and GPU. A NaN gives a NaN. Each derivative is computed at -|x|, and
+//! is 1 less that at |x|.
 
 use crate::math::{self, LOG2_E, exp2_less_1, exp2_negative, fma, larger_or_nan, newton, select};
 use half::bf16;
 
-/// Activations and their derivatives, as exact as a type that memory holds can tell.
+/// Activations and their derivatives, as accurate as the stored type can represent.
 pub trait Activations {
-    /// tanh: not by that name, which an f32 has on a CPU for one of the system's.
+    /// Computes tanh. The name differs because on a CPU f32 has a method `tanh`, which is the
+    /// system's.
     fn hyperbolic_tangent(x: f32) -> f32;
 
-    /// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    /// Computes the tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
     fn gelu(x: f32) -> f32;
 
-    /// The derivative of [`gelu`](Self::gelu). Near its root at -0.7525 BF16's is good to 2^-18, not to a part of itself.
+    /// Computes the derivative of [`gelu`](Self::gelu). Near its root at -0.7525 the BF16 version
+    /// has an absolute error of 2^-18, not a relative one.
     fn gelu_derivative(x: f32) -> f32;
 
-    /// 1 / (1 + e^-x).
+    /// Computes 1 / (1 + e^-x).
     fn sigmoid(x: f32) -> f32;
 
-    /// x / (1 + e^-x).
+    /// Computes x / (1 + e^-x).
     fn silu(x: f32) -> f32;
 
-    /// The derivative of [`silu`](Self::silu). Near its root at -1.2785 BF16's is good to 2^-18, not to a part of itself.
+    /// Computes the derivative of [`silu`](Self::silu). Near its root at -1.2785 the BF16 version
+    /// has an absolute error of 2^-18, not a relative one.
     fn silu_derivative(x: f32) -> f32;
 }
 
@@ -67,15 +73,17 @@ impl Activations for f32 {
     }
 }
 
-/// GELU is x sigmoid(x (`GELU_1` + `GELU_3` x^2)): 2 sqrt(2/pi), and this times 0.044715.
+/// The constants of GELU as x sigmoid(x (`GELU_1` + `GELU_3` x^2)): 2 sqrt(2/pi), and this times
+/// 0.044715.
 const GELU_1: f32 = 1.595_769;
 const GELU_3: f32 = 0.071_354_82;
-/// From this size of x on, e is 0 for GELU, and for SiLU.
+/// The |x| from which on e is 0: for GELU, and for SiLU.
 const GELU_END: f32 = 12.0;
 const SILU_END: f32 = 128.0;
 
 impl Activations for bf16 {
-    /// (1 - e) / (1 + e), with e of 2 |x|; what 1 - e loses of e is not lost, since e - 1 is known too.
+    /// Computes (1 - e) / (1 + e), with e of 2 |x|. The rounding error of 1 - e is avoided, because
+    /// e - 1 is known too.
     #[inline(always)]
     fn hyperbolic_tangent(x: f32) -> f32 {
         let (t, power) = exp2_less_1(-2.0 * LOG2_E * x.abs());
@@ -117,7 +125,7 @@ impl Activations for bf16 {
     }
 }
 
-/// e and i, of the size of z.
+/// The terms e and i of |z|.
 #[derive(Clone, Copy)]
 struct Logistic {
     e: f32,
@@ -131,13 +139,14 @@ impl Logistic {
         Self { e, inverse: inverse(1.0 + e) }
     }
 
-    /// sigmoid(z), where z has the sign of `x`.
+    /// Returns sigmoid(z), where z has the sign of `x`.
     #[inline(always)]
     fn at(self, x: f32) -> f32 {
         self.inverse * select(x.is_sign_negative(), self.e, 1.0)
     }
 
-    /// The derivative of x sigmoid(z) at `x`, where `growth` is x times the derivative of z, both at -|x|.
+    /// Returns the derivative of x sigmoid(z) at `x`, where `growth` is x times the derivative of
+    /// z, both at -|x|.
     #[inline(always)]
     fn derivative(self, x: f32, growth: f32) -> f32 {
         let below = self.e * self.inverse * fma(growth, self.inverse, 1.0);
@@ -145,8 +154,8 @@ impl Logistic {
     }
 }
 
-/// 1 / s for s in `[1, 2]`: the cubic whose relative error, a multiple of Chebyshev's T4, is least (1 / 577), and one step of Newton's
-/// iteration, which squares it.
+/// Computes 1 / s for s in `[1, 2]`: a cubic, and one step of Newton's iteration, which squares its
+/// error. The cubic has the least relative error, a multiple of Chebyshev's T4 (1 / 577).
 #[inline(always)]
 fn inverse(s: f32) -> f32 {
     let cubic = fma(fma(fma(-128.0 / 577.0, s, 768.0 / 577.0), s, -1696.0 / 577.0), s, 1632.0 / 577.0);

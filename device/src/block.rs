@@ -1,17 +1,18 @@
 //! A block's share of flat arrays, and sums and maxima over its threads.
 //!
 //! ```text
-//! flat array, 256 threads:      block 0                                 block 1
-//!   elements                    0..3   4..7   ..  1020..1023           1024..1027  ..
-//!   thread                        0      1    ..     255                    0          of BF16, a thread has two vectors 1024 apart
+//! flat array, 256 threads:  block 0                       block 1
+//!   elements                0..3   4..7  ..  1020..1023   1024..1027  ..
+//!   thread                    0      1   ..     255            0
+//!   BF16: a thread has two vectors, 1024 elements apart
 //!
 //! reduction over a block:       lanes 0..31 of warp 0   ..   lanes 0..31 of warp 7
 //!   shuffles, 16 8 4 2 1 apart        lane 0                       lane 0
 //!   shared memory, a value a warp       w0       w1      ..          w7
 //!   every thread                  ((w0 + w1) + ..) + w7
 //! ```
-//! Invariant: a reduction combines the lanes of each warp first, then the warps in ascending order. So its result depends on the threads'
-//! values alone.
+//! Invariant: a reduction combines the lanes of each warp first, then the warps in ascending order.
+//! Its result depends only on the threads' values.
 
 use crate::stored::Stored;
 use crate::tile::SharedTile;
@@ -19,41 +20,41 @@ use crate::vector::{F4, Part};
 use crate::warp::{LANES, combine_lanes};
 use cuda_std::{thread, warp};
 
-/// Threads in a block of the kernels on flat arrays.
+/// The threads in a block of the kernels on flat arrays.
 pub const BLOCK: u32 = 256;
-/// Elements that such a block covers when each thread has one vector.
+/// The elements that such a block covers if each thread has one vector.
 pub const BLOCK_ELEMENTS: usize = BLOCK as usize * F4::LEN;
-/// Shared bytes of a reduction over [`BLOCK`] threads: one value of each warp.
+/// The shared memory in bytes of a reduction over [`BLOCK`] threads: one value of each warp.
 pub const REDUCTION_BYTES: u32 = BLOCK / LANES * 4;
 
-/// Elements that a block of [`BLOCK`] threads reduces to one.
+/// The elements that a block of [`BLOCK`] threads reduces to one.
 pub const CHUNK: usize = 4096;
-/// Vectors in a row of a [`ColumnTile`].
+/// The vectors in a row of a [`ColumnTile`].
 const TILE_QUADS: u32 = 8;
 
-/// Rows that a block reduces to one, where `rows` rows are summed: all of them up to 1024, else 128. So many blocks share a long
-/// sum, and a short one needs one launch.
+/// Returns the rows that a block reduces to one, if `rows` rows are summed: all of them up to 1024,
+/// otherwise 128. Many blocks then share a long sum, and a short one needs one launch.
 pub fn row_chunk(rows: usize) -> usize {
     if rows <= 1024 { 1024 } else { 128 }
 }
 
-/// Vectors that a thread has of a flat array of S: 16 bytes.
+/// Returns the number of vectors that a thread has of a flat array of S: 16 bytes.
 pub const fn own_vectors<S>() -> usize {
     16 / (F4::LEN * size_of::<S>())
 }
 
-/// The index of the first element of this thread's first vector in a flat array of S, a multiple of four. The others follow
-/// [`BLOCK_ELEMENTS`] apart.
+/// Returns the index of the first element of this thread's first vector in a flat array of S, a
+/// multiple of four. The other vectors follow [`BLOCK_ELEMENTS`] apart.
 #[inline(always)]
 pub fn own_index<S>() -> usize {
     thread::block_idx_x() as usize * own_vectors::<S>() * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * F4::LEN
 }
 
-/// Runs `body` for this thread's four elements of a flat array of f32 of `length`, if any exist, with the index of the first and the
-/// [`Part`] that exists.
+/// Runs `body` for this thread's four elements of a flat f32 array of `length`, if any exist.
+/// `body` gets the index of the first and the [`Part`] that exists.
 ///
-/// The body is compiled twice: for a whole vector, and for the last few elements. A macro, because a closure may stay a call, compiled
-/// without the CPU's fused multiply-add.
+/// The body is compiled twice: for a whole vector, and for the last few elements. It is a macro,
+/// because a closure may stay a call that is compiled without the CPU's fused multiply-add.
 #[macro_export]
 macro_rules! for_own_vector {
     ($length:expr, |$index:ident, $part:ident| $body:block) => {{
@@ -69,10 +70,11 @@ macro_rules! for_own_vector {
     }};
 }
 
-/// Writes what `value` is for each of this thread's vectors of `out`, a flat array of S of `length`: `value` gets the index of its first
-/// element and the [`Part`] that exists. All values are computed before the first is written: the compiler moves no read before a write.
+/// Writes `value` for each of this thread's vectors of `out`, a flat array of S of `length`.
+/// `value` gets the index of the vector's first element and the [`Part`] that exists. All values
+/// are computed before the first is written, because the compiler moves no read before a write.
 ///
-/// The value is compiled twice, as the body of [`for_own_vector`].
+/// The value is compiled twice, like the body of [`for_own_vector`].
 #[macro_export]
 macro_rules! write_own_vectors {
     ($S:ty, $length:expr, $out:expr, |$index:ident, $part:ident| $value:expr) => {{
@@ -98,27 +100,28 @@ macro_rules! write_own_vectors {
     }};
 }
 
-/// The grid of a kernel that takes its elements by [`for_own_vector`] (S: f32) or [`write_own_vectors`].
+/// Returns the grid of a kernel that uses [`for_own_vector`] (S: f32) or [`write_own_vectors`].
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn vector_grid<S>(length: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
     cuda_std::launch::Grid::cover(length, own_vectors::<S>() * BLOCK_ELEMENTS)
 }
 
-/// `number / divisor` and the remainder. The GPU does not check for zero.
+/// Returns `number / divisor` and the remainder. The GPU does not check for zero.
 ///
 /// # Safety
 /// `divisor` is not 0. The CPU checks it, the GPU does not.
 #[inline(always)]
 pub unsafe fn divide(number: usize, divisor: usize) -> (usize, usize) {
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: `divisor` is not 0, as the caller promises. A check would be a call of a panic.
+    // SAFETY: the caller guarantees that `divisor` is not 0. A check would add a call of a panic.
     unsafe {
         core::hint::assert_unchecked(divisor != 0);
     }
     (number / divisor, number % divisor)
 }
 
-/// At the head of a loop: keeps the assembler from unrolling it. Unrolling a loop of few turns would only take registers.
+/// Prevents the assembler from unrolling the loop at whose head it stands. Unrolling a loop of few
+/// iterations would only take registers.
 #[inline(always)]
 pub fn stay_rolled() {
     #[cfg(target_arch = "nvptx64")]
@@ -128,8 +131,9 @@ pub fn stay_rolled() {
     }
 }
 
-/// The same value, of which the compiler knows nothing. So the compiler computes what follows from it each time, and unrolls no
-/// loop of so many turns. To keep such results, or to unroll, would take registers.
+/// Returns the same value, laundered, so that the compiler can infer nothing about it. The compiler
+/// then recomputes what depends on it each time, and does not unroll a loop with it as the bound.
+/// Keeping such results, or unrolling, would take registers.
 #[inline(always)]
 pub fn opaque(value: u32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
@@ -143,13 +147,14 @@ pub fn opaque(value: u32) -> u32 {
     value
 }
 
-/// The same number, of which the compiler knows nothing: it would keep a register for each sum that it sees.
+/// Returns the same index, laundered, because the compiler would keep a register for each sum that
+/// it recognizes.
 #[inline(always)]
 pub(crate) fn opaque_place(place: usize) -> usize {
     #[cfg(target_arch = "nvptx64")]
     {
         let mut place = place;
-        // SAFETY: no instruction.
+        // SAFETY: the assembly has no instruction.
         unsafe { core::arch::asm!("// {0}", inout(reg64) place, options(pure, nomem, nostack, preserves_flags)) };
         place
     }
@@ -157,14 +162,15 @@ pub(crate) fn opaque_place(place: usize) -> usize {
     place
 }
 
-/// Combines one value of each of the block's [`BLOCK`] threads. Every thread gets the result. `tile` holds one value of each warp; it is
-/// free for other use after the block's next barrier.
+/// Combines one value of each of the block's [`BLOCK`] threads. Every thread gets the result.
+/// `tile` holds one value of each warp, and may be reused after the block's next barrier.
 ///
 /// # Safety
 /// All threads of a block of [`BLOCK`] call it together.
 #[inline(always)]
 pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
-    // SAFETY: all 256 threads call this together, as the caller promises. So all lanes of each warp do.
+    // SAFETY: the caller guarantees that all 256 threads call this together, so all lanes of each
+    // warp do.
     let value = unsafe { combine_lanes(u32::MAX, LANES, value, &combine) };
     if warp::lane_id() == 0 {
         tile.set(thread::thread_idx_x() / LANES, value);
@@ -179,7 +185,8 @@ pub unsafe fn block_combine(tile: SharedTile<f32>, value: f32, combine: impl Fn(
     total
 }
 
-/// Folds this thread's share of the block's [`CHUNK`] of `x`: four vectors, ascending. Missing elements are `fill`.
+/// Folds this thread's share of the block's [`CHUNK`] of `x`: four vectors, ascending. Missing
+/// elements are `fill`.
 ///
 /// ```text
 /// chunk of 4096 elements          | 0 .. 1023 | 1024 .. 2047 | 2048 .. 3071 | 3072 .. 4095 |
@@ -206,46 +213,47 @@ pub unsafe fn chunk_fold<S: Stored>(x: &[S], start: F4, fill: f32, combine: impl
     value.zip(vectors[3], &combine)
 }
 
-/// A block's part where `[rows, cols]` is reduced over its rows to `[ceil(rows / chunk), cols]`: 32 columns of one chunk of rows.
-/// That is a cache line of each row. Blocks run over the columns first, then over the chunks.
+/// A block's part of a reduction of `[rows, cols]` over rows to `[ceil(rows / chunk), cols]`. It
+/// has 32 columns of one chunk of rows, a cache line of each row. Blocks run over the columns
+/// first, then over the chunks.
 ///
 /// ```text
-/// rows of the chunk    columns 0..3  4..7  ..  28..31          shared memory        finish
-///  0, 32, 64, ..     thread     0      1   ..     7            32 sums, row 0       thread c (of 32) adds
-///  1, 33, 65, ..                8      9   ..    15     ->     32 sums, row 1  ->   column c of the rows,
-///  ..                                                          ..                   ascending
-/// 31, 63, 95, ..              248    249   ..   255            32 sums, row 31
+/// rows of the chunk   columns 0..3  4..7  ..  28..31     shared memory       finish
+///  0, 32, 64, ..    thread     0      1   ..     7       32 sums, row 0      thread c (of 32) adds
+///  1, 33, 65, ..               8      9   ..    15   ->  32 sums, row 1  ->  column c of the rows,
+///  ..                                                    ..                  ascending
+/// 31, 63, 95, ..             248    249   ..   255       32 sums, row 31
 /// ```
-/// The order of a column's sum: each thread adds its rows r, those of one `r mod 32`, ascending. Then these up to 32 sums are added,
-/// ascending.
+/// The order of a column's sum: each thread adds its rows r, those with equal `r mod 32`,
+/// ascending. Then these up to 32 sums are added, ascending.
 #[derive(Clone, Copy)]
 pub struct ColumnTile {
-    /// The index of this thread's first element. Where it has none, `end` or more.
+    /// The index of this thread's first element. If it has none, `end` or more.
     pub first: usize,
-    /// The index where the chunk ends.
+    /// The index at which the chunk ends.
     pub end: usize,
-    /// How many of the thread's four columns exist.
+    /// The part of the thread's four columns that exists.
     pub part: Part,
-    /// The tile's first column, and the chunk.
+    /// The tile's first column, and the chunk's number.
     place: (usize, usize),
     cols: usize,
 }
 
 impl ColumnTile {
-    /// Columns of a tile.
+    /// The columns of a tile.
     pub const COLUMNS: u32 = TILE_QUADS * F4::LEN as u32;
-    /// Rows that a block takes at once.
+    /// The rows that a block processes at once.
     pub const GROUPS: u32 = BLOCK / TILE_QUADS;
-    /// Shared bytes of [`ColumnTile::finish`].
+    /// The shared memory of [`ColumnTile::finish`] in bytes.
     pub const BYTES: u32 = Self::GROUPS * Self::COLUMNS * 4;
 
-    /// This block's tile of an input of `length` elements in rows of `cols`.
+    /// Returns this block's tile of an input of `length` elements in rows of `cols`.
     ///
     /// # Safety
     /// `cols` is not 0.
     #[inline(always)]
     pub unsafe fn new(length: usize, cols: usize, chunk: usize) -> Self {
-        // SAFETY: `cols` is not 0, as the caller promises, so there is at least one tile.
+        // SAFETY: the caller guarantees that `cols` is not 0, so there is at least one tile.
         let (number, tile) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(Self::COLUMNS as usize)) };
         let start = tile * Self::COLUMNS as usize;
         let column = start + (thread::thread_idx_x() % TILE_QUADS) as usize * F4::LEN;
@@ -257,14 +265,14 @@ impl ColumnTile {
         Self { first, end, part, place: (start, number), cols }
     }
 
-    /// Elements from one of the thread's rows to the next.
+    /// Returns the distance in elements from one of the thread's rows to the next.
     #[inline(always)]
     pub fn stride(&self) -> usize {
         Self::GROUPS as usize * self.cols
     }
 
-    /// Adds the threads' sums up by column. A thread that has a column gets its index in the output and its sum. `tile` holds
-    /// [`ColumnTile::BYTES`].
+    /// Adds the threads' sums by column. A thread that has a column gets the column's index in the
+    /// output and its sum. `tile` holds [`ColumnTile::BYTES`].
     ///
     /// # Safety
     /// All threads of a block of [`BLOCK`] call it together, once.
@@ -287,20 +295,23 @@ impl ColumnTile {
         Some((chunk * self.cols + column, total))
     }
 
-    /// The grid over `rows` rows of `cols`.
+    /// Returns the grid over `rows` rows of `cols`.
     #[cfg(not(target_arch = "nvptx64"))]
     pub fn grid(rows: usize, cols: usize, chunk: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
         use cuda_std::launch::{Grid, Size, Violation};
         let chunks = Size::of(rows).div_ceil(chunk);
-        // A block computes where its rows begin and end before it cuts them off at the end of the input.
+        // A block computes the beginning and end of its rows before it clips them to the end of the
+        // input.
         let ends = chunks.times(chunk).times(cols).at_most(usize::MAX);
         Violation::unless(ends, "chunk", "at least 1, and chunks that end where an index can", chunk)?;
         Grid::cover(chunks.times(cols.div_ceil(Self::COLUMNS as usize)), 1)
     }
 }
 
-/// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile), ascending, with the index of the first of
-/// its four columns and the [`Part`](crate::vector::Part) that exists. The body is compiled twice, as for [`for_own_vector`].
+/// Runs `body` for each row of this thread in a [`ColumnTile`](crate::block::ColumnTile),
+/// ascending. `body` gets the index of the first of its four columns and the
+/// [`Part`](crate::vector::Part) that exists. It is compiled twice, like that of
+/// [`for_own_vector`].
 #[macro_export]
 macro_rules! for_each_row {
     ($tile:expr, |$index:ident, $part:ident| $body:block) => {{

@@ -1,22 +1,25 @@
-//! `contract!`: what a kernel asks of a launch. It stands beside the kernel.
+//! `contract!`: a kernel's requirements on a launch. It is declared next to the kernel.
 //!
 //! ```text
-//! // SAFETY: a thread touches the element of its index in `x` and `y`, and only where `x` has one; `y` is as long.
+//! // SAFETY: a thread accesses the element of its index in `x` and `y`, and only if it lies inside
+//! // `x`; `y` is as long.
 //! contract! { unsafe leaky_relu { block: 128, align: 4 } |k| {
 //!     Violation::unless_length("y", k.x.len(), k.y.len())?;
 //!     Grid::cover(k.x.len(), 128)
 //! }}
 //! ```
-//! After `block` may stand `shared: BYTES` (default 0) and `align: BYTES` (default [`ALIGN`]), in this order. The closure gets the
-//! kernel's arguments. It checks every length on which the kernel's index arithmetic relies, and returns the grid.
+//! `block` may be followed by `shared: BYTES` (default 0) and `align: BYTES` (default [`ALIGN`]),
+//! in this order. The closure gets the kernel's arguments. It checks every length on which the
+//! kernel's index arithmetic relies, and returns the grid.
 //!
 //! Invariant: a launch whose closure returns `Ok` stays inside its arguments.
 //!
-//! This is the author's promise. Nothing else checks it, hence the word `unsafe`. The arguments may be any numbers. So a contract
-//! adds and multiplies them as [`Size`](cuda_std::launch::Size), which does not wrap, and clippy refuses `*`, `+` and `-` in a
+//! The author guarantees this. Nothing else checks it, hence the word `unsafe`. The arguments may
+//! be any numbers. A contract therefore adds and multiplies them as
+//! [`Size`](cuda_std::launch::Size), which does not wrap, and clippy rejects `*`, `+` and `-` in a
 //! contract. On the GPU the macro is empty, so the same file compiles with rust-cuda.
 
-/// Gives a kernel its contract; see the module.
+/// Declares a kernel's contract; see the module.
 #[cfg(not(target_arch = "nvptx64"))]
 #[macro_export]
 macro_rules! contract {
@@ -31,7 +34,8 @@ macro_rules! contract {
     };
     ($unsafe:tt $kernel:ident { block: $block:expr, shared: $shared:expr, align: $align:expr $(,)? }
         |$arguments:ident| $grid:expr) => {
-        // Where `unsafe` is forbidden, the contract must be refused too: the compiler does not look for the word in this macro.
+        // Where `unsafe` is forbidden, the contract must be rejected too: the lint does not see the
+        // word inside this macro.
         ::cuda_std::written_unsafe!($unsafe);
         const _: () = {
             #[allow(unused_imports)]
@@ -40,7 +44,8 @@ macro_rules! contract {
             static ENTRY: Entry = Entry::of::<$kernel<'_>>($crate::package!(), $block as u32, $shared as u32, $align as u64);
             ::cuda_std::launch::inventory::submit! { Listed(&ENTRY) }
 
-            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            // SAFETY: the author has written `unsafe` for the contract, with a SAFETY comment
+            // there.
             unsafe impl Contract for $kernel<'_> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     Ok(&ENTRY)
@@ -61,18 +66,20 @@ macro_rules! contract {
     };
 }
 
-/// Gives a kernel its contract; on the GPU there is nothing to check.
+/// Ignores a kernel's contract: on the GPU there is nothing to check.
 #[cfg(target_arch = "nvptx64")]
 #[macro_export]
 macro_rules! contract {
     ($($contract:tt)*) => {};
 }
 
-/// The alignment in bytes that a contract asks of every pointer, unless it says otherwise: what an access of four floats needs.
+/// The default alignment in bytes that a contract requires of every pointer: that of an access of
+/// four floats.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ALIGN: u64 = 16;
 
-/// The package that a contract is written in, as `name@version`. A package that could be taken for this one is refused.
+/// Returns the package that declares a contract, as `name@version`. A package that could be
+/// mistaken for this one is rejected.
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
 #[macro_export]
@@ -96,7 +103,7 @@ pub const fn package_of(package: &'static str, folder: &str) -> &'static str {
     package
 }
 
-/// Every kernel of this package, in no order: every one that has a contract.
+/// Returns every kernel of this package that has a contract, in no particular order.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn entries() -> impl Iterator<Item = &'static cuda_std::launch::Entry> {
     cuda_std::launch::entries().filter(|entry| entry.package == OWN)

@@ -1,14 +1,14 @@
-//! exp(x - m) of a row, where m is its largest element: what softmax and cross-entropy are made of.
+//! exp(x - m) of a row, where m is its largest element: the basis of softmax and cross-entropy.
 //!
-//! The lanes of a row pass it twice (see [`warp`](crate::warp) for who has which columns):
+//! The lanes of a row make two passes over it (see [`warp`](crate::warp) for their columns):
 //!
 //! ```text
-//!                 lane 0        lane 1     ..         between the lanes
-//! pass 1          larger of its vectors               tree of `larger`  ->  m in every lane
-//! pass 2          exp(x - m), held; their sum         tree of sums      ->  the row's sum in every lane
+//!              lane 0        lane 1     ..       between the lanes
+//! pass 1       larger of its vectors             tree of `larger`  ->  m in every lane
+//! pass 2       exp(x - m), held; their sum       tree of sums      ->  the row's sum in every lane
 //! ```
-//! Invariant: the order of the sum follows from the row's length alone. A row that holds a NaN, or nothing above -infinity, has NaN
-//! for its sum.
+//! Invariant: the order of the sum depends only on the row's length. A row that has a NaN, or
+//! nothing above -infinity, has the sum NaN.
 
 use crate::math;
 use crate::stored::Stored;
@@ -16,33 +16,36 @@ use crate::vector::{F4, Part};
 use crate::warp::{Row, Share, larger};
 use crate::{for_each_vector, map4};
 
-/// A lane's share of a row's exponentials. Where lanes hold their share (see [`Share`]), they compute the exponentials once.
+/// A lane's share of a row's exponentials. If lanes hold their share (see [`Share`]), they compute
+/// the exponentials once.
 #[derive(Clone, Copy)]
 pub struct Exps<'k, const HELD: usize, S> {
-    /// m.
+    /// The row's maximum m.
     pub largest: f32,
     /// The sum of the row's exponentials.
     pub sum: f32,
-    /// The exponentials where they are held; else the row, to read again.
+    /// The exponentials if they are held; otherwise the row, to be read again.
     share: Share<'k, HELD, S>,
 }
 
 impl<'k, const HELD: usize, S: Stored> Exps<'k, HELD, S> {
-    /// The exponentials of a row of `x`.
+    /// Computes the exponentials of a row of `x`.
     ///
     /// # Safety
-    /// The row lies inside `x` and suits `HELD`, as for [`Share::new`]. All of its lanes call it together.
+    /// The row lies inside `x` and meets the requirements of [`Share::new`] for `HELD`. All of its
+    /// lanes call it together.
     #[inline(always)]
     pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
-        // SAFETY: the row lies inside `x` and suits `HELD`, and its lanes are together here, as the caller promises.
+        // SAFETY: the row lies inside `x` and suits `HELD`, and its lanes are converged here, as
+        // the caller guarantees.
         unsafe {
             let mut share = Share::<HELD, S>::new(row, x, row.start, cols, f32::NEG_INFINITY);
             for_each_vector!(HELD, row, cols, |at, column, part| {
                 largest = largest.zip(share.get(at, column, part), larger);
             });
-            // `larger` may lose a NaN. The sum finds it.
+            // `larger` may drop a NaN. The sum propagates it.
             let [a, b, c, d] = largest.0;
             let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
             for_each_vector!(HELD, row, cols, |at, column, part| {
@@ -54,13 +57,14 @@ impl<'k, const HELD: usize, S: Stored> Exps<'k, HELD, S> {
         }
     }
 
-    /// The exponentials at `column`, the lane's vector `at`. Beyond the row they are 0.
+    /// Returns the exponentials at `column`, the lane's vector `at`. They are 0 past the row.
     ///
     /// # Safety
-    /// As for [`Share::get`].
+    /// The caller meets the requirements of [`Share::get`].
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
-        // SAFETY: column and number are those of `for_each_vector` over the row, as the caller promises.
+        // SAFETY: column and number are those of `for_each_vector` over the row, as the caller
+        // guarantees.
         let value = unsafe { self.share.get(at, column, part) };
         if HELD > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
     }

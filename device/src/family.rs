@@ -1,8 +1,9 @@
-//! `family!`: kernels that differ only in a constant or a type. They have one argument list, one contract and a table of variants.
+//! `family!`: kernels that differ only in a constant or a type. They share an argument list and a
+//! contract, and have a table of variants.
 //!
 //! ```text
 //! family! {
-//!     /// What the family computes.
+//!     /// Multiplies f32 matrices.
 //!     matmul(tile: Tile as TILE) {
 //!         /// 16 x 16, 64 threads.
 //!         matmul_16x16 = T16X16;
@@ -13,26 +14,29 @@
 //!     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 //! }
 //! ```
-//! Each row of the table is a kernel: the name of its PTX entry, and its value of the constant. A launch chooses the kernel by that
-//! value: `step.launch(matmul { tile, a, b, out })`. Types may follow the value: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`.
-//! The body and the contract see the row's constant and types. Functions beside the family do the work. `FAMILY::VARIANTS` lists
-//! the rows.
+//! Each row of the table is a kernel: the name of its PTX entry, and its value of the constant. A
+//! launch selects the kernel by that value: `step.launch(matmul { tile, a, b, out })`. Types may
+//! follow the value: `round_to_bf16 = Reduced::Bf16, type F = Bf16;`. The body and the contract can
+//! use the row's constant and types. Functions outside the family do the work. `FAMILY::VARIANTS`
+//! lists the rows.
 //!
-//! A family may differ in what memory holds alone:
+//! A family may differ only in the stored type:
 //!
 //! ```text
 //! family! {
-//!     /// y = tanh(x); `x`, `y`: `[n]`.
+//!     /// Computes y = tanh(x). Shapes: `x`, `y`: `[n]`.
 //!     tanh_forward<S: Stored> { tanh_forward_f32: f32; tanh_forward_bf16: bf16; }
 //!     unsafe fn(x: &[S], y: *mut S) { .. }
 //!     // SAFETY: why the grid suffices.
 //!     contract unsafe { block: BLOCK, shared: 0 } |k| { .. }
 //! }
 //! ```
-//! Here the tensors' type chooses the kernel: `step.launch(tanh_forward { x, y })`. A family may differ in both: `matmul_bf16<S:
-//! Stored>(variant: (Form, Tile) as VARIANT) { matmul_of_bf16_64x64_f32: f32 = (Form::Plain, T64X64); .. }`.
+//! Here the tensors' type selects the kernel: `step.launch(tanh_forward { x, y })`. A family may
+//! differ in both: `matmul_bf16<S: Stored>(variant: (Form, Tile) as VARIANT) {
+//! matmul_of_bf16_64x64_f32: f32 = (Form::Plain, T64X64); .. }`.
 //!
-//! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain `#[kernel]`, to rust-cuda as well.
+//! Invariant: the variants of a family have the same parameters. On the GPU each row is a plain
+//! `#[kernel]`, also for rust-cuda.
 
 /// Declares the kernels of a family; see the module.
 #[macro_export]
@@ -81,17 +85,18 @@ macro_rules! family {
         #[cfg(not(target_arch = "nvptx64"))]
         ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> { $choice: $Choice } $parameters }
 
-        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
+        // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
+        // would expect it before the family.
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::undocumented_unsafe_blocks)]
         const _: () = {
-            // As below.
+            // Rejects the contract where `unsafe` is forbidden; see below.
             ::cuda_std::written_unsafe!($unsafe);
             use ::cuda_std::launch::{Contract, Entry, Grid, Violation};
             use $crate::stored::Stored;
 
             impl $family<'_, f32> {
-                /// The kernels of the family: name, choice and what is stored.
+                /// The kernels of the family: name, choice and stored type.
                 pub const VARIANTS: &'static [(&'static str, $Choice, &'static str)] =
                     &[$((stringify!($kernel), $kernel::$CHOICE, <$T as Stored>::NAME)),*];
             }
@@ -102,7 +107,8 @@ macro_rules! family {
                 }
             }
 
-            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            // SAFETY: the author has written `unsafe` for the contract, with a SAFETY comment
+            // there.
             unsafe impl<$S: Stored> Contract for $family<'_, $S> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     $(if self.$choice == $kernel::$CHOICE && $S::NAME == <$T as Stored>::NAME {
@@ -154,17 +160,19 @@ macro_rules! family {
         #[cfg(not(target_arch = "nvptx64"))]
         ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family<$S> $parameters }
 
-        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
+        // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
+        // would expect it before the family.
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::undocumented_unsafe_blocks)]
         const _: () = {
-            // As below.
+            // Rejects the contract where `unsafe` is forbidden; see below.
             ::cuda_std::written_unsafe!($unsafe);
             #[allow(unused_imports)]
             use ::cuda_std::launch::{Contract, Entry, Grid, Size, Violation};
             use $crate::stored::Stored;
 
-            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            // SAFETY: the author has written `unsafe` for the contract, with a SAFETY comment
+            // there.
             unsafe impl<$S: Stored> Contract for $family<'_, $S> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     $(if $S::NAME == <$T as Stored>::NAME {
@@ -226,11 +234,13 @@ macro_rules! family {
         #[cfg(not(target_arch = "nvptx64"))]
         ::cuda_std::arguments! { $(#[doc = $doc])* pub struct $family { $choice: $Choice } $parameters }
 
-        // The reason stands before the contract, where ci/kernel_rules.py looks for it. clippy would look before the family.
+        // The SAFETY comment precedes the contract, where ci/kernel_rules.py expects it. clippy
+        // would expect it before the family.
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::undocumented_unsafe_blocks)]
         const _: () = {
-            // Where `unsafe` is forbidden, the contract must be refused too: the compiler does not look for the word in this macro.
+            // Where `unsafe` is forbidden, the contract must be rejected too: the lint does not see
+            // the word inside this macro.
             ::cuda_std::written_unsafe!($unsafe);
             use ::cuda_std::launch::{Contract, Entry, Grid, Violation};
 
@@ -244,7 +254,8 @@ macro_rules! family {
                 }
             }
 
-            // SAFETY: the author has written `unsafe` for it, and the reason at the same place.
+            // SAFETY: the author has written `unsafe` for the contract, with a SAFETY comment
+            // there.
             unsafe impl Contract for $family<'_> {
                 fn entry(&self) -> Result<&'static Entry, Violation> {
                     $($(#[cfg($cfg)])? if self.$choice == $kernel::$CHOICE {

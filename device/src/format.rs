@@ -1,19 +1,21 @@
-//! The formats of the matrix instructions' factors: how f32 is rounded to them, and how they lie in 32-bit words.
+//! The formats of mma operands: how f32 is rounded to them, and their layout in 32-bit words.
 //!
 //! ```text
-//! bits of a word    | 31   | 30 .. 23 | 22 .. 16 | 15 .. 13 | 12 .. 0 |   significand with its implied bit   ties
-//! f32               | sign | exponent |           fraction            |   24 bits
-//! TF32, one a word  | sign | exponent |      fraction       |    0    |   11 bits                            away from zero
-//! BF16, two a word  | upper half of f32: k + 1 | upper half of f32: k |    8 bits                            to even
+//! bits of a word  | 31   | 30 .. 23 | 22 .. 16 | 15 .. 13 | 12 .. 0 |  significand  ties
+//! f32             | sign | exponent |           fraction            |  24 bits
+//! TF32, 1 a word  | sign | exponent |      fraction       |    0    |  11 bits      away from zero
+//! BF16, 2 a word  | upper half of f32: k + 1 | upper half of f32: k |   8 bits      to even
+//! (significand: with its implied bit)
 //! ```
-//! An infinity stays one. What rounds beyond the largest number becomes an infinity. A NaN stays a NaN, but TF32 cuts off its payload: a
-//! signalling NaN with no bit left becomes an infinity, as on the GPU.
+//! Infinities are preserved. A value that rounds past the largest number becomes an infinity. A NaN
+//! stays a NaN, but TF32 truncates its payload: a signaling NaN with no bit left becomes an
+//! infinity, as on the GPU.
 //!
-//! Invariant: the same bits on every device, NaNs aside.
+//! Invariant: every device gives the same bits, except for NaNs.
 
-/// Words along k that a matrix instruction multiplies.
+/// The words along k that an mma instruction multiplies.
 pub const STEP: u32 = 8;
-/// The formats, for code that chooses one at run time.
+/// The formats, for code that selects one at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduced {
     /// [`Tf32`].
@@ -22,32 +24,34 @@ pub enum Reduced {
     Bf16,
 }
 
-/// A format of factors.
+/// A format of mma operands.
 pub trait Format {
-    /// Elements in a word, along k.
+    /// The elements in a word, along k.
     const PER_WORD: u32;
-    /// Elements along k that a warp multiplies at once.
+    /// The elements along k that a warp multiplies at once.
     const PER_STEP: u32 = STEP * Self::PER_WORD;
 
-    /// Two words of elements that are neighbours along k, rounded. TF32 takes the first two elements, BF16 all four.
+    /// Rounds elements that are neighbors along k to two words. TF32 takes the first two elements,
+    /// BF16 all four.
     fn words(elements: [f32; 4]) -> [u32; 2];
 
-    /// The `part`th element of a word, as f32.
+    /// Returns the `part`th element of a word, as f32.
     fn value(word: u32, part: u32) -> f32;
 
-    /// One matrix instruction: 16 rows by 8 columns over 8 words. Lanes hold the operands as PTX defines.
+    /// Executes one mma instruction: 16 rows by 8 columns over 8 words. Lanes hold the operands as
+    /// PTX defines.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
+    /// All lanes of the warp make the call, [converged](crate::warp::stay_together).
     #[cfg(target_arch = "nvptx64")]
     unsafe fn mma(a: [u32; 4], b: [u32; 2], sums: [f32; 4]) -> [f32; 4];
 }
 
-/// f32 values, rounded to 11 bits of significand.
+/// The TF32 format: f32 values, rounded to 11 bits of significand.
 #[derive(Clone, Copy, Debug)]
 pub struct Tf32;
 
-/// Pairs of BF16.
+/// The BF16 format, in pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Bf16;
 
@@ -57,9 +61,10 @@ macro_rules! mma {
         #[inline(always)]
         unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
             let (d0, d1, d2, d3): (u32, u32, u32, u32);
-            // Not LLVM's intrinsic: LLVM takes it for arithmetic and copies it into the branches before it. Not `pure`, for the same
-            // reason.
-            // SAFETY: all lanes of the warp are here, together, as the caller of `mma` promises.
+            // Inline assembly without `pure`, because LLVM treats its own intrinsic as plain
+            // arithmetic and copies it into the branches before it.
+            // SAFETY: the caller of `mma` guarantees that all lanes of the warp execute this,
+            // converged.
             unsafe {
                 core::arch::asm!(
                     concat!($instruction, " {{{0},{1},{2},{3}}}, {{{4},{5},{6},{7}}}, {{{8},{9}}}, {{{10},{11},{12},{13}}};"),
@@ -106,7 +111,7 @@ impl Format for Bf16 {
     mma!("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
 }
 
-/// `x` to the nearest TF32, ties away from zero, in the bits of f32.
+/// Rounds `x` to the nearest TF32, ties away from zero, and returns its f32 bits.
 #[inline(always)]
 pub fn round_tf32(x: f32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
@@ -127,13 +132,14 @@ pub fn round_tf32(x: f32) -> u32 {
         if x.is_nan() {
             bits & !0x1fff
         } else {
-            // An infinity's fraction is zero, so half a unit more changes nothing above the cut.
+            // An infinity's fraction is zero, so adding half a unit changes nothing above the cut.
             (bits + 0x1000) & !0x1fff
         }
     }
 }
 
-/// Two numbers to the nearest BF16, ties to even, in one word: `low` in the lower half.
+/// Rounds two numbers to the nearest BF16, ties to even, and packs them in one word: `low` in the
+/// lower half.
 #[inline(always)]
 pub fn round_bf16(low: f32, high: f32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
@@ -152,7 +158,7 @@ pub fn round_bf16(low: f32, high: f32) -> u32 {
     {
         let round = |x: f32| {
             let bits = x.to_bits();
-            // Adds just less than half a unit, or half a unit where the last bit kept is odd.
+            // Adds just less than half a unit, or half a unit if the last kept bit is odd.
             if x.is_nan() { 0x7fff } else { (bits + 0x7fff + (bits >> 16 & 1)) >> 16 }
         };
         round(low) | round(high) << 16

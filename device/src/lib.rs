@@ -1,19 +1,22 @@
 //! The kernels of stepscope.
 //!
-//! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract. Arithmetic that several families share
-//! is in [`math`], [`activations`], [`philox`], [`exps`], [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]; the matrix instructions are in [`mod@format`] and
-//! [`mod@mma`].
-//! The same source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
+//! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
+//! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
+//! [`update`], [`vector`], [`window`], [`warp`], [`block`] and [`tile`]. The tensor core
+//! instructions are in [`mod@format`] and [`mod@mma`]. The same source compiles to PTX, by rustc or
+//! (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for the emulator.
 //!
-//! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where the source says so, sums ascend, trees
-//! depend on lengths alone, and there is no library function and no approximate instruction. Multiplies by matrix instructions are the
-//! exception, see [`mod@mma`].
+//! Invariant: f32 results have the same bits on every device. Multiply-adds are fused only where
+//! the source says so. Sums run in ascending index order, and a reduction's tree depends only on
+//! its length. The kernels use neither library functions nor approximate instructions. Tensor core
+//! multiplies are the exception; see [`mod@mma`].
 
 #![warn(clippy::disallowed_methods)]
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics))]
 #![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
-// rust-cuda adds `no_std` itself. Its entry points are plain `extern` functions, whose slices are two words each.
+// rust-cuda adds `no_std` itself. Its entry points are plain `extern` functions, and each slice is
+// passed as two words.
 #![cfg_attr(rust_cuda, allow(unused_attributes, improper_ctypes_definitions))]
 
 #[cfg(not(target_arch = "nvptx64"))]

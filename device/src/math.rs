@@ -1,10 +1,12 @@
 //! Scalar functions in f32, with the same bits on every CPU and GPU.
 //!
-//! Invariant: only `+`, `-`, `*`, `/`, fused multiply-add, square root, comparisons and bit operations are used, in the order
-//! written. Each is rounded to nearest, as IEEE 754 says. There is no libm, no libdevice and no approximate instruction. There is
-//! no branch: both sides of a choice are computed and one is selected. So a warp never diverges, and a CPU loop vectorises.
+//! Invariant: only `+`, `-`, `*`, `/`, fused multiply-add, square root, comparisons and bit
+//! operations are used, in the order written. Each is rounded to nearest, as IEEE 754 defines.
+//! There is no libm, no libdevice and no approximate instruction. Choices are selects: both sides
+//! are computed. A warp therefore never diverges, and a CPU loop vectorizes.
 //!
-//! Accuracy, over all 2^32 inputs, against the exact value (an f64 computation), in units in the last place:
+//! Accuracy, over all 2^32 inputs, against the exact value (an f64 computation), in units in the
+//! last place:
 //!
 //! | function | largest error |
 //! |---|---|
@@ -18,52 +20,61 @@
 //! | `silu` | 1.424 |
 //! | `gelu_exact` | 2.225 |
 //!
-//! `cargo run --release --example scalars` measures these errors, and compares the bits of a device with the CPU's. The same bounds
-//! hold for subnormal inputs and results. A NaN gives a NaN, whose sign and payload are not fixed. The polynomials are minimax for
-//! the relative error of the result (Remez exchange at 200 bits, then rounded to f32). Each states its interval. `exp2_negative` and
-//! `exp2_sum` are for what is rounded to BF16: within 2^-18 and 2^-17, in half the operations; [`activations`](crate::activations) are made of them.
+//! `cargo run --release --example scalars` measures these errors, and compares the bits of a device
+//! with the CPU's. The same bounds hold for subnormal inputs and results. A NaN gives a NaN, whose
+//! sign and payload are unspecified. The polynomials are minimax for the relative error of the
+//! result (Remez exchange at 200 bits, then rounded to f32). Each states its interval.
+//!
+//! `exp2_negative` and `exp2_sum` are for results that are rounded to BF16: within 2^-18 and 2^-17,
+//! in half the operations. The [`activations`](crate::activations) use them.
 
 use cuda_std::GpuFloat;
 
 pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
-/// ln 2 in two parts: its leading 15 bits, so that a product with an integer below 2^9 is exact, and the rest.
+/// ln 2 in two parts: its leading 15 bits, so that a product with an integer below 2^9 is exact,
+/// and the rest.
 const LN2_HI: f32 = f32::from_bits(0x3f31_7200);
 const LN2_LO: f32 = f32::from_bits(0x35bf_be8e);
-/// 1.5 * 2^23. Adding it rounds a float of magnitude below 2^22 to an integer, which stands in the low bits of the sum.
+/// 1.5 * 2^23. Adding it rounds a float of magnitude below 2^22 to an integer, which is in the low
+/// bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
-/// 2^n for n down to -246 is kept 2^LIFT times too large. A product with LOWER takes that back, in one rounding.
+/// 2^n for n down to -246 is kept 2^LIFT times too large. A product with LOWER undoes that, in one
+/// rounding.
 const LIFT: i32 = 120;
 const LOWER: f32 = f32::from_bits((127 - LIFT as u32) << 23);
 
-/// `a * b + c`, rounded once.
+/// Returns `a * b + c`, rounded once.
 #[inline(always)]
 pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
     GpuFloat::mul_add(a, b, c)
 }
 
-/// One of two values, both computed. The compiler may make an `if` a branch around one of them.
+/// Selects one of two computed values. The compiler may turn an `if` into a branch around one of
+/// them.
 #[inline(always)]
 pub(crate) fn select<T>(condition: bool, yes: T, no: T) -> T {
     core::hint::select_unpredictable(condition, yes, no)
 }
 
-/// 2^n for `n` in -126..=127.
+/// Returns 2^n for `n` in -126..=127.
 #[inline(always)]
 fn pow2(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `value * 2^n` for `n` in -252..=254, rounded at most once.
+/// Returns `value * 2^n` for `n` in -252..=254, rounded at most once.
 #[inline(always)]
 fn scale(value: f32, n: i32) -> f32 {
     let half = n >> 1;
     value * pow2(half) * pow2(n.wrapping_sub(half))
 }
 
-/// exp(hi + lo) = (1 + r + r^2 q) 2^n, as (`r`, `q`, `n`), for |hi| <= 252 ln 2 and |lo| far below |hi|.
+/// Computes exp(hi + lo) = (1 + r + r^2 q) 2^n, as (`r`, `q`, `n`), for |hi| <= 252 ln 2 and |lo|
+/// far below |hi|.
 ///
-/// Cody and Waite's reduction to |r| <= ln(2)/2; q is minimax of degree 4 (error of e^r 2^-28.0).
+/// It uses Cody and Waite's reduction to |r| <= ln(2)/2. q is minimax of degree 4 (error of e^r
+/// 2^-28.0).
 #[inline(always)]
 fn exp_parts(hi: f32, lo: f32) -> (f32, f32, i32) {
     let rounded = fma(hi, LOG2_E, ROUND);
@@ -77,24 +88,24 @@ fn exp_parts(hi: f32, lo: f32) -> (f32, f32, i32) {
     (r, q, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
 }
 
-/// exp(hi + lo) = (1 + t) 2^n, as (`t`, `n`); see [`exp_parts`].
+/// Computes exp(hi + lo) = (1 + t) 2^n, as (`t`, `n`). See [`exp_parts`].
 #[inline(always)]
 fn exp_less_1(hi: f32, lo: f32) -> (f32, i32) {
     let (r, q, n) = exp_parts(hi, lo);
     (fma(r * r, q, r), n)
 }
 
-/// e^x. `exp(-inf)` is 0, `exp(inf)` is infinity.
+/// Computes e^x. `exp(-inf)` is 0, `exp(inf)` is infinity.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Beyond these bounds the result is 0 or infinity. A NaN fails both comparisons and stays.
+    // Past these bounds the result is 0 or infinity. A NaN fails both comparisons and is kept.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (t, n) = exp_less_1(x, 0.0);
     scale(1.0 + t, n)
 }
 
-/// e^x for an x up to 0, or a NaN. It gives the bits of [`exp`] with fewer operations.
+/// Computes e^x for an x up to 0, or a NaN. It gives the bits of [`exp`] with fewer operations.
 #[inline(always)]
 pub fn exp_negative(x: f32) -> f32 {
     let x = if x < -104.0 { -104.0 } else { x };
@@ -103,35 +114,37 @@ pub fn exp_negative(x: f32) -> f32 {
     fma(t, lift, lift) * LOWER
 }
 
-/// 2^x for an x up to 0, in few operations, within 2^-18: for what is rounded to BF16. Below 2^-126 it is off by less than 2^-126; -infinity
-/// gives 0. For an integer it is exact. A NaN gives a number beyond 2^127.
+/// Computes 2^x for an x up to 0, in few operations, within 2^-18, for results that are rounded to
+/// BF16. Below 2^-126 the error is less than 2^-126. -infinity gives 0, and an integer is exact. A
+/// NaN gives a number above 2^127.
 #[inline(always)]
 pub fn exp2_negative(x: f32) -> f32 {
-    // 2^-127 has the bits of 0 here: those of 1, less 127 in the exponent.
+    // 2^-127 has the bits of 0 here: those of 1, with 127 subtracted from the exponent.
     let x = larger_or_nan(x, -127.0);
     let rounded = x + ROUND;
     exp2_of_parts(rounded, x - (rounded - ROUND))
 }
 
-/// 2^x of x = `a b + c`, given `b` and `c` as [`exp2_scaled`] makes them: as [`exp2_negative`], in fewer operations, within 2^-17. A
-/// NaN gives 0.
+/// Computes 2^x of x = `a b + c`, with `b` and `c` from [`exp2_scaled`]. It is like
+/// [`exp2_negative`], in fewer operations, within 2^-17. A NaN gives 0.
 #[inline(always)]
 pub fn exp2_sum(a: f32, [b, c]: [f32; 2]) -> f32 {
-    // (x + 127) / 256: the instruction that adds also bounds it from below, by 0.
+    // (x + 127) / 256: the saturating fma also bounds it from below, by 0.
     let place = fma_within_1(a, b, c);
     let rounded = fma(place, 256.0, ROUND - 127.0);
     exp2_of_parts(rounded, fma(place, 256.0, (ROUND - 127.0) - rounded))
 }
 
-/// `b` and `c` for [`exp2_sum`].
+/// Returns `b` and `c` for [`exp2_sum`].
 #[inline(always)]
 pub fn exp2_scaled(b: f32, c: f32) -> [f32; 2] {
     [b / 256.0, fma(c, 1.0 / 256.0, 127.0 / 256.0)]
 }
 
-/// 2^x as power (1 + t), given as (`t`, `power`), for an x up to 0. Below -126 power is 0.
+/// Computes 2^x as power (1 + t), given as (`t`, `power`), for an x up to 0. Below -126 power is 0.
 ///
-/// t = f Q(f), where x is a whole number and f, with Q minimax of degree 3 on [-1/2, 1/2] (error of t 2^-16.0).
+/// x is an integer plus f, and t = f Q(f), with Q minimax of degree 3 on [-1/2, 1/2] (error of t
+/// 2^-16.0).
 #[inline(always)]
 pub(crate) fn exp2_less_1(x: f32) -> (f32, f32) {
     let x = larger_or_nan(x, -127.0);
@@ -144,7 +157,8 @@ pub(crate) fn exp2_less_1(x: f32) -> (f32, f32) {
     (q * f, f32::from_bits(0x3f80_0000_u32.wrapping_add(rounded.to_bits() << 23)))
 }
 
-/// 2^(n + f), given n + [`ROUND`] and |f| <= 1/2; 2^f = 1 + f P(f) with P minimax of degree 3 (error 2^-18.4).
+/// Computes 2^(n + f), given n + [`ROUND`] and |f| <= 1/2. 2^f = 1 + f P(f) with P minimax of
+/// degree 3 (error 2^-18.4).
 #[inline(always)]
 fn exp2_of_parts(rounded: f32, f: f32) -> f32 {
     let mut p = f32::from_bits(0x3c1c_f9d3);
@@ -155,7 +169,7 @@ fn exp2_of_parts(rounded: f32, f: f32) -> f32 {
     f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
 
-/// `a * b + c`, rounded once; 0 if that is less or a NaN, 1 if it is more.
+/// Returns `a * b + c`, rounded once and clamped to 0..=1. A NaN becomes 0.
 #[inline(always)]
 fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
     #[cfg(target_arch = "nvptx64")]
@@ -178,7 +192,7 @@ fn fma_within_1(a: f32, b: f32, c: f32) -> f32 {
     }
 }
 
-/// The larger of two, 0 being larger than -0; a NaN if either is one.
+/// Returns the larger of two, or NaN if either is NaN. 0 is larger than -0.
 #[inline(always)]
 pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     #[cfg(target_arch = "nvptx64")]
@@ -195,7 +209,7 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     }
     #[cfg(not(target_arch = "nvptx64"))]
     {
-        // Of two zeros, that with the fewer bits; of two other numbers that are equal, either.
+        // Two zeros: the one with fewer bits. Other equal numbers: either.
         let equal = f32::from_bits(a.to_bits() & b.to_bits());
         let larger = if b > a { b } else { a };
         let larger = if a == b { equal } else { larger };
@@ -203,10 +217,11 @@ pub fn larger_or_nan(a: f32, b: f32) -> f32 {
     }
 }
 
-/// The natural logarithm. `log(+-0)` is -infinity, `log(inf)` is infinity, and the logarithm of a negative number is NaN.
+/// Computes the natural logarithm. `log(+-0)` is -infinity, `log(inf)` is infinity, and the
+/// logarithm of a negative number is NaN.
 ///
-/// x = 2^e m with m in [2/3, 4/3), f = m - 1, log(1 + f) = f - f^2/2 + f^3 P(f) with P minimax of degree 7 on
-/// [-1/3, 1/3] (error 2^-27.4).
+/// x = 2^e m with m in [2/3, 4/3), f = m - 1, log(1 + f) = f - f^2/2 + f^3 P(f) with P minimax of
+/// degree 7 on [-1/3, 1/3] (error 2^-27.4).
 #[inline(always)]
 pub fn log(x: f32) -> f32 {
     let subnormal = x < f32::MIN_POSITIVE;
@@ -225,7 +240,8 @@ pub fn log(x: f32) -> f32 {
     p = fma(p, f, f32::from_bits(0x3eaa_aa83));
     let tail = f * f * fma(p, f, -0.5);
     let high = fma(e, LN2_HI, f);
-    // What the sum above lost. e * LN2_HI is exact and not below |f|, unless e = 0; then nothing is lost.
+    // The rounding error of the sum above. e * LN2_HI is exact and not below |f|, unless e = 0;
+    // then the error is 0.
     let lost = f - (high - e * LN2_HI);
     let y = high + (fma(e, LN2_LO, tail) + lost);
     let y = if x == f32::INFINITY { x } else { y };
@@ -234,11 +250,13 @@ pub fn log(x: f32) -> f32 {
     if x.is_nan() { x } else { y }
 }
 
-/// The hyperbolic tangent.
+/// Computes the hyperbolic tangent.
 ///
-/// |x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6). Else 1 - 2 q / (1 + q) with q = e^-2|x|, which rounds to 1 from
-/// 9.02 on. 1 / s for s in `[1, 1.2874]`: the cubic whose relative error, a multiple of Chebyshev's T4, is least (2^-15.6), and one
-/// step of Newton's iteration. A division would be a branch on the GPU. The sign is put back at the end.
+/// x| < 0.625: x + x^3 P(x^2) with P minimax of degree 4 (error 2^-26.6). Otherwise 1 - 2 q / (1 +
+/// q) with q = e^-2|x|, which rounds to 1 from 9.02 on. 1 / s for s in `[1, 1.2874]` is computed by
+/// a cubic and one step of Newton's iteration. The cubic has the least relative error, a multiple
+/// of Chebyshev's T4 (2^-15.6). A division would be a branch on the GPU. The sign is restored at
+/// the end.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let size = x.abs();
@@ -266,7 +284,7 @@ pub fn tanh(x: f32) -> f32 {
     f32::from_bits(y.to_bits() | (x.to_bits() & 0x8000_0000))
 }
 
-/// A step of Newton's iteration from `inverse` towards 1 / s. It squares the relative error.
+/// Makes a step of Newton's iteration from `inverse` towards 1 / s. It squares the relative error.
 #[inline(always)]
 pub(crate) fn newton(inverse: f32, s: f32) -> f32 {
     fma(inverse, fma(-s, inverse, 1.0), inverse)
@@ -275,14 +293,15 @@ pub(crate) fn newton(inverse: f32, s: f32) -> f32 {
 /// A number as the sum of two floats, the second far below the first.
 type Pair = (f32, f32);
 
-/// 2 sqrt(2/pi), with a first part of 21 bits; this times 0.044715; and three times the latter.
+/// Three constants: 2 sqrt(2/pi) with a first part of 21 bits, this times 0.044715, and three times
+/// the latter.
 const GELU_1: Pair = (f32::from_bits(0x3fcc_4228), f32::from_bits(0x344f_50d9));
 const GELU_3: Pair = (f32::from_bits(0x3d92_2279), f32::from_bits(0x3124_d8b5));
 const GELU_9: Pair = (f32::from_bits(0x3e5b_33b6), f32::from_bits(0xaf8b_af0f));
-/// From this x on, gelu(-x) and its derivative are below the smallest subnormal.
+/// The x from which on gelu(-x) and its derivative are below the smallest subnormal.
 const GELU_END: f32 = 12.0;
 
-/// size (2 sqrt(2/pi) + factor size^2), for `size` in 0..=12.
+/// Computes size (2 sqrt(2/pi) + factor size^2), for `size` in 0..=12.
 #[inline(always)]
 fn gelu_cubic(size: f32, square: Pair, factor: Pair) -> Pair {
     let sum = fma(factor.0, square.0, GELU_1.0);
@@ -293,9 +312,9 @@ fn gelu_cubic(size: f32, square: Pair, factor: Pair) -> Pair {
     (product, fma(size, sum_low, fma(size, sum, -product)))
 }
 
-/// What GELU and its derivative begin with, for `size` in 0..=12: size^2, and e^-z = (1 + r + rest) lift 2^-LIFT, where
-/// z = 2 sqrt(2/pi) (size + 0.044715 size^3). The absolute error of z becomes the relative error of e^-z. So z, up to 142, is kept as two
-/// floats.
+/// The common terms of GELU and its derivative, for `size` in 0..=12: size^2, and e^-z = (1 + r +
+/// rest) lift 2^-LIFT, where z = 2 sqrt(2/pi) (size + 0.044715 size^3). The absolute error of z
+/// becomes the relative error of e^-z, so z, up to 142, is kept as two floats.
 struct GeluExp {
     square: Pair,
     r: f32,
@@ -312,9 +331,11 @@ fn gelu_exp(size: f32) -> GeluExp {
     GeluExp { square, r, rest: r * r * q, lift: pow2(n.wrapping_add(LIFT)) }
 }
 
-/// The tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016). It is -0 at -infinity.
+/// Computes the tanh form of GELU: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and
+/// Gimpel, 2016). It is -0 at -infinity.
 ///
-/// With q = e^-z, z of |x|: x / (1 + q) for positive x, x q / (1 + q) for negative x.
+/// q = e^-z, with z of |x|. The result is x / (1 + q) for positive x, and x q / (1 + q) for
+/// negative x.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     let size = x.abs();
@@ -324,10 +345,12 @@ pub fn gelu(x: f32) -> f32 {
     select(x > GELU_END, x, y)
 }
 
-/// `size / (1 + q)`; where `negative`, `-size q / (1 + q)`. q = (1 + t) lift 2^-LIFT is at most 1.
+/// Computes `size / (1 + q)`; if `negative`, `-size q / (1 + q)`. q = (1 + t) lift 2^-LIFT is at
+/// most 1.
 ///
-/// The remainder corrects the quotient, so 1 / (1 + q) need not be exact: it is the parabola over `[1, 2]` whose relative error, a
-/// multiple of Chebyshev's T3, is least (1 / 99), and one step of Newton's iteration.
+/// The remainder corrects the quotient, so 1 / (1 + q) need not be exact. It is a parabola over
+/// `[1, 2]` and one step of Newton's iteration. The parabola has the least relative error, a
+/// multiple of Chebyshev's T3 (1 / 99).
 #[inline(always)]
 fn logistic(negative: bool, size: f32, t: f32, lift: f32) -> f32 {
     let power = lift * LOWER;
@@ -344,11 +367,12 @@ fn logistic(negative: bool, size: f32, t: f32, lift: f32) -> f32 {
     y * select(negative, -LOWER, 1.0)
 }
 
-/// From this x on, sigmoid(-x) is below the smallest subnormal, and so is silu(-x) from the second on.
+/// The x from which on sigmoid(-x), and silu(-x) for the second constant, are below the smallest
+/// subnormal.
 const SIGMOID_END: f32 = 105.0;
 const SILU_END: f32 = 110.0;
 
-/// 1 / (1 + e^-x).
+/// Computes 1 / (1 + e^-x).
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     let size = x.abs();
@@ -357,7 +381,7 @@ pub fn sigmoid(x: f32) -> f32 {
     logistic(x.is_sign_negative(), 1.0, t, pow2(n.wrapping_add(LIFT))).abs()
 }
 
-/// x / (1 + e^-x) (Elfwing, Uchibe and Doya, 2017). It is -0 at -infinity.
+/// Computes x / (1 + e^-x) (Elfwing, Uchibe and Doya, 2017). It is -0 at -infinity.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     let size = x.abs();
@@ -367,7 +391,8 @@ pub fn silu(x: f32) -> f32 {
     select(x > SILU_END, x, y)
 }
 
-/// The derivative of [`silu`]: s + x s (1 - s), s the sigmoid of x. Where x is far from 0, it stands for one at which s is 0 or 1.
+/// Computes the derivative of [`silu`]: s + x s (1 - s), s the sigmoid of x. An x far from 0 is
+/// clamped to a value at which s is 0 or 1.
 #[inline(always)]
 pub fn silu_derivative(x: f32) -> f32 {
     let x = if x > SILU_END { SILU_END } else { x };
@@ -376,12 +401,14 @@ pub fn silu_derivative(x: f32) -> f32 {
     fma(x * s, sigmoid(-x), s)
 }
 
-/// From this x on, x times the normal distribution's share below -x is less than the smallest subnormal.
+/// The x from which on x times the normal distribution's mass below -x is less than the smallest
+/// subnormal.
 const NORMAL_END: f32 = 14.5;
 
-/// What the exact GELU and its derivative begin with, for `size` in 0..=14.5: the normal distribution's share below -size is
-/// e^(-size^2 / 2) P / sum, where sum is size + 3, P is minimax of degree 10 in (size - 3) / (size + 3) (error 2^-30.0), and the exponential
-/// is (1 + r + rest) lift 2^-LIFT.
+/// The common terms of the exact GELU and its derivative, for `size` in 0..=14.5. The normal
+/// distribution's mass below -size is e^(-size^2 / 2) P / sum, where sum is size + 3. P is minimax
+/// of degree 10 in (size - 3) / (size + 3) (error 2^-30.0). The exponential is (1 + r + rest) lift
+/// 2^-LIFT.
 struct NormalTail {
     p: Pair,
     sum: Pair,
@@ -392,7 +419,8 @@ struct NormalTail {
     lift: f32,
 }
 
-/// size^2 is kept as two floats: its absolute error becomes the relative error of the exponential.
+/// Computes the [`NormalTail`]. size^2 is kept as two floats: its absolute error becomes the
+/// relative error of the exponential.
 #[inline(always)]
 fn normal_tail(size: f32) -> NormalTail {
     let half = 0.5 * size;
@@ -419,9 +447,10 @@ fn normal_tail(size: f32) -> NormalTail {
     NormalTail { p, sum: (sum, sum_low), inverse, r, rest: r * r * q, lift: pow2(n.wrapping_add(LIFT)) }
 }
 
-/// The exact form of GELU: x times the normal distribution's share below x, 0.5 x (1 + erf(x / sqrt(2))). It is -0 at -infinity.
+/// Computes the exact form of GELU: x times the normal distribution's mass below x, 0.5 x (1 +
+/// erf(x / sqrt(2))). It is -0 at -infinity.
 ///
-/// As for [`gelu`], a remainder corrects the quotient.
+/// A remainder corrects the quotient, as in [`gelu`].
 #[inline(always)]
 pub fn gelu_exact(x: f32) -> f32 {
     let size = x.abs();
@@ -431,15 +460,15 @@ pub fn gelu_exact(x: f32) -> f32 {
     let product_low = fma(size, p.1, fma(size, p.0, -product));
     let quotient = product * inverse;
     let low = (fma(-quotient, sum.1, fma(-quotient, sum.0, product)) + product_low) * inverse;
-    // Times the exponential.
+    // Multiplied by the exponential.
     let low = fma(quotient, r, fma(quotient, rest, low));
     let lost = fma(quotient, lift, low * lift) * LOWER;
     let y = select(x.is_sign_negative(), -lost, size - lost);
     select(x > NORMAL_END, x, y)
 }
 
-/// The derivative of [`gelu_exact`]: the share below x, and x times the density. Near its root at -0.7518 the two cancel: there it is good to
-/// 2^-23 of either.
+/// Computes the derivative of [`gelu_exact`]: the mass below x, plus x times the density. Near its
+/// root at -0.7518 the two cancel: there it is accurate to 2^-23 of either.
 #[inline(always)]
 pub fn gelu_exact_derivative(x: f32) -> f32 {
     const INVERSE_ROOT_2_PI: f32 = 0.398_942_3;
@@ -451,22 +480,25 @@ pub fn gelu_exact_derivative(x: f32) -> f32 {
     select(x.is_sign_negative(), negative, 1.0 - negative)
 }
 
-/// log(1 + q) for `q` in 0..=1, within 1.7 ulp: what the rounding of 1 + q loses is added to the logarithm.
+/// Computes log(1 + q) for `q` in 0..=1, within 1.7 ulp: the rounding error of 1 + q is added to
+/// the logarithm.
 #[inline(always)]
 pub fn log_and_1(q: f32) -> f32 {
     let sum = 1.0 + q;
     log(sum) + (q - (sum - 1.0))
 }
 
-/// The root of [`gelu`]'s derivative, and the derivative's slope there: gelu'(x) = (x - ROOT) (SLOPE + (x - ROOT) P(x - ROOT)).
+/// The root of [`gelu`]'s derivative, and the derivative's slope there: gelu'(x) = (x - ROOT)
+/// (SLOPE + (x - ROOT) P(x - ROOT)).
 const ROOT: Pair = (f32::from_bits(0xbf40_a150), f32::from_bits(0x3242_d036));
 const SLOPE: Pair = (f32::from_bits(0x3edc_5d67), f32::from_bits(0xb253_6947));
 
-/// The derivative of [`gelu`].
+/// Computes the derivative of [`gelu`].
 ///
-/// It is computed at -|x|. From |x| = 1 on: -q (|x| z' - 1 - q) / (1 + q)^2 with q = e^-z, where 1 / (1 + q)^2 = 1 + q V(q), V
-/// minimax of degree 5 on `[0, 0.19]` (error 2^-27.5). Below 1 that would cancel: there it is the distance to the root times a
-/// polynomial, minimax of degree 9 (error 2^-26.1). At positive x the result is 1 - gelu'(-x).
+/// It is computed at -|x|. From |x| = 1 on, it is -q (|x| z' - 1 - q) / (1 + q)^2 with q = e^-z.
+/// There 1 / (1 + q)^2 = 1 + q V(q), V minimax of degree 5 on `[0, 0.19]` (error 2^-27.5). Below 1
+/// that would cancel, so it is the distance to the root times a polynomial, minimax of degree 9
+/// (error 2^-26.1). At positive x the result is 1 - gelu'(-x).
 #[inline(always)]
 pub fn gelu_derivative(x: f32) -> f32 {
     let size = x.abs();
@@ -485,7 +517,7 @@ pub fn gelu_derivative(x: f32) -> f32 {
     v = fma(v, q, f32::from_bits(0x403f_fd41));
     v = fma(v, q, f32::from_bits(0xbfff_fff2));
     v *= q;
-    // (1 + t) (1 + v) = 1 + r + rest. r stands alone, so that the rounding of t does not enter.
+    // (1 + t) (1 + v) = 1 + r + rest. r is kept separate, so that the rounding of t does not enter.
     let rest = rest + fma(t, v, v);
     let (high, low) = (lift * factor, lift * factor_low);
     let low = fma(low, r + rest, low);
@@ -508,8 +540,8 @@ pub fn gelu_derivative(x: f32) -> f32 {
     select(x.to_bits() >> 31 == 0, 1.0 - negative, negative)
 }
 
-/// 1 / sqrt(x), where root and quotient are each correctly rounded. `rsqrt(+-0)` is an infinity of that sign, `rsqrt` of a negative
-/// number NaN.
+/// Computes 1 / sqrt(x), where root and quotient are each correctly rounded. `rsqrt(+-0)` is an
+/// infinity of that sign, and `rsqrt` of a negative number is NaN.
 #[inline(always)]
 pub fn rsqrt(x: f32) -> f32 {
     1.0 / GpuFloat::sqrt(x)

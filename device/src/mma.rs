@@ -1,26 +1,29 @@
-//! Matrix instructions: a warp multiplies 32 rows by 32 columns over eight words of k.
+//! Tensor core products: a warp multiplies 32 rows by 32 columns over eight words of k.
 //!
-//! Lane `4 g + t` brings a [`Factor`] of each side: words `2 t` and `2 t + 1` of four rows of A and of four columns of B, from
-//! [`Side::first`] on. It gets [`Sums`] of four rows and of twice four columns.
+//! Lane `4 g + t` brings a [`Factor`] of each operand. It holds words `2 t` and `2 t + 1` of four
+//! rows of A and of four columns of B, from [`Side::first`] on. It gets [`Sums`], the accumulators
+//! of four rows and of twice four columns.
 //!
 //! ```text
-//! lane that brings ..  words of k:                                                               lane 4 g + t gets the sums of
-//!   of A         0..1 2..3 4..5 6..7        of B             0..1 2..3 4..5 6..7                   rows 4 g .. 4 g + 3,
-//!   rows  0..3    0    1    2    3          columns  0..3     0    1    2    3                     columns 4 t .. 4 t + 3
-//!   rows  4..7    4    5    6    7          columns 16..19    4    5    6    7                       and 16 further on
-//!   rows  8..11   8    9   10   11          columns  4..7     8    9   10   11
-//!   ..                                      columns 20..23   12   13   14   15                   lanes 4 g .. 4 g + 3 write
-//!   rows 28..31  28   29   30   31          ..                                                   64 bytes side by side
-//!                                           columns 28..31   28   29   30   31
+//! lane that brings ..  words of k:                                       lane 4 g + t accumulates
+//!   of A         0..1 2..3 4..5 6..7  of B            0..1 2..3 4..5 6..7  rows 4 g .. 4 g + 3,
+//!   rows  0..3    0    1    2    3    columns  0..3    0    1    2    3    columns 4 t .. 4 t + 3
+//!   rows  4..7    4    5    6    7    columns 16..19   4    5    6    7      and 16 further on
+//!   rows  8..11   8    9   10   11    columns  4..7    8    9   10   11
+//!   ..                                columns 20..23  12   13   14   15  4 lanes write 64
+//!   rows 28..31  28   29   30   31    ..                                 contiguous bytes
+//!                                     columns 28..31  28   29   30   31
 //! ```
-//! The GPU makes eight instructions of 16 x 8 outputs. Instruction (pair, column) has rows `2 pair` and `2 pair + 1` and column
-//! `column` of each lane's four: the instruction's own rows g and g + 8, and its own column g.
+//! The GPU issues eight mma instructions of 16 x 8 outputs. Instruction (pair, column) has rows `2
+//! pair` and `2 pair + 1` and column `column` of each lane's four: the instruction's own rows g and
+//! g + 8, and its own column g.
 //!
-//! Products are exact. The emulator has no matrix instructions: it adds the products to the f32 sum one by one, k ascending, each
-//! sum rounded to nearest. A GPU's instruction aligns its products, at most 16, and the old sum to the largest of them, and cuts
-//! off what is below the last place. Each addend loses at most 2^-23 of the largest (Fasi, Higham, Mikaitis and Pranesh, "Numerical
-//! behavior of NVIDIA tensor cores", 2021). So bits may differ, and a sum of k products is within k 2^-22 of the sum of their
-//! sizes.
+//! Products are exact. The emulator adds them to the f32 sum one by one, k ascending, and rounds
+//! each sum to nearest. A GPU's instruction aligns its products, at most 16, and the old sum to the
+//! largest of them, and truncates below the last place. Each addend loses at most 2^-23 of the
+//! largest (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021).
+//! Bits may therefore differ, and a sum of k products is within k 2^-22 of the sum of their
+//! magnitudes.
 
 use crate::format::Format;
 pub use crate::format::STEP;
@@ -31,15 +34,15 @@ use crate::unroll;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::{GpuFloat, warp};
 
-/// Rows of A, or columns of B, that a warp multiplies at once.
+/// The rows of A, or columns of B, that a warp multiplies at once.
 pub const ROWS: u32 = 32;
-/// Words of a fragment: what the lanes of a warp bring for one side. A quad has two rows and two words. The quads of all lanes' first two
-/// rows come before those of their other two.
+/// The words of a packed fragment: one operand of a warp's product. A quad has two rows and two
+/// words. The quads of all lanes' first two rows come before those of their other two.
 pub const FRAGMENT: u32 = ROWS * STEP;
-/// Words of a quad.
+/// The words of a quad.
 pub const QUAD: u32 = 4;
 
-/// Words of the fragments of `rows` rows of `k` elements.
+/// Returns the words of the fragments of `rows` rows of `k` elements.
 #[inline(always)]
 pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
     let steps = k.div_ceil(F::PER_STEP as usize);
@@ -48,7 +51,7 @@ pub fn fragments<F: Format>([rows, k]: [usize; 2]) -> usize {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Reduced {
-    /// Words of the [`fragments`] of `rows` of `k` elements.
+    /// Returns the words of the [`fragments`] of `rows` of `k` elements.
     pub fn fragments(self, extents: [usize; 2]) -> usize {
         match self {
             Self::Tf32 => fragments::<Tf32>(extents),
@@ -57,24 +60,26 @@ impl Reduced {
     }
 }
 
-/// Two words of each of four rows (of A) or columns (of B).
+/// A lane's register fragment: two words of each of four rows (of A) or columns (of B).
 pub type Factor = [[u32; 2]; 4];
 
-/// On which side of the product a factor stands. This decides how its quads lie: as the instruction's registers do.
+/// The operand of a product that a fragment belongs to. It determines the order of words in a quad,
+/// which is the instruction's register order.
 ///
 /// ```text
-/// rows r, r + 1 of words w = 2 t, w + 1:       Left: | r w | r+1 w | r w+1 | r+1 w+1 |     Right: | r w | r w+1 | r+1 w | r+1 w+1 |
+/// rows r, r + 1 of words w = 2 t, w + 1:  Left:  | r w | r+1 w | r w+1 | r+1 w+1 |
+///                                         Right: | r w | r w+1 | r+1 w | r+1 w+1 |
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// A: the first word of both rows, then the second.
+    /// The operand A: the first word of both rows, then the second.
     Left,
-    /// B: both words of one row, then of the other.
+    /// The operand B: both words of one row, then of the other.
     Right,
 }
 
 impl Side {
-    /// The first row of A, or column of B, of lane `4 g + t`.
+    /// Returns the first row of A, or column of B, of lane `4 g + t`.
     #[inline(always)]
     pub fn first(self, g: u32) -> u32 {
         match self {
@@ -83,7 +88,7 @@ impl Side {
         }
     }
 
-    /// The factor that two quads hold.
+    /// Returns the register fragment that two quads hold.
     #[inline(always)]
     pub fn factor(self, [[a, b, c, d], [e, f, g, h]]: [[u32; 4]; 2]) -> Factor {
         match self {
@@ -92,7 +97,7 @@ impl Side {
         }
     }
 
-    /// A factor's quads.
+    /// Returns the quads of a register fragment.
     #[inline(always)]
     pub fn quads(self, [[a, b], [c, d], [e, f], [g, h]]: Factor) -> [[u32; 4]; 2] {
         match self {
@@ -102,24 +107,26 @@ impl Side {
     }
 }
 
-/// A lane's sums: four rows of twice four columns.
+/// A lane's accumulators: four rows of twice four columns.
 pub type Sums = [[f32; 8]; 4];
 
-/// Adds the products of the warp's factors to `sums`.
+/// Accumulates the products of the warp's fragments in `sums`.
 ///
 /// # Safety
-/// All lanes of the warp make the call, after [`stay_together`](crate::warp::stay_together) and with no branch in between.
+/// All lanes of the warp make the call, after [`stay_together`](crate::warp::stay_together) and
+/// with no branch in between.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
     #[cfg(target_arch = "nvptx64")]
     unroll!(pair < 2 => {
-        // The instruction's rows g and g + 8 are neighbours here. Its columns 2 t and 2 t + 1 are 16 apart here.
+        // The instruction's rows g and g + 8 are neighbors here. Its columns 2 t and 2 t + 1 are 16
+        // apart here.
         let [upper, lower] = [2 * pair, 2 * pair + 1];
         unroll!(column < 4 => {
             let rows = [a[upper][0], a[lower][0], a[upper][1], a[lower][1]];
             let old = [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]];
-            // SAFETY: all lanes are here, and nothing has parted them, as the caller of `multiply` promises.
+            // SAFETY: the caller guarantees that all lanes of the warp execute this, converged.
             let new = unsafe { F::mma(rows, b[column], old) };
             [sums[upper][column], sums[upper][column + 4], sums[lower][column], sums[lower][column + 4]] = new;
         });
@@ -130,7 +137,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
         let of_lane = [a, b];
         let factors = cuda_std::emulator::lanes(&of_lane);
         for lane in 0..4 {
-            // SAFETY: each lane's `own` lives until the `sync_warp` below. All lanes come there, as they came here.
+            // SAFETY: each lane's fragments live until the `sync_warp` below, which all lanes
+            // reach, as they reached this.
             let [[rows, _], [_, left], [_, right]] =
                 unsafe { [4 * g + lane, 8 * t + lane, 8 * t + 4 + lane].map(|lane| *factors[lane]) };
             for word in 0..2 {
@@ -147,7 +155,8 @@ pub unsafe fn multiply<F: Format>(sums: &mut Sums, a: Factor, b: Factor) {
                 }
             }
         }
-        // SAFETY: all lanes are here together, as the caller of `multiply` promises.
+        // SAFETY: all lanes of the warp execute this, converged, as the caller of `multiply`
+        // guarantees.
         unsafe { warp::sync_warp(u32::MAX) };
     }
 }

@@ -1,8 +1,10 @@
-//! Random numbers by their place: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011).
+//! Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random
+//! numbers: as easy as 1, 2, 3", 2011).
 //!
-//! Invariant: the numbers follow from counter and key alone, in integers, so they are the same on every device, for every grid.
+//! Invariant: the numbers depend only on counter and key, in integers, so they are the same on
+//! every device and for every grid.
 
-/// The 10 rounds: four random words of a counter and a key.
+/// Runs the 10 rounds, and returns four random words of a counter and a key.
 #[inline(always)]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let mut round = 0;

@@ -1,29 +1,31 @@
-//! What memory holds of the numbers that kernels compute: f32, or BF16 for half the bytes.
+//! The types in which memory stores the numbers that kernels compute: f32, or BF16 for half the
+//! bytes.
 //!
 //! ```text
-//! memory      registers     memory
-//! f32    -->    f32    -->  f32     as it is
-//! bf16   -->    f32    -->  bf16    exact on the way in; rounded on the way out, to nearest, ties to even
+//! memory     registers     memory
+//! f32    -->    f32    --> f32     unchanged
+//! bf16   -->    f32    --> bf16    loads are exact; stores round to nearest, ties to even
 //! ```
-//! Invariant: arithmetic is f32 whatever is stored, and has the same bits on every device. What a kernel writes as BF16 is what it would have
-//! written as f32 for the same operands, rounded once; but for [`Activations`], which are as exact as what is stored can tell.
+//! Invariant: arithmetic is f32 for every stored type, and has the same bits on every device. A
+//! kernel writes as BF16 what it would write as f32 for the same operands, rounded once. The
+//! exception is [`Activations`], whose accuracy matches the stored type.
 
 use crate::activations::Activations;
 use crate::format::{Bf16, Format, round_bf16};
 use half::bf16;
 
-/// A type that memory may hold of f32 numbers.
+/// A type in which memory stores f32 numbers.
 pub trait Stored: Activations + Copy + core::fmt::Debug + 'static {
-    /// The type's name, by which a family of kernels finds its own.
+    /// The type's name, by which a family of kernels finds its variant.
     const NAME: &'static str;
 
-    /// The number, exactly.
+    /// Returns the number, exactly.
     fn widen(self) -> f32;
 
-    /// The nearest number of this type, ties to even.
+    /// Returns the nearest number of this type, ties to even.
     fn narrow(value: f32) -> Self;
 
-    /// Four numbers, in one access.
+    /// Reads four numbers, in one access.
     ///
     /// # Safety
     /// `x` is valid for reads of four elements and lies on a boundary of four elements.
@@ -32,7 +34,8 @@ pub trait Stored: Activations + Copy + core::fmt::Debug + 'static {
     /// Writes the nearest of four numbers, in one access.
     ///
     /// # Safety
-    /// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four elements.
+    /// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four
+    /// elements.
     unsafe fn write4(out: *mut Self, values: [f32; 4]);
 }
 
@@ -55,15 +58,18 @@ impl Stored for f32 {
 
     #[inline(always)]
     unsafe fn read4(x: *const Self) -> [f32; 4] {
-        // SAFETY: the four elements may be read and lie on 16 bytes, as the caller promises.
+        // SAFETY: the caller guarantees that the four elements may be read and lie on a 16-byte
+        // boundary.
         unsafe { x.cast::<Quad>().read().0 }
     }
 
     #[inline(always)]
     unsafe fn write4(out: *mut Self, [a, b, c, d]: [f32; 4]) {
-        // SAFETY: the four elements may be written and lie on 16 bytes, as the caller promises.
+        // SAFETY: the caller guarantees that the four elements may be written and lie on a 16-byte
+        // boundary.
         unsafe {
-            // LLVM would merge a plain store with the one by elements of another branch, and split both.
+            // LLVM would merge a plain store with the elementwise store of another branch, and
+            // split both.
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(
                 "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",
@@ -96,14 +102,16 @@ impl Stored for bf16 {
 
     #[inline(always)]
     unsafe fn read4(x: *const Self) -> [f32; 4] {
-        // SAFETY: the four elements may be read and lie on 8 bytes, as the caller promises.
+        // SAFETY: the caller guarantees that the four elements may be read and lie on an 8-byte
+        // boundary.
         let Words([low, high]) = unsafe { x.cast::<Words>().read() };
         [Bf16::value(low, 0), Bf16::value(low, 1), Bf16::value(high, 0), Bf16::value(high, 1)]
     }
 
     #[inline(always)]
     unsafe fn write4(out: *mut Self, values: [f32; 4]) {
-        // SAFETY: the four elements may be written and lie on 8 bytes, as the caller promises.
+        // SAFETY: the caller guarantees that the four elements may be written and lie on an 8-byte
+        // boundary.
         unsafe { write_words(out, Bf16::words(values)) };
     }
 }
@@ -111,12 +119,14 @@ impl Stored for bf16 {
 /// Writes four BF16, two in each word, in one access.
 ///
 /// # Safety
-/// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four elements.
+/// `out` is valid for writes of four elements, in global memory, and lies on a boundary of four
+/// elements.
 #[inline(always)]
 pub(crate) unsafe fn write_words(out: *mut bf16, [low, high]: [u32; 2]) {
-    // SAFETY: the four elements may be written and lie on 8 bytes, as the caller promises.
+    // SAFETY: the caller guarantees that the four elements may be written and lie on an 8-byte
+    // boundary.
     unsafe {
-        // As for f32.
+        // In assembly for the same reason as in f32's `write4`.
         #[cfg(target_arch = "nvptx64")]
         core::arch::asm!(
             "{{ .reg .u64 %global; cvta.to.global.u64 %global, {0};",

@@ -1,15 +1,19 @@
 //! Typed windows into the block's dynamic shared memory.
 //!
-//! A kernel lays out its shared memory as tiles at fixed byte offsets. Its contract declares their sum. On the GPU a tile is a 32-bit
-//! shared address, and every access is one unchecked `ld.shared` or `st.shared`. On the CPU a tile is a pointer, and an access outside it
-//! panics with the index and the tile's length. Where the emulator watches for races, it hears of every access first.
+//! A kernel lays out its shared memory as tiles at fixed byte offsets, and its contract declares
+//! their sum. On the GPU a tile is a 32-bit shared address, and every access is one unchecked
+//! `ld.shared` or `st.shared`. On the CPU a tile is a pointer, and an access outside it panics with
+//! the index and the tile's length. If the emulator's race detector is on, it checks every access
+//! first.
 //!
 //! ```text
 //! 32 banks of 4 bytes: the word at index i of a tile at byte 0 lies in bank i mod 32
-//!   a warp's access is one turn where its lanes want words of different banks, or the same word
-//!   16 bytes a lane: eight lanes fill the 32 banks, so a warp takes at least four turns, unless lanes read the same words
+//!   lanes that access different words of one bank conflict: their accesses take turns
+//!   16 bytes a lane: eight lanes fill the 32 banks, so a warp takes at least four turns,
+//!   unless lanes read the same words
 //! ```
-//! Invariant: a thread reads what another thread wrote only after a barrier. The tile itself orders nothing.
+//! Invariant: a thread reads what another thread wrote only after a barrier. The tile itself orders
+//! nothing.
 
 use crate::stored::Stored;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -20,7 +24,7 @@ use core::marker::PhantomData;
 use cuda_std::emulator::{Kind, access};
 use cuda_std::shared;
 
-/// What a tile may hold: values of 32 bits.
+/// A 32-bit element type of a tile.
 pub trait SharedElement: Copy {
     /// Reads the value at a shared address.
     ///
@@ -31,7 +35,7 @@ pub trait SharedElement: Copy {
     /// Writes the value at a shared address.
     ///
     /// # Safety
-    /// As for the read.
+    /// The caller meets the requirements of [`load_shared`](Self::load_shared).
     #[cfg(target_arch = "nvptx64")]
     unsafe fn store_shared(self, address: u32);
     /// Reads the four values from a shared address on.
@@ -43,7 +47,7 @@ pub trait SharedElement: Copy {
     /// Writes four values from a shared address on.
     ///
     /// # Safety
-    /// As for the read.
+    /// The caller meets the requirements of [`load4_shared`](Self::load4_shared).
     #[cfg(target_arch = "nvptx64")]
     unsafe fn store4_shared(values: [Self; 4], address: u32);
 }
@@ -55,8 +59,8 @@ macro_rules! element {
             #[inline(always)]
             unsafe fn load_shared(address: u32) -> Self {
                 let value: $ty;
-                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks. Not `pure`: another thread's write
-                // may change what it reads.
+                // SAFETY: the trait requires that the address lies in shared memory on a 4-byte
+                // boundary. Not `pure`: another thread's write may change the value.
                 unsafe {
                     core::arch::asm!(
                         concat!("ld.shared.", $suffix, " {0}, [{1}];"),
@@ -69,7 +73,8 @@ macro_rules! element {
             #[cfg(target_arch = "nvptx64")]
             #[inline(always)]
             unsafe fn store_shared(self, address: u32) {
-                // SAFETY: the address lies in shared memory on a word's boundary, as the trait asks.
+                // SAFETY: the trait requires that the address lies in shared memory on a 4-byte
+                // boundary.
                 unsafe {
                     core::arch::asm!(
                         concat!("st.shared.", $suffix, " [{0}], {1};"),
@@ -82,7 +87,8 @@ macro_rules! element {
             #[inline(always)]
             unsafe fn load4_shared(address: u32) -> [Self; 4] {
                 let (a, b, c, d): ($ty, $ty, $ty, $ty);
-                // SAFETY: the address lies in shared memory on 16 bytes, as the trait asks. Not `pure`, as above.
+                // SAFETY: the trait requires that the address lies in shared memory on a 16-byte
+                // boundary. Not `pure`, as above.
                 unsafe {
                     core::arch::asm!(
                         concat!("ld.shared.v4.", $suffix, " {{{0}, {1}, {2}, {3}}}, [{4}];"),
@@ -95,7 +101,8 @@ macro_rules! element {
             #[cfg(target_arch = "nvptx64")]
             #[inline(always)]
             unsafe fn store4_shared([a, b, c, d]: [Self; 4], address: u32) {
-                // SAFETY: the address lies in shared memory on 16 bytes, as the trait asks.
+                // SAFETY: the trait requires that the address lies in shared memory on a 16-byte
+                // boundary.
                 unsafe {
                     core::arch::asm!(
                         concat!("st.shared.v4.", $suffix, " [{0}], {{{1}, {2}, {3}, {4}}};"),
@@ -109,12 +116,12 @@ macro_rules! element {
 element!(f32, "f32");
 element!(u32, "u32");
 
-/// Four values on 16 bytes.
+/// Four values on a 16-byte boundary.
 #[cfg(not(target_arch = "nvptx64"))]
 #[repr(C, align(16))]
 struct Chunk<T>([T; 4]);
 
-/// `len` values of type `T` in the block's shared memory.
+/// A tile of `len` values of type `T` in the block's shared memory.
 #[derive(Clone, Copy)]
 pub struct SharedTile<T> {
     #[cfg(target_arch = "nvptx64")]
@@ -127,13 +134,13 @@ pub struct SharedTile<T> {
 }
 
 impl<T: SharedElement> SharedTile<T> {
-    /// The tile of `len` values that starts `byte_offset` bytes into the block's dynamic shared memory. For access four values wide,
-    /// `byte_offset` is a multiple of 16.
+    /// Returns the tile of `len` values that starts `byte_offset` bytes into the block's dynamic
+    /// shared memory. For access four values wide, `byte_offset` is a multiple of 16.
     ///
     /// # Safety
-    /// The tile lies inside the shared memory that the kernel's contract declares. Tiles of different types do not overlap. Every index
-    /// that a method is given lies inside the tile, and is aligned as that method asks. The CPU checks that it lies inside; the GPU
-    /// checks nothing.
+    /// The tile lies inside the shared memory that the kernel's contract declares. Tiles of
+    /// different types do not overlap. Every index passed to a method lies inside the tile, and is
+    /// aligned as that method requires. The CPU checks that it lies inside; the GPU checks nothing.
     #[inline(always)]
     pub unsafe fn new(byte_offset: u32, len: u32) -> Self {
         let base = shared::dynamic_shared_mem::<u8>();
@@ -141,7 +148,7 @@ impl<T: SharedElement> SharedTile<T> {
         {
             let _ = len;
             let address: u64;
-            // SAFETY: a conversion between address spaces; it touches no memory.
+            // SAFETY: a conversion between address spaces; it accesses no memory.
             unsafe {
                 core::arch::asm!(
                     "cvta.to.shared.u64 {0}, {1};",
@@ -154,12 +161,13 @@ impl<T: SharedElement> SharedTile<T> {
         Self { pointer: base.wrapping_add(byte_offset as usize).cast(), len, element: PhantomData }
     }
 
-    /// The value at `index`.
+    /// Returns the value at `index`.
     #[inline(always)]
     #[track_caller]
     pub fn get(self, index: u32) -> T {
         self.reads(index, 1);
-        // SAFETY: inside the tile, which `new` promised to lie inside shared memory.
+        // SAFETY: inside the tile; the caller of `new` guaranteed that the tile lies inside shared
+        // memory.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             return T::load_shared(self.address + index * 4);
@@ -173,7 +181,8 @@ impl<T: SharedElement> SharedTile<T> {
     #[track_caller]
     pub fn set(self, index: u32, value: T) {
         self.writes(index, 1);
-        // SAFETY: inside the tile, which `new` promised to lie inside shared memory.
+        // SAFETY: inside the tile; the caller of `new` guaranteed that the tile lies inside shared
+        // memory.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             value.store_shared(self.address + index * 4);
@@ -182,7 +191,7 @@ impl<T: SharedElement> SharedTile<T> {
         }
     }
 
-    /// The four values from `index`, a multiple of four.
+    /// Returns the four values from `index`, a multiple of four.
     #[inline(always)]
     #[track_caller]
     pub fn chunk(self, index: u32) -> [T; 4] {
@@ -232,8 +241,8 @@ impl<T: SharedElement> SharedTile<T> {
         let _ = (index, count);
     }
 
-    /// Called before a read of `count` values in one access: the first lies on a boundary of as
-    /// many.
+    /// Called before a read of `count` values in one access. It checks that the first lies on a
+    /// boundary of `count` values.
     #[inline(always)]
     #[track_caller]
     fn reads_at_once(self, index: u32, count: usize) {
@@ -243,7 +252,7 @@ impl<T: SharedElement> SharedTile<T> {
         let _ = (index, count);
     }
 
-    /// Called before such a write.
+    /// Called before a write of `count` values in one access.
     #[inline(always)]
     #[track_caller]
     fn writes_at_once(self, index: u32, count: usize) {
@@ -265,14 +274,14 @@ impl<T: SharedElement> SharedTile<T> {
 }
 
 impl SharedTile<f32> {
-    /// The four values from `index`, a multiple of four, as a vector.
+    /// Returns the four values from `index`, a multiple of four, as a vector.
     #[inline(always)]
     #[track_caller]
     pub fn get4(self, index: u32) -> F4 {
         F4(self.chunk(index))
     }
 
-    /// The two values from `index`, a multiple of two.
+    /// Returns the two values from `index`, a multiple of two.
     #[inline(always)]
     #[track_caller]
     pub fn get2(self, index: u32) -> [f32; 2] {
@@ -295,13 +304,13 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Writes `N` values from `index`, on the CPU: one check, one write.
+    /// Writes `N` values from `index`, on the CPU, with one check and one write.
     #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     #[track_caller]
     pub fn set_run<const N: usize>(self, index: u32, values: [f32; N]) {
         self.writes(index, N as u32);
-        // SAFETY: inside the tile, as has just been checked; of any alignment.
+        // SAFETY: inside the tile, as checked above; the write takes any alignment.
         unsafe { self.pointer.add(index as usize).cast::<[f32; N]>().write_unaligned(values) };
     }
 
@@ -313,8 +322,9 @@ impl SharedTile<f32> {
     }
 }
 
-/// Copies from global memory that run while their thread goes on. After [`wait_copies`] the same thread may read what they wrote; after a
-/// barrier that follows, all threads of its block may. The emulator copies at once.
+/// Asynchronous copies from global memory (cp.async). After [`wait_copies`] the same thread may
+/// read the copied data. After a barrier that follows, all threads of its block may. The emulator
+/// copies synchronously.
 impl SharedTile<f32> {
     /// Starts to copy `x[from]` to `index`.
     ///
@@ -336,14 +346,15 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy `x[from]` to `index`, or zero where `there` is false.
+    /// Starts to copy `x[from]` to `index`, or writes zero if `there` is false.
     ///
     /// # Safety
-    /// Where `there` is true, `from < x.len()`. The CPU checks it, the GPU does not.
+    /// If `there` is true, `from < x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
-        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks.
+        // SAFETY: inside the tile and, if `there` is true, inside `x`, as the caller guarantees and
+        // the CPU checks.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             core::arch::asm!(
@@ -357,16 +368,16 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy `x[from..from + 4]` to `index`, or zeros where `there` is false. Both indices are multiples of four, and `x` starts
-    /// on a 16-byte boundary.
+    /// Starts to copy `x[from..from + 4]` to `index`, or writes zeros if `there` is false. Both
+    /// indices are multiples of four, and `x` starts on a 16-byte boundary.
     ///
     /// # Safety
-    /// Where `there` is true, `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
+    /// If `there` is true, `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4_or_zero(self, index: u32, x: &[f32], from: usize, there: bool) {
-        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks. Both lie on 16
-        // bytes.
+        // SAFETY: inside the tile and, if `there` is true, inside `x`, as the caller guarantees and
+        // the CPU checks. Both lie on 16-byte boundaries.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             copy16_or_zero(self.address + index * 4, x.as_ptr().wrapping_add(from), there);
@@ -375,14 +386,16 @@ impl SharedTile<f32> {
         }
     }
 
-    /// Starts to copy `x[from..from + 4]` to `index`. Both indices are multiples of four, and `x` starts on a 16-byte boundary.
+    /// Starts to copy `x[from..from + 4]` to `index`. Both indices are multiples of four, and `x`
+    /// starts on a 16-byte boundary.
     ///
     /// # Safety
     /// `from + 4 <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy4(self, index: u32, x: &[f32], from: usize) {
-        // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
+        // SAFETY: inside the tile and inside `x`, as the caller guarantees and the CPU checks. Both
+        // lie on 16-byte boundaries.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             copy16(self.address + index * 4, x.as_ptr().add(from));
@@ -393,15 +406,16 @@ impl SharedTile<f32> {
 }
 
 impl SharedTile<u32> {
-    /// Starts to copy the 16 bytes of `x` that begin with `x[from]` to the four words from `index` on. `index` is a multiple of four, and
-    /// `x[from]` lies on 16 bytes.
+    /// Starts to copy the 16 bytes of `x` that begin with `x[from]` to the four words from `index`
+    /// on. `index` is a multiple of four, and `x[from]` lies on a 16-byte boundary.
     ///
     /// # Safety
     /// The elements lie inside `x`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy_chunk<S: Stored>(self, index: u32, x: &[S], from: usize) {
-        // SAFETY: inside the tile and inside `x`, as the caller promises and the CPU checks. Both lie on 16 bytes.
+        // SAFETY: inside the tile and inside `x`, as the caller guarantees and the CPU checks. Both
+        // lie on 16-byte boundaries.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             copy16(self.address + index * 4, x.as_ptr().add(from));
@@ -420,15 +434,15 @@ impl SharedTile<u32> {
         }
     }
 
-    /// As [`copy_chunk`](Self::copy_chunk), or zeros where `there` is false.
+    /// Starts the copy of [`copy_chunk`](Self::copy_chunk), or writes zeros if `there` is false.
     ///
     /// # Safety
-    /// Where `there` is true, the elements lie inside `x`. The CPU checks it, the GPU does not.
+    /// If `there` is true, the elements lie inside `x`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn copy_chunk_or_zero<S: Stored>(self, index: u32, x: &[S], from: usize, there: bool) {
-        // SAFETY: inside the tile and, where `there` is true, inside `x`, as the caller promises and the CPU checks. Both lie on 16
-        // bytes.
+        // SAFETY: inside the tile and, if `there` is true, inside `x`, as the caller guarantees and
+        // the CPU checks. Both lie on 16-byte boundaries.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             copy16_or_zero(self.address + index * 4, x.as_ptr().wrapping_add(from), there);
@@ -441,12 +455,13 @@ impl SharedTile<u32> {
         }
     }
 
-    /// Four matrices of 8 x 8 elements of 16 bits, of which lane `8 q + r` names row r of matrix q by its first word, `index`. Lane `4 g +
-    /// t` gets elements 2 t and 2 t + 1 of row g of each; of column g, if they are to be `transposed`.
+    /// Reads four matrices of 8 x 8 16-bit elements by `ldmatrix.x4`. Lane `8 q + r` supplies the
+    /// address of row r of matrix q: its first word, `index`. Lane `4 g + t` gets elements 2 t and
+    /// 2 t + 1 of row g of each matrix, or of column g if `transposed`.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together), each with a row inside the tile on 16 bytes, and with
-    /// the same `transposed`, a constant.
+    /// All lanes of the warp make the call, [converged](crate::warp::stay_together). Each has a row
+    /// inside the tile on a 16-byte boundary, and the same constant `transposed`.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn matrices(self, index: u32, transposed: bool) -> [u32; 4] {
@@ -457,17 +472,19 @@ impl SharedTile<u32> {
             let rows = cuda_std::emulator::lanes(&own);
             let (g, t) = (cuda_std::warp::lane_id() as usize / 4, cuda_std::warp::lane_id() as usize % 4);
             let matrices = [0, 8, 16, 24].map(|first| {
-                // SAFETY: each lane's row lives until the `sync_warp` below, where all lanes come, as they came here.
+                // SAFETY: each lane's row lives until the `sync_warp` below, which all lanes reach,
+                // as they reached this.
                 let word = |row: usize, word: usize| unsafe { (*rows[first + row])[word] };
                 let element = |row: usize| word(row, g / 2) >> (16 * (g % 2)) & 0xffff;
                 if transposed { element(2 * t) | element(2 * t + 1) << 16 } else { word(g, t) }
             });
-            // SAFETY: all lanes are here together, as the caller promises.
+            // SAFETY: all lanes of the warp execute this, converged, as the caller guarantees.
             unsafe { cuda_std::warp::sync_warp(u32::MAX) };
             matrices
         }
         #[cfg(target_arch = "nvptx64")]
-        // SAFETY: the rows lie inside the tile, and all lanes are here, as the caller promises.
+        // SAFETY: the caller guarantees that the rows lie inside the tile, and that all lanes of
+        // the warp execute this.
         unsafe {
             let (a, b, c, d): (u32, u32, u32, u32);
             if transposed {
@@ -491,11 +508,11 @@ impl SharedTile<u32> {
 /// Starts to copy 16 bytes to a shared address.
 ///
 /// # Safety
-/// The bytes can be read, and both addresses lie on 16 bytes.
+/// The bytes can be read, and both addresses lie on 16-byte boundaries.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 unsafe fn copy16<S>(to: u32, from: *const S) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees it.
     unsafe {
         core::arch::asm!(
             "{{ .reg .u64 %global; cvta.to.global.u64 %global, {1};",
@@ -505,14 +522,14 @@ unsafe fn copy16<S>(to: u32, from: *const S) {
     }
 }
 
-/// As [`copy16`], or writes zeros where `there` is false.
+/// Starts the copy of [`copy16`], or writes zeros if `there` is false.
 ///
 /// # Safety
-/// Where `there` is true, the bytes can be read; both addresses lie on 16 bytes.
+/// If `there` is true, the bytes can be read. Both addresses lie on 16-byte boundaries.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 unsafe fn copy16_or_zero<S>(to: u32, from: *const S, there: bool) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees it.
     unsafe {
         core::arch::asm!(
             "{{ .reg .u64 %global; .reg .pred %absent; setp.eq.u32 %absent, {2}, 0; cvta.to.global.u64 %global, {1};",
@@ -522,7 +539,7 @@ unsafe fn copy16_or_zero<S>(to: u32, from: *const S, there: bool) {
     }
 }
 
-/// Makes one group of the copies that this thread has started since its last group.
+/// Commits the copies that this thread has started since its last group as one group.
 #[inline(always)]
 pub fn commit_copies() {
     // SAFETY: it only marks a point in the thread's copies.
@@ -532,10 +549,10 @@ pub fn commit_copies() {
     }
 }
 
-/// Waits until at most the `PENDING` newest groups of this thread's copies are under way.
+/// Waits until at most the `PENDING` newest groups of this thread's copies are in flight.
 #[inline(always)]
 pub fn wait_copies<const PENDING: u32>() {
-    // SAFETY: it only waits; the compiler moves no access to memory across it.
+    // SAFETY: it only waits, and the compiler moves no memory access across it.
     #[cfg(target_arch = "nvptx64")]
     unsafe {
         core::arch::asm!("cp.async.wait_group {0};", const PENDING, options(nostack));

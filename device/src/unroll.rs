@@ -1,12 +1,14 @@
-//! Loops whose index is a constant in each turn.
+//! Loops whose index is a compile-time constant in each iteration.
 //!
-//! Invariant: an array that such an index selects from stays in registers, however large the body is. The compiler's own unrolling gives
-//! up on large bodies.
+//! Invariant: an array that such an index selects from stays in registers, for a body of any size.
+//! The compiler's own unrolling gives up on large bodies.
 
-/// Repeats a block for each index below a constant count: at most 8, or with `at most 16` or `at most 32` so many.
+/// Repeats a block for each index below a constant count. The count is at most 8; `at most 16` or
+/// `at most 32` raises the limit.
 ///
-/// The compiler also compiles the copies beyond the count before it drops them, and one loop in another multiplies them. Limits twice as
-/// large make a triple loop take eight times as long to compile. So a literal 2 or 4 makes no more copies than that.
+/// The compiler also compiles the copies past the count before it drops them, and nested loops
+/// multiply them. Doubling the limits makes a triple loop take eight times as long to compile.
+/// Therefore a literal 2 or 4 makes only that many copies.
 #[macro_export]
 macro_rules! unroll {
     ($index:ident < 2 => $body:block) => { $crate::unroll!(@ $index, 2, $body, 0 1) };
@@ -40,7 +42,8 @@ macro_rules! unroll {
     }};
 }
 
-/// `unroll!` on the GPU. A plain loop on a CPU, where copies gain nothing and compile slowly.
+/// Unrolls like `unroll!` on the GPU. On a CPU it is a plain loop, because copies gain nothing
+/// there and compile slowly.
 #[macro_export]
 macro_rules! unroll_on_gpu {
     ($($turns:tt)*) => {{

@@ -6,13 +6,15 @@
 //! Part           Whole         Whole   First(2)          First(4)  First(2)   First(4)  First(2)
 //! accesses         1             1        2                  4         2          4         2
 //! ```
-//! Invariant: a vector access happens at an element index that is a multiple of four, into memory whose base lies on 16 bytes. (The
-//! host's arena aligns to 256 bytes, and a launch checks other bases.) What is left over at the end is moved element by element.
-//! The result of a kernel never depends on which of the two moved an element.
+//! Invariant: a vector access has an element index that is a multiple of four, and a base on a
+//! 16-byte boundary. (The host's arena aligns to 256 bytes, and a launch checks other bases.) The
+//! remainder at the end is moved element by element. A kernel's result never depends on which of
+//! the two moved an element.
 //!
-//! Every access of a kernel to global memory goes through this file: kernels pass a pointer as they got it, and the index. On the CPU a
-//! read outside a slice panics with the index and the length, and the emulator refuses an access through a pointer that leaves its
-//! argument, and a vector that does not lie on its boundary. On the GPU nothing is checked.
+//! Every global memory access of a kernel goes through this file: kernels pass the pointer they
+//! received, and an index. On the CPU a read outside a slice panics with the index and the length.
+//! The emulator rejects an access through a pointer that leaves its argument, and a misaligned
+//! vector. The GPU checks nothing.
 
 use crate::map4;
 use crate::stored::{Stored, write_words};
@@ -22,28 +24,29 @@ use cuda_std::GpuFloat;
 use cuda_std::emulator::{Kind, access};
 use half::bf16;
 
-/// Four floats. In memory they may be any [`Stored`] type: they are widened on the way in, and rounded on the way out.
+/// Four floats. In memory they may be any [`Stored`] type: they are widened by loads, and rounded
+/// by stores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C, align(16))]
 pub struct F4(pub [f32; 4]);
 
 impl F4 {
-    /// Floats in one vector.
+    /// The floats in one vector.
     pub const LEN: usize = 4;
 
-    /// The same value four times.
+    /// Returns the same value four times.
     #[inline(always)]
     pub fn splat(value: f32) -> Self {
         Self([value; 4])
     }
 
-    /// `f` of each float. For a long `f` see [`map4`].
+    /// Applies `f` to each float. For a long `f` see [`map4`].
     #[inline(always)]
     pub fn map(self, f: impl Fn(f32) -> f32) -> Self {
         map4!(self, f)
     }
 
-    /// `f(self[i], other[i])` for each of the four. For a long `f` see [`map4`].
+    /// Returns `f(self[i], other[i])` for each of the four. For a long `f` see [`map4`].
     #[inline(always)]
     pub fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         let [a, b, c, d] = self.0;
@@ -51,7 +54,7 @@ impl F4 {
         Self([f(a, e), f(b, g), f(c, h), f(d, i)])
     }
 
-    /// `self[i] + a[i] * b[i]`, each rounded once.
+    /// Returns `self[i] + a[i] * b[i]`, each rounded once.
     #[inline(always)]
     pub fn fma(self, a: Self, b: Self) -> Self {
         let ([c0, c1, c2, c3], [a0, a1, a2, a3], [b0, b1, b2, b3]) = (self.0, a.0, b.0);
@@ -59,13 +62,14 @@ impl F4 {
         Self([fma(a0, b0, c0), fma(a1, b1, c1), fma(a2, b2, c2), fma(a3, b3, c3)])
     }
 
-    /// The square roots.
+    /// Returns the square roots.
     #[inline(always)]
     pub fn sqrt(self) -> Self {
         map4!(self, GpuFloat::sqrt)
     }
 
-    /// `x[index..index + 4]`. `index` is a multiple of four and `x` starts on a 16-byte boundary.
+    /// Loads `x[index..index + 4]`. `index` is a multiple of four and `x` starts on a 16-byte
+    /// boundary.
     ///
     /// # Safety
     /// `index + 4 <= x.len()`. The CPU checks it, the GPU does not.
@@ -75,27 +79,31 @@ impl F4 {
         reads_slice(x, index, Self::LEN);
         check_range(index, Self::LEN, x.len());
         reads_at_once(x.as_ptr(), index, Self::LEN);
-        // SAFETY: the range lies inside `x`, which starts on 16 bytes, and `index` is a multiple of four, as the caller promises.
+        // SAFETY: the caller guarantees that the range lies inside `x`, which starts on a 16-byte
+        // boundary, and that `index` is a multiple of four.
         unsafe { Self::at(x.as_ptr(), index) }
     }
 
-    /// Like [`F4::load`], from a pointer.
+    /// Loads like [`F4::load`], from a pointer.
     ///
     /// # Safety
-    /// `x` is valid for reads of elements `index..index + 4`, and `x + index` lies on a boundary of four elements.
+    /// `x` is valid for reads of elements `index..index + 4`, and `x + index` lies on a boundary of
+    /// four elements.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load_raw<S: Stored>(x: *const S, index: usize) -> Self {
         reads(x, index, Self::LEN);
         reads_at_once(x, index, Self::LEN);
-        // SAFETY: the elements may be read and lie on a boundary of four, as the caller promises.
+        // SAFETY: the caller guarantees that the elements may be read and lie on a boundary of
+        // four.
         unsafe { Self::at(x, index) }
     }
 
-    /// The part of `x[index..index + 4]` that exists; `fill` in the other places.
+    /// Loads the part of `x[index..index + 4]` that exists, with `fill` in the other elements.
     ///
     /// # Safety
-    /// As for [`F4::load`] when `part` is whole, else `index + count <= x.len()`. The CPU checks it, the GPU does not.
+    /// If `part` is whole, the caller meets the requirements of [`F4::load`]; otherwise `index +
+    /// count <= x.len()`. The CPU checks it, the GPU does not.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load_part<S: Stored>(x: &[S], index: usize, part: Part, fill: f32) -> Self {
@@ -104,11 +112,12 @@ impl F4 {
         if part == Part::Whole {
             reads_at_once(x.as_ptr(), index, Self::LEN);
         }
-        // SAFETY: the elements lie inside `x`, as the caller promises and the CPU checks; a whole vector lies on a boundary of four.
+        // SAFETY: the elements lie inside `x`, as the caller guarantees and the CPU checks; a whole
+        // vector lies on a boundary of four.
         unsafe { Self::part_at(x.as_ptr(), index, part, fill) }
     }
 
-    /// Like [`F4::load_part`], from a pointer.
+    /// Loads like [`F4::load_part`], from a pointer.
     ///
     /// # Safety
     /// `x` is valid for reads of these elements, and a whole vector lies on a boundary of four.
@@ -119,23 +128,25 @@ impl F4 {
         if part == Part::Whole {
             reads_at_once(x, index, Self::LEN);
         }
-        // SAFETY: the elements may be read, and a whole vector lies on a boundary of four, as the caller promises.
+        // SAFETY: the elements may be read, and a whole vector lies on a boundary of four, as the
+        // caller guarantees.
         unsafe { Self::part_at(x, index, part, fill) }
     }
 
     /// # Safety
-    /// As for [`F4::load_raw`].
+    /// The caller meets the requirements of [`F4::load_raw`].
     #[inline(always)]
     unsafe fn at<S: Stored>(x: *const S, index: usize) -> Self {
-        // SAFETY: the four elements may be read and lie on a boundary of four, as the caller promises.
+        // SAFETY: the four elements may be read and lie on a boundary of four, as the caller
+        // guarantees.
         Self(unsafe { S::read4(x.add(index)) })
     }
 
     /// # Safety
-    /// As for [`F4::load_part_raw`].
+    /// The caller meets the requirements of [`F4::load_part_raw`].
     #[inline(always)]
     unsafe fn part_at<S: Stored>(x: *const S, index: usize, part: Part, fill: f32) -> Self {
-        // SAFETY: the elements of the part may be read, as the caller promises. No other is read.
+        // SAFETY: the elements of the part may be read, as the caller guarantees. No other is read.
         unsafe {
             match part {
                 Part::Whole => Self::at(x, index),
@@ -148,7 +159,7 @@ impl F4 {
         }
     }
 
-    /// Each as it is when it has been stored as S and read again.
+    /// Returns each value after rounding to S.
     #[inline(always)]
     pub fn rounded<S: Stored>(self) -> Self {
         let [a, b, c, d] = self.0;
@@ -156,7 +167,7 @@ impl F4 {
         Self([round(a), round(b), round(c), round(d)])
     }
 
-    /// The elements of the part; zero in the other places.
+    /// Returns the elements of the part, with zero in the others.
     #[inline(always)]
     pub fn only(self, part: Part) -> Self {
         let Part::First(count) = part else { return self };
@@ -165,7 +176,8 @@ impl F4 {
         Self([element(0, a), element(1, b), element(2, c), element(3, d)])
     }
 
-    /// Writes `out[index..index + 4]`. `index` is a multiple of four and `out` starts on a 16-byte boundary.
+    /// Writes `out[index..index + 4]`. `index` is a multiple of four and `out` starts on a 16-byte
+    /// boundary.
     ///
     /// # Safety
     /// `out` is valid for writes of these elements, in global memory.
@@ -174,18 +186,21 @@ impl F4 {
     pub unsafe fn store<S: Stored>(self, out: *mut S, index: usize) {
         writes(out, index, Self::LEN);
         writes_at_once(out, index, Self::LEN);
-        // SAFETY: the four elements may be written and lie on a boundary of four, as the caller promises.
+        // SAFETY: the four elements may be written and lie on a boundary of four, as the caller
+        // guarantees.
         unsafe { S::write4(out.add(index), self.0) }
     }
 
-    /// Writes the part of `out[index..index + 4]` that exists: the counterpart of [`F4::load_part`].
+    /// Writes the part of `out[index..index + 4]` that exists: the counterpart of
+    /// [`F4::load_part`].
     ///
     /// # Safety
     /// `out` is valid for writes of these elements, and a whole vector lies on a boundary of four.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store_part<S: Stored>(self, out: *mut S, index: usize, part: Part) {
-        // SAFETY: the elements of the part may be written, as the caller promises. No other is written.
+        // SAFETY: the elements of the part may be written, as the caller guarantees. No other is
+        // written.
         unsafe {
             match part {
                 Part::Whole => self.store(out, index),
@@ -211,8 +226,8 @@ impl F4 {
     }
 }
 
-/// A function of each of a vector's four. A macro, because a function passed as a value may stay a call, compiled without the CPU's fused
-/// multiply-add.
+/// Applies a function to each of a vector's four. It is a macro, because a function passed as a
+/// value may stay a call that is compiled without the CPU's fused multiply-add.
 #[macro_export]
 macro_rules! map4 {
     ($vector:expr, $function:path) => {{
@@ -250,17 +265,17 @@ impl Neg for F4 {
     }
 }
 
-/// How much of a vector exists, and how it is moved.
+/// The part of a vector that exists, and how it is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// All four, at a multiple of four: one access.
+    /// All four elements, at a multiple of four, in one access.
     Whole,
-    /// The first few, up to four, at any index: one access each.
+    /// The first few elements, up to four, at any index, in one access each.
     First(usize),
 }
 
 impl Part {
-    /// Elements that exist.
+    /// The number of elements that exist.
     #[inline(always)]
     pub fn count(self) -> usize {
         match self {
@@ -269,22 +284,22 @@ impl Part {
         }
     }
 
-    /// The first `count` elements, at most four, moved one by one.
+    /// Returns the first `count` elements, at most four, moved one by one.
     #[inline(always)]
     pub fn first(count: usize) -> Self {
         Self::First(if count < F4::LEN { count } else { F4::LEN })
     }
 }
 
-/// Words of any type as floats, to be moved as they are.
+/// Reinterprets words of any type as floats, to be moved bit by bit.
 #[inline(always)]
 pub fn words<T: Copy>(values: &[T]) -> &[f32] {
     const { assert!(size_of::<T>() == 4 && align_of::<T>() == 4) };
-    // SAFETY: the same memory in elements of the same size; every word is some float.
+    // SAFETY: the same memory in elements of the same size; every word is a valid float.
     unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), values.len()) }
 }
 
-/// `x[index]`.
+/// Loads `x[index]`.
 ///
 /// # Safety
 /// `index < x.len()`. The CPU checks it, the GPU does not.
@@ -293,11 +308,11 @@ pub fn words<T: Copy>(values: &[T]) -> &[f32] {
 pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
     reads_slice(x, index, 1);
     check_range(index, 1, x.len());
-    // SAFETY: `index` lies inside `x`, as the caller promises and the CPU checks.
+    // SAFETY: `index` lies inside `x`, as the caller guarantees and the CPU checks.
     unsafe { *x.as_ptr().add(index) }
 }
 
-/// Like [`load`], from a pointer.
+/// Loads like [`load`], from a pointer.
 ///
 /// # Safety
 /// `x` is valid for reads of this element.
@@ -305,11 +320,12 @@ pub unsafe fn load<T: Copy>(x: &[T], index: usize) -> T {
 #[track_caller]
 pub unsafe fn load_raw<T: Copy>(x: *const T, index: usize) -> T {
     reads(x, index, 1);
-    // SAFETY: the element may be read, as the caller promises.
+    // SAFETY: the element may be read, as the caller guarantees.
     unsafe { *x.add(index) }
 }
 
-/// `x[index]` and `x[index + 1]`, in one access. `index` is even and `x` starts on an 8-byte boundary.
+/// Loads `x[index]` and `x[index + 1]`, in one access. `index` is even and `x` starts on an 8-byte
+/// boundary.
 ///
 /// # Safety
 /// `index + 2 <= x.len()`. The CPU checks it, the GPU does not.
@@ -323,51 +339,53 @@ pub unsafe fn load_pair(x: &[f32], index: usize) -> [f32; 2] {
     reads_slice(x, index, 2);
     check_range(index, 2, x.len());
     reads_at_once(x.as_ptr(), index, 2);
-    // SAFETY: both elements lie inside `x`, as the caller promises and the CPU checks, on 8 bytes since `index` is even.
+    // SAFETY: the caller guarantees and the CPU checks that both elements lie inside `x`. They lie
+    // on an 8-byte boundary because `index` is even.
     unsafe { x.as_ptr().add(index).cast::<Pair>().read().0 }
 }
 
-/// Two BF16 as they lie in a word.
+/// Loads two BF16 as one word.
 ///
 /// # Safety
-/// `x` is valid for reads of elements `index` and `index + 1`, which lie on 4 bytes.
+/// `x` is valid for reads of elements `index` and `index + 1`, which lie on a 4-byte boundary.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_word(x: *const bf16, index: usize) -> u32 {
     reads(x, index, 2);
     reads_at_once(x, index, 2);
-    // SAFETY: both may be read, and lie on 4 bytes, as the caller promises.
+    // SAFETY: the caller guarantees that both may be read, and lie on a 4-byte boundary.
     unsafe { x.add(index).cast::<u32>().read() }
 }
 
 /// Writes four BF16, two in each word, in one access.
 ///
 /// # Safety
-/// `out` is valid for writes of elements `index..index + 4`, in global memory, and `out + index` lies on a boundary of four elements.
+/// `out` is valid for writes of elements `index..index + 4`, in global memory, and `out + index`
+/// lies on a boundary of four elements.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn store_words(out: *mut bf16, index: usize, words: [u32; 2]) {
     writes(out, index, F4::LEN);
     writes_at_once(out, index, F4::LEN);
-    // SAFETY: the elements may be written and lie on 8 bytes, as the caller promises.
+    // SAFETY: the caller guarantees that the elements may be written and lie on an 8-byte boundary.
     unsafe { write_words(out.add(index), words) };
 }
 
-/// `x[index..index + N]`, on the CPU: one check, one read.
+/// Loads `x[index..index + N]`, on the CPU, with one check and one read.
 ///
 /// # Safety
-/// `index + N <= x.len()`, which it checks.
+/// `index + N <= x.len()`, which the function checks.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
     reads_slice(x, index, N);
     check_range(index, N, x.len());
-    // SAFETY: the range lies inside `x`, which has just been checked.
+    // SAFETY: the range lies inside `x`, as checked above.
     unsafe { x.as_ptr().add(index).cast::<[f32; N]>().read_unaligned() }
 }
 
-/// The same from a pointer.
+/// Loads like [`load_run`], from a pointer.
 ///
 /// # Safety
 /// `x` is valid for reads of these elements.
@@ -376,11 +394,11 @@ pub unsafe fn load_run<const N: usize>(x: &[f32], index: usize) -> [f32; N] {
 #[track_caller]
 pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32; N] {
     reads(x, index, N);
-    // SAFETY: these elements may be read, as the caller promises. The read takes any alignment.
+    // SAFETY: these elements may be read, as the caller guarantees. The read takes any alignment.
     unsafe { x.add(index).cast::<[f32; N]>().read_unaligned() }
 }
 
-/// `out[index..index + N] = values`, on the CPU.
+/// Writes `out[index..index + N] = values`, on the CPU.
 ///
 /// # Safety
 /// `out` is valid for writes of these elements.
@@ -389,18 +407,20 @@ pub unsafe fn load_run_raw<const N: usize>(x: *const f32, index: usize) -> [f32;
 #[track_caller]
 pub unsafe fn store_run<const N: usize>(out: *mut f32, index: usize, values: [f32; N]) {
     writes(out, index, N);
-    // SAFETY: these elements may be written, as the caller promises. The write takes any alignment.
+    // SAFETY: these elements may be written, as the caller guarantees. The write takes any
+    // alignment.
     unsafe { out.add(index).cast::<[f32; N]>().write_unaligned(values) };
 }
 
-/// Asks the CPU to bring the cache line of `x[index]` nearer. A hint, and no access: there need be no such element.
+/// Hints the CPU to prefetch the cache line of `x[index]`. This is not an access, so the element
+/// need not exist.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub fn prefetch<T>(x: &[T], index: usize) {
     prefetch_raw(x.as_ptr(), index);
 }
 
-/// Like [`prefetch`], from a pointer.
+/// Prefetches like [`prefetch`], from a pointer.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub fn prefetch_raw<T>(x: *const T, index: usize) {
@@ -408,17 +428,18 @@ pub fn prefetch_raw<T>(x: *const T, index: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: every x86-64 processor has the instruction. It takes any address, and changes nothing that a program can see.
+        // SAFETY: every x86-64 processor has the instruction. It takes any address, and has no
+        // visible effect.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(_place.cast()) };
     }
     #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: as on x86-64.
+    // SAFETY: the instruction takes any address, and has no visible effect.
     unsafe {
         core::arch::asm!("prfm pldl2keep, [{0}]", in(reg) _place, options(nostack, readonly, preserves_flags));
     }
 }
 
-/// `out[index] = value`.
+/// Writes `out[index] = value`.
 ///
 /// # Safety
 /// `out` is valid for writes of this element.
@@ -426,11 +447,11 @@ pub fn prefetch_raw<T>(x: *const T, index: usize) {
 #[track_caller]
 pub unsafe fn store<T: Copy>(out: *mut T, index: usize, value: T) {
     writes(out, index, 1);
-    // SAFETY: the element may be written, as the caller promises.
+    // SAFETY: the element may be written, as the caller guarantees.
     unsafe { *out.add(index) = value }
 }
 
-/// `out[index] = value`. Where `accumulate` is not 0, adds to `out[index]` instead.
+/// Writes `out[index] = value`. If `accumulate` is not 0, adds to `out[index]` instead.
 ///
 /// # Safety
 /// `out` is valid for reads and writes of this element.
@@ -441,14 +462,14 @@ pub unsafe fn put(out: *mut f32, index: usize, value: f32, accumulate: u32) {
         reads(out, index, 1);
     }
     writes(out, index, 1);
-    // SAFETY: the element may be read and written, as the caller promises.
+    // SAFETY: the element may be read and written, as the caller guarantees.
     unsafe {
         let out = out.add(index);
         *out = if accumulate == 0 { value } else { *out + value }
     }
 }
 
-/// Tells the emulator of a read from a slice. The caller compares the length.
+/// Reports a read from a slice to the emulator. The caller checks the length.
 #[inline(always)]
 #[track_caller]
 fn reads_slice<T>(x: &[T], index: usize, count: usize) {
@@ -458,7 +479,7 @@ fn reads_slice<T>(x: &[T], index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a read through a pointer before it happens. The emulator judges it.
+/// Reports a read through a pointer to the emulator, which checks it before it happens.
 #[inline(always)]
 #[track_caller]
 fn reads<T>(x: *const T, index: usize, count: usize) {
@@ -468,7 +489,7 @@ fn reads<T>(x: *const T, index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a write before it happens. The emulator judges it.
+/// Reports a write to the emulator, which checks it before it happens.
 #[inline(always)]
 #[track_caller]
 fn writes<T>(out: *mut T, index: usize, count: usize) {
@@ -478,8 +499,8 @@ fn writes<T>(out: *mut T, index: usize, count: usize) {
     let _ = (out, index, count);
 }
 
-/// Tells the emulator that what follows reads `count` elements in one access: the first lies on a
-/// boundary of as many. The emulator judges it.
+/// Reports a read of `count` elements in one access to the emulator. It checks that the first lies
+/// on a boundary of `count` elements.
 #[inline(always)]
 #[track_caller]
 pub(crate) fn reads_at_once<T>(x: *const T, index: usize, count: usize) {
@@ -489,7 +510,7 @@ pub(crate) fn reads_at_once<T>(x: *const T, index: usize, count: usize) {
     let _ = (x, index, count);
 }
 
-/// Tells the emulator of a write in the same way.
+/// Reports a write of `count` elements in one access to the emulator.
 #[inline(always)]
 #[track_caller]
 fn writes_at_once<T>(out: *mut T, index: usize, count: usize) {
@@ -499,7 +520,7 @@ fn writes_at_once<T>(out: *mut T, index: usize, count: usize) {
     let _ = (out, index, count);
 }
 
-/// The CPU's bounds check: `index..index + count` lies inside `len` elements.
+/// Checks on the CPU that `index..index + count` lies inside `len` elements.
 #[inline(always)]
 fn check_range(index: usize, count: usize, len: usize) {
     #[cfg(not(target_arch = "nvptx64"))]

@@ -1,35 +1,37 @@
 //! Rows and the lanes of a warp that share them.
 //!
-//! A row of `cols` columns gets the fewest lanes, a power of two up to 32, that leave at most four vectors to each. Several short rows
-//! share a warp:
+//! A row of `cols` columns gets the fewest lanes, a power of two up to 32, that leave at most four
+//! vectors to each. Several short rows share a warp:
 //!
 //! ```text
 //! cols          1..16   17..32   33..64   65..128   129..256   257..
 //! lanes           1        2        4        8         16        32
 //! rows a warp    32       16        8        4          2         1
 //!
-//! cols = 40:      lane 0   lane 1   lane 2   lane 3 | lane 4 ..      the tree of a row's sum
-//!   columns        0..3     4..7     8..11   12..15 | row 1          a lane:   v = (0 + 1) + (2 + 3) of its vectors' sum
-//!                 16..19   20..23   24..27   28..31 |                2 apart:  v0 + v2, v1 + v3
-//!                 32..35   36..39     -        -    |                1 apart:  (v0 + v2) + (v1 + v3), in every lane
+//! cols = 40:  lane 0  lane 1  lane 2  lane 3 | lane 4 ..  the tree of a row's sum
+//!   columns    0..3    4..7    8..11  12..15 | row 1      a lane:   v = (0 + 1) + (2 + 3)
+//!             16..19  20..23  24..27  28..31 |            2 apart:  v0 + v2, v1 + v3
+//!             32..35  36..39    -       -    |            1 apart:  (v0 + v2) + (v1 + v3)
 //! ```
-//! Invariant: the order of every operation follows from `cols` alone. Column `c` belongs to lane `(c / 4) % lanes` and to place `c
-//! % 4` of its vector. This holds whether lanes read the row by vectors or, where `cols` is no multiple of four, element by
-//! element. Every lane of the row ends with the same bits.
+//! Invariant: the order of every operation depends only on `cols`. Column `c` belongs to lane `(c /
+//! 4) % lanes` and to element `c % 4` of its vector. Lanes read the row by vectors, or element by
+//! element if `cols` is not a multiple of four; the order is the same. Every lane of the row ends
+//! with the same bits.
 //!
-//! A kernel that passes a row more than once reads it once, up to 1024 columns: its lanes hold their [`Share`]s in registers. Whether a
-//! share is held or read again, the operations and their order are the same.
+//! A kernel that makes several passes over a row reads it once, up to 1024 columns: its lanes hold
+//! their [`Share`]s in registers. The operations and their order are the same if a share is read
+//! again.
 
 use crate::for_each_vector;
 use crate::stored::Stored;
 use crate::vector::{F4, Part};
 use cuda_std::{thread, warp};
 
-/// Lanes in a warp.
+/// The lanes in a warp.
 pub const LANES: u32 = 32;
-/// Threads in a block of the kernels that give each row lanes of its own.
+/// The threads in a block of the kernels that give each row its own lanes.
 pub const ROW_BLOCK: u32 = 128;
-/// Columns of the longest row that lanes hold in registers: eight vectors a lane.
+/// The columns of the longest row that lanes hold in registers: eight vectors a lane.
 pub const HELD_COLUMNS: usize = 8 * F4::LEN * LANES as usize;
 
 /// This thread's row, and its place among the row's lanes.
@@ -41,20 +43,22 @@ pub struct Row {
     pub start: usize,
     /// The first of this lane's columns.
     pub first: usize,
-    /// Columns from one of this lane's vectors to the next.
+    /// The distance in columns from one of this lane's vectors to the next.
     pub stride: usize,
     lanes: u32,
     mask: u32,
 }
 
 impl Row {
-    /// This thread's row among the `length` elements in rows of `cols`. None beyond the end.
+    /// Returns this thread's row among the `length` elements in rows of `cols`. Returns none past
+    /// the end.
     #[inline(always)]
     pub fn new(length: usize, cols: usize) -> Option<Self> {
         Self::after(thread::block_idx_x() as usize * rows_at_once(ROW_BLOCK, cols), length, cols)
     }
 
-    /// This thread's row, where the block's first threads have row `first`, the next threads the next row, and so on.
+    /// Returns this thread's row, if the block's first threads have row `first`, the next threads
+    /// the next row, and so on.
     #[inline(always)]
     pub fn after(first: usize, length: usize, cols: usize) -> Option<Self> {
         let lanes = lanes_of(cols);
@@ -69,56 +73,59 @@ impl Row {
         Some(Self { number, start, first, stride: lanes as usize * F4::LEN, lanes, mask })
     }
 
-    /// The row `rows` further down, which may lie beyond the end.
+    /// Returns the row `rows` further down, which may lie past the end.
     #[inline(always)]
     pub fn later(self, rows: usize, cols: usize) -> Self {
         Self { number: self.number + rows, start: self.start + rows * cols, ..self }
     }
 
-    /// The same row, which has a whole warp. It tells the compiler so.
+    /// Returns the same row, for a row that has a whole warp. The lane count is then a compile-time
+    /// constant.
     #[inline(always)]
     pub fn of_whole_warp(self) -> Self {
         let stride = LANES as usize * F4::LEN;
         Self { first: warp::lane_id() as usize * F4::LEN, stride, lanes: LANES, mask: u32::MAX, ..self }
     }
 
-    /// Whether this lane writes the row's result.
+    /// True if this lane writes the row's result.
     #[inline(always)]
     pub fn is_first_lane(self) -> bool {
         self.first == 0
     }
 
-    /// Combines the lanes' values pairwise, at distances lanes / 2, ..., 2, 1. `combine` is commutative.
+    /// Combines the lanes' values pairwise, at distances lanes / 2, ..., 2, 1. `combine` is
+    /// commutative.
     ///
     /// # Safety
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn combine<T: Copy>(self, value: T, combine: impl Fn(T, T) -> T) -> T {
-        // SAFETY: the mask names the lanes of the row. They are all here, as the caller promises.
+        // SAFETY: the mask names the lanes of the row, and the caller guarantees that all of them
+        // execute this.
         unsafe { combine_lanes(self.mask, self.lanes, value, combine) }
     }
 
-    /// The sum of the lanes' vectors: a lane's four as ((0 + 1) + (2 + 3)), then the lanes.
+    /// Returns the sum of the lanes' vectors: a lane's four as ((0 + 1) + (2 + 3)), then the lanes.
     ///
     /// # Safety
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn sum(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as the caller promises.
+        // SAFETY: the caller guarantees that all lanes of the row execute this.
         unsafe { self.combine(sum4(value), add) }
     }
 
-    /// The largest of the lanes' values. A NaN if any is one.
+    /// Returns the largest of the lanes' values, or NaN if any is NaN.
     ///
     /// # Safety
     /// All lanes of the row call it together.
     #[inline(always)]
     pub unsafe fn max(self, value: F4) -> f32 {
-        // SAFETY: all lanes of the row are here, as the caller promises.
+        // SAFETY: the caller guarantees that all lanes of the row execute this.
         unsafe { self.combine(max4(value), max) }
     }
 
-    /// The grid over `length` elements in rows of `cols`, or what is wrong with them.
+    /// Returns the grid over `length` elements in rows of `cols`, or the violation.
     #[cfg(not(target_arch = "nvptx64"))]
     pub fn grid(
         argument: &'static str,
@@ -129,8 +136,8 @@ impl Row {
     }
 }
 
-/// A lane's vectors of a row. With `HELD` above 0 it holds them in registers: `HELD` vectors, which must be all. With `HELD` 0 it
-/// reads them each time.
+/// A lane's vectors of a row. If `HELD` is above 0, registers hold them: `HELD` vectors, which must
+/// be all. If `HELD` is 0, they are read each time.
 ///
 /// ```text
 /// 512 columns, a whole warp, HELD = 4:   held[0]   held[1]    held[2]    held[3]
@@ -148,11 +155,12 @@ pub struct Share<'k, const HELD: usize, S> {
 }
 
 impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
-    /// This lane's share of the `cols` elements of `values` at `start`, and `fill` beyond them. All reads are under way before the lane
-    /// waits for the first.
+    /// Loads this lane's share of the `cols` elements of `values` at `start`, with `fill` past
+    /// them. All reads are issued before the lane waits for the first.
     ///
     /// # Safety
-    /// The row lies inside `values`. With `HELD`, it is one of [`with_held`](crate::with_held).
+    /// The row lies inside `values`. If `HELD` is not 0, it is the one that
+    /// [`with_held`](crate::with_held) selects.
     #[inline(always)]
     pub unsafe fn new(row: Row, values: &'k [S], start: usize, cols: usize, fill: f32) -> Self {
         let mut held = [F4::splat(fill); HELD];
@@ -165,10 +173,10 @@ impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
         Self { values, start, fill, held }
     }
 
-    /// The vector at `column`, the lane's number `at`.
+    /// Returns the vector at `column`, the lane's vector number `at`.
     ///
     /// # Safety
-    /// They are those of [`for_each_vector`] over the same row.
+    /// `at`, `column` and `part` are those of [`for_each_vector`] over the same row.
     #[inline(always)]
     pub unsafe fn get(&self, at: usize, column: usize, part: Part) -> F4 {
         if HELD > 0 {
@@ -178,7 +186,8 @@ impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
         unsafe { F4::load_part(self.values, self.start + column, part, self.fill) }
     }
 
-    /// Replaces a vector that is held, so that a later pass finds a result in place of its operand. Does nothing with `HELD` 0.
+    /// Replaces a held vector, so that a later pass reads a result in place of its operand. Does
+    /// nothing if `HELD` is 0.
     #[inline(always)]
     pub fn hold(&mut self, at: usize, value: F4) {
         if HELD > 0 {
@@ -187,21 +196,23 @@ impl<'k, const HELD: usize, S: Stored> Share<'k, HELD, S> {
     }
 }
 
-/// The lanes that share a row of `cols`. It rounds up as a `u32`, because rust-cuda counts the bits of other types wrongly
-/// (docs/rust-cuda.md).
+/// Returns the number of lanes that share a row of `cols`. It rounds up as a `u32`, because
+/// rust-cuda counts the bits of other types wrongly (docs/rust-cuda.md).
 #[inline(always)]
 pub fn lanes_of(cols: usize) -> u32 {
     const SHARE: usize = 4 * F4::LEN;
     if cols > LANES as usize / 2 * SHARE { LANES } else { (cols.div_ceil(SHARE) as u32).next_power_of_two() }
 }
 
-/// Rows of `cols` to which a block of `threads` threads, a power of two, gives lanes at once.
+/// Returns the number of rows of `cols` that a block of `threads` threads, a power of two,
+/// processes at once.
 #[inline(always)]
 pub fn rows_at_once(threads: u32, cols: usize) -> usize {
     (threads >> lanes_of(cols).trailing_zeros()) as usize
 }
 
-/// The rows of `cols` elements in `length`, or why they do not divide it.
+/// Returns the number of rows of `cols` elements in `length`, or the violation if they do not
+/// divide it.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn rows_in(
     argument: &'static str,
@@ -221,14 +232,15 @@ pub fn rows_in(
     }
 }
 
-/// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first column and its
-/// [`Part`](crate::vector::Part).
+/// Runs `body` for each vector of this lane in a [`Row`] of `cols`, ascending, with its first
+/// column and its [`Part`](crate::vector::Part).
 ///
-/// The body is compiled twice: for whole vectors, and for single elements. A macro, because a closure may stay a call, compiled
-/// without the CPU's fused multiply-add.
+/// The body is compiled twice: for whole vectors, and for single elements. It is a macro, because a
+/// closure may stay a call that is compiled without the CPU's fused multiply-add.
 ///
-/// With a constant `HELD` before the row, the body also gets the vector's number, first. Where `HELD` is not 0, the body runs for exactly
-/// `HELD` vectors. Of those beyond the row no part exists. The loop is unrolled, so that arrays indexed by the number stay in registers.
+/// If a constant `HELD` precedes the row, the body also gets the vector's number, first. If `HELD`
+/// is not 0, the body runs for exactly `HELD` vectors, and those past the row have an empty part.
+/// The loop is unrolled, so that arrays indexed by the number stay in registers.
 #[macro_export]
 macro_rules! for_each_vector {
     ($held:expr, $row:expr, $cols:expr, |$at:ident, $column:ident, $part:ident| $body:block) => {{
@@ -249,7 +261,7 @@ macro_rules! for_each_vector {
         let mut $column = $row.first;
         if cols.is_multiple_of($crate::vector::F4::LEN) {
             let $part = $crate::vector::Part::Whole;
-            // Four at a time where the row is long, so that the GPU's loads overlap.
+            // Four at a time for a long row, so that the GPU's loads overlap.
             #[cfg(target_arch = "nvptx64")]
             while $column + 3 * stride < cols {
                 $body
@@ -275,8 +287,8 @@ macro_rules! for_each_vector {
     }};
 }
 
-/// Calls `function::<HELD, _>(row, arguments)` with the number of vectors that a lane holds of a row of `cols`, see
-/// [`Share`](crate::warp::Share).
+/// Calls `function::<HELD, _>(row, arguments)` with the number of vectors that a lane holds of a
+/// row of `cols`. See [`Share`](crate::warp::Share).
 ///
 /// ```text
 /// cols        no multiple of four   up to 512   516..1024          more
@@ -296,11 +308,12 @@ macro_rules! with_held {
     }};
 }
 
-/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1. `lanes` is a power of two, and `combine` is
-/// commutative, so every lane gets the same result.
+/// Combines the values of the lanes in `mask` pairwise, at distances lanes / 2, ..., 2, 1. `lanes`
+/// is a power of two. `combine` is commutative, so every lane gets the same result.
 ///
 /// # Safety
-/// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no padding.
+/// The lanes in `mask`, a segment of `lanes`, call it together, with the same `T`, which has no
+/// padding.
 #[inline(always)]
 pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: impl Fn(T, T) -> T) -> T {
     #[cfg(target_arch = "nvptx64")]
@@ -308,23 +321,25 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
         let mut value = value;
         let mut distance = lanes / 2;
         while distance > 0 {
-            // SAFETY: the lanes in `mask` are all here, as the caller promises. The other lane is in the same segment of `lanes`, since
-            // `distance` is less.
+            // SAFETY: the caller guarantees that all lanes in `mask` execute this. The other lane
+            // is in the same segment of `lanes`, because `distance` is smaller.
             let other = unsafe { of_other_lane(mask, value, distance) };
             value = combine(value, other);
             distance /= 2;
         }
         value
     }
-    // The same pairs after one wait instead of one for each distance. The waits are what a reduction costs here.
+    // The same pairs after one wait instead of one for each distance. The waits dominate the cost
+    // of a reduction here.
     #[cfg(not(target_arch = "nvptx64"))]
     {
         if lanes == 1 {
             return value;
         }
-        // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as the caller promises.
+        // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding,
+        // as the caller guarantees.
         let mut values = unsafe { cuda_std::emulator::gather(mask, lanes, value) };
-        // Distances that the compiler knows, so that it adds whole registers.
+        // The distances are constants, so that the compiler adds whole registers.
         crate::unroll!(halving < 5 => {
             let distance = LANES as usize >> (halving + 1);
             if distance < lanes as usize {
@@ -339,12 +354,13 @@ pub unsafe fn combine_lanes<T: Copy>(mask: u32, lanes: u32, value: T, combine: i
 
 #[cfg(target_arch = "nvptx64")]
 unsafe extern "C" {
-    // LLVM's own shuffle: rust-cuda's crash libNVVM for `compute_121`.
+    // LLVM's own shuffle intrinsic: rust-cuda's shuffle crashes libNVVM for `compute_121`.
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
     fn shuffle_xor(mask: i32, value: i32, lanes: i32, clamp: i32) -> i32;
 }
 
-/// The `value` of the lane whose number is this lane's xor `distance`, a power of two. `T` is 4 or 8 bytes, without padding.
+/// Returns the `value` of the lane whose number is this lane's xor `distance`, a power of two. `T`
+/// is 4 or 8 bytes, without padding.
 ///
 /// # Safety
 /// The lanes in `mask`, whole segments of `2 distance`, call it together.
@@ -352,12 +368,13 @@ unsafe extern "C" {
 #[inline(always)]
 #[track_caller]
 pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) -> T {
-    // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as the caller promises.
+    // SAFETY: the lanes of the mask call this together with the same `T`, which has no padding, as
+    // the caller guarantees.
     let segment = unsafe { cuda_std::emulator::gather(mask, 2 * distance, value) };
     segment[((warp::lane_id() % (2 * distance)) ^ distance) as usize]
 }
 
-/// The `value` of the lane whose number is this lane's xor `distance`. `T` is 4 or 8 bytes.
+/// Returns the `value` of the lane whose number is this lane's xor `distance`. `T` is 4 or 8 bytes.
 ///
 /// # Safety
 /// The lanes in `mask` call it together, and the other lane is among them.
@@ -367,8 +384,8 @@ pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) 
     use core::mem::{size_of, transmute_copy};
     const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8, "a shuffle moves 4 or 8 bytes") };
     let clamp = LANES as i32 - 1;
-    // SAFETY: the lanes in `mask` are all here, the other one among them, as the caller promises. The words that are moved have the size
-    // of `T`.
+    // SAFETY: the caller guarantees that all lanes in `mask` execute this, the other lane among
+    // them. The moved words have the size of `T`.
     unsafe {
         let moved = |word| shuffle_xor(mask as i32, word, distance as i32, clamp);
         if size_of::<T>() == 4 {
@@ -379,58 +396,59 @@ pub(crate) unsafe fn of_other_lane<T: Copy>(mask: u32, value: T, distance: u32) 
     }
 }
 
-/// Keeps a warp together up to the next branch.
+/// Converges the warp up to the next branch.
 ///
-/// All lanes must make some instructions as one, and the compiler does not know which: it may copy code between two branches on one
-/// condition into both. It does know that an exchange between lanes is such an instruction ("convergent"), and copies no code around one.
-/// The exchange here moves nothing that is used.
+/// All lanes must execute some instructions together, and the compiler cannot determine which. It
+/// may copy code between two branches on one condition into both. A shuffle is marked as such an
+/// instruction ("convergent"), and the compiler copies no code around one. The result of this
+/// shuffle is unused.
 ///
 /// # Safety
 /// All lanes of the warp make the call.
 #[inline(always)]
 pub unsafe fn stay_together() {
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: all lanes are here, as the caller promises. Each gets a zero.
+    // SAFETY: the caller guarantees that all lanes of the warp execute this. Each gets a zero.
     unsafe {
         shuffle_xor(-1, 0, 0, LANES as i32 - 1);
     }
 }
 
-/// `a + b`.
+/// Returns `a + b`.
 #[inline(always)]
 pub fn add(a: f32, b: f32) -> f32 {
     a + b
 }
 
-/// The larger of two, for callers that do not care about a NaN: it may be lost, or be the result.
+/// Returns the larger of two. A NaN may be dropped or returned.
 #[inline(always)]
 pub fn larger(a: f32, b: f32) -> f32 {
     if b < a { a } else { b }
 }
 
-/// The larger of two. A NaN if either is one.
+/// Returns the larger of two, or NaN if either is NaN.
 #[inline(always)]
 pub fn max(a: f32, b: f32) -> f32 {
     let larger = if b > a { b } else { a };
     if b.is_nan() { b } else { larger }
 }
 
-/// The sum of a vector's four, as ((0 + 1) + (2 + 3)).
+/// Returns the sum of a vector's four, as ((0 + 1) + (2 + 3)).
 #[inline(always)]
 pub fn sum4(v: F4) -> f32 {
     let [a, b, c, d] = v.0;
     (a + b) + (c + d)
 }
 
-/// The largest of a vector's four. A NaN if any is one.
+/// Returns the largest of a vector's four, or NaN if any is NaN.
 #[inline(always)]
 pub fn max4(v: F4) -> f32 {
     let [a, b, c, d] = v.0;
     max(max(a, b), max(c, d))
 }
 
-/// A number that orders places: it is larger for a larger `value` and, among equal values, for a smaller `column`. A NaN is larger than
-/// any number, and -0 equals 0. The result is never 0.
+/// Returns a sort key: it is larger for a larger `value` and, among equal values, for a smaller
+/// `column`. A NaN is larger than any number, and -0 equals 0. The result is never 0.
 #[inline(always)]
 pub fn rank(value: f32, column: u32) -> u64 {
     let bits = (value + 0.0).to_bits();
@@ -439,7 +457,7 @@ pub fn rank(value: f32, column: u32) -> u64 {
     (u64::from(ordered) << 32) | u64::from(!column)
 }
 
-/// The column of a [`rank`].
+/// Returns the column of a [`rank`].
 #[inline(always)]
 pub fn rank_column(rank: u64) -> u32 {
     !(rank as u32)

@@ -5,21 +5,21 @@
 //!   0  1  2  3 [4  5  6] 7                                   [ 4  5  6]
 //!   8  9 10 11 [12 13 14] 15                                 [12 13 14]
 //! ```
-//! Invariant: four elements of the array of its own move as one access where no vector crosses a row or a boundary of four, else one by one.
-//! What is moved does not depend on that.
+//! Invariant: four elements of the window move as one access if no vector crosses a row or a
+//! boundary of four, otherwise one by one. The result is the same.
 
 use crate::block::divide;
 use crate::stored::Stored;
 use crate::vector::{F4, Part, load, store};
 
-/// Where the elements of an array of `[rows, cols]` stand in another.
+/// The location of the elements of a `[rows, cols]` array inside another array.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
-    /// Columns of the window; not 0.
+    /// The columns of the window. It is not 0.
     pub cols: usize,
-    /// Elements from a row of the other array to the next.
+    /// The distance in elements from a row of the other array to the next.
     pub stride: usize,
-    /// The place of the first element.
+    /// The index of the first element.
     pub start: usize,
 }
 
@@ -34,21 +34,22 @@ impl Window {
         (self.cols | self.stride | self.start).is_multiple_of(F4::LEN)
     }
 
-    /// The place of element `index` of the window.
+    /// Returns the index in the other array of element `index` of the window.
     #[inline(always)]
     unsafe fn place(self, index: usize) -> usize {
-        // SAFETY: `cols` is not 0, as its field says.
+        // SAFETY: `cols` is not 0, as its field documents.
         let (row, column) = unsafe { divide(index, self.cols) };
         self.start + row * self.stride + column
     }
 
-    /// The four elements from `index`, a multiple of four, as far as `part` goes; zeros beyond.
+    /// Loads the four elements from `index`, a multiple of four, that `part` selects, with zeros
+    /// for the others.
     ///
     /// # Safety
-    /// `x` has the elements of the window. `part` is whole, or goes to the window's end.
+    /// `x` has the elements of the window. `part` is whole, or ends at the window's end.
     #[inline(always)]
     pub unsafe fn load<S: Stored>(self, x: &[S], index: usize, part: Part) -> F4 {
-        // SAFETY: `x` has the elements, as is asked.
+        // SAFETY: `x` has the elements, as the caller guarantees.
         unsafe {
             if self.is_whole() {
                 return F4::load_part(x, index, part, 0.0);
@@ -61,13 +62,14 @@ impl Window {
         }
     }
 
-    /// Writes what [`Window::load`] reads.
+    /// Writes the elements that [`Window::load`] reads.
     ///
     /// # Safety
-    /// `out` is valid for writes of the elements; `part` as for the read.
+    /// `out` is valid for writes of the elements. `part` meets the requirements of
+    /// [`Window::load`].
     #[inline(always)]
     pub unsafe fn store<S: Stored>(self, value: F4, out: *mut S, index: usize, part: Part) {
-        // SAFETY: `out` has the elements, as is asked.
+        // SAFETY: `out` has the elements, as the caller guarantees.
         unsafe {
             if self.is_whole() {
                 return value.store_part(out, index, part);
@@ -88,7 +90,8 @@ impl Window {
         }
     }
 
-    /// An error unless an argument of `length` elements has those of a window of `rows` rows, of which none overlaps the next.
+    /// Checks that an argument of `length` elements has a window of `rows` rows that do not
+    /// overlap.
     #[cfg(not(target_arch = "nvptx64"))]
     pub fn check(self, argument: &'static str, rows: usize, length: usize) -> Result<(), cuda_std::launch::Violation> {
         use cuda_std::launch::{Size, Violation};

@@ -1,5 +1,5 @@
-//! Writes `OUT/ARCH.ptx` for each architecture: what `STEPSCOPE_PTX_DIR` takes on a machine without a device compiler.
-//! Prints each file and the compiler that made it.
+//! Writes `OUT/ARCH.ptx` for each architecture, for use as `STEPSCOPE_PTX_DIR` on a machine without
+//! a device compiler. Prints each file and the compiler that made it.
 //!
 //! `cargo run -p stepscope-cuda-builder --example emit_ptx -- CRATE OUT TARGET_DIR ARCH...`
 #![forbid(unsafe_code)]

@@ -1,4 +1,5 @@
-//! GPU architectures, by rust-cuda's names. An architecture is one string (`sm_121`) in every place that names it.
+//! GPU architectures, with rust-cuda's names. An architecture is the same string (`sm_121`)
+//! everywhere.
 
 use std::{fmt, str::FromStr};
 
@@ -8,7 +9,8 @@ macro_rules! architectures {
     ($($name:ident = $sm:literal, $number:literal;)*) => {
         /// A GPU architecture to compile for: `Compute121` is `sm_121`, the GB10.
         ///
-        /// A suffix `a` or `f` adds instructions that other GPUs, or GPUs of other families, do not have.
+        /// A suffix `a` or `f` adds instructions that other GPUs, or GPUs of other families, do not
+        /// have.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum NvvmArch {
@@ -16,15 +18,15 @@ macro_rules! architectures {
         }
 
         impl NvvmArch {
-            /// Every architecture this crate knows, oldest first.
+            /// Every architecture that this crate supports, oldest first.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// The name that rustc, LLVM and ptxas use: `sm_121`.
+            /// Returns the name that rustc, LLVM and ptxas use: `sm_121`.
             pub const fn sm(self) -> &'static str {
                 match self { $(Self::$name => $sm,)* }
             }
 
-            /// Compute capability as major * 10 + minor: 121 for 12.1.
+            /// Returns the compute capability as major * 10 + minor: 121 for 12.1.
             pub const fn capability(self) -> u32 {
                 match self { $(Self::$name => $number,)* }
             }

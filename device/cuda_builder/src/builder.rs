@@ -1,8 +1,9 @@
-//! `CudaBuilder`: runs cargo on the kernel crate, once for an architecture, and checks what comes out.
+//! `CudaBuilder`: runs cargo on the kernel crate, once per architecture, and checks the output.
 //!
-//! rustc's NVPTX target has no linker of its own. With fat link-time optimisation the kernel crate, its dependencies
-//! and `core` become one LLVM module, so the assembly that `--emit=asm` writes is the whole program; the linker that
-//! would follow is `true`, which does nothing. What a linker would have refused, unresolved names, is refused here.
+//! rustc's NVPTX target has no linker of its own. Fat link-time optimization makes the kernel
+//! crate, its dependencies and `core` one LLVM module, so the assembly from `--emit=asm` is the
+//! whole program. The linker is set to `true`, which does nothing. The errors that a linker would
+//! report, unresolved names, are reported here.
 
 use std::{
     env, fs,
@@ -15,10 +16,11 @@ use crate::{
     compiler::{DEVICE_RUSTC, TARGET},
 };
 
-/// Functions that the CUDA driver itself provides to device code.
+/// The functions that the CUDA driver provides to device code.
 const DRIVER_FUNCTIONS: [&str; 4] = ["vprintf", "malloc", "free", "__assertfail"];
 
-/// Builds a kernel crate to one PTX file. The methods are rust-cuda's, except [`CudaBuilder::target_dir`].
+/// A builder that compiles a kernel crate to one PTX file. The methods are rust-cuda's, except
+/// [`CudaBuilder::target_dir`].
 #[derive(Clone, Debug)]
 pub struct CudaBuilder {
     crate_path: PathBuf,
@@ -31,7 +33,8 @@ pub struct CudaBuilder {
 }
 
 impl CudaBuilder {
-    /// A builder for the crate in folder `crate_path`: optimised, for [`NvvmArch::Compute121`].
+    /// Returns a builder for the crate in folder `crate_path`: optimized, for
+    /// [`NvvmArch::Compute121`].
     pub fn new(crate_path: impl AsRef<Path>) -> Self {
         Self {
             crate_path: crate_path.as_ref().to_owned(),
@@ -44,22 +47,23 @@ impl CudaBuilder {
         }
     }
 
-    /// The GPU architecture to compile for.
+    /// Sets the GPU architecture to compile for.
     #[must_use]
     pub fn arch(mut self, arch: NvvmArch) -> Self {
         self.arch = arch;
         self
     }
 
-    /// Whether to optimise fully, the default. Without it the device build uses the dev profile at level 1.
+    /// Sets full optimization, which is the default. If false, the device build uses the dev
+    /// profile at level 1.
     #[must_use]
     pub fn release(mut self, release: bool) -> Self {
         self.release = release;
         self
     }
 
-    /// Whether `a * b + c` may become one fused operation. rustc never fuses, so only `false`, the default here, can
-    /// be had; rust-cuda's default is `true`.
+    /// Allows `a * b + c` to become one fused operation. rustc never fuses, so only `false`, the
+    /// default here, is supported. rust-cuda's default is `true`.
     #[must_use]
     pub fn fma_contraction(mut self, fma_contraction: bool) -> Self {
         self.fma_contraction = fma_contraction;
@@ -73,28 +77,30 @@ impl CudaBuilder {
         self
     }
 
-    /// The folder for the device build's artifacts, one for each architecture. The default is
-    /// `cuda-builder/ARCH` under `OUT_DIR`, or under the crate's `target` outside a build script.
+    /// Sets the folder for the device build's artifacts, one subfolder per architecture. The
+    /// default is `cuda-builder/ARCH` under `OUT_DIR`, or under the crate's `target` outside a
+    /// build script.
     ///
-    /// It must not be the target folder of the cargo that runs the build script: that one is locked.
+    /// It must not be the target folder of the cargo that runs the build script, because that one
+    /// is locked.
     #[must_use]
     pub fn target_dir(mut self, path: impl AsRef<Path>) -> Self {
         self.target_dir = Some(path.as_ref().to_owned());
         self
     }
 
-    /// Where to look for the device compiler, instead of what the environment says.
+    /// Sets where to search for the device compiler, in place of the environment's settings.
     #[must_use]
     pub fn search(mut self, search: Search) -> Self {
         self.search = search;
         self
     }
 
-    /// Compiles, and returns the path of the PTX file. Waits for cargo to end; its messages go to standard error.
-    /// In a build script it also tells cargo when to run the script again.
+    /// Compiles, and returns the path of the PTX file. Waits for cargo to end. cargo's messages go
+    /// to standard error. In a build script it also prints when cargo must run the script again.
     ///
-    /// # Errors
-    /// No crate in the folder, no device compiler, a compile error, or output that calls functions it does not define.
+    /// # Errors Fails if the folder has no crate, if there is no device compiler, or on a compile
+    /// error. Also fails if the output calls functions that it does not define.
     pub fn build(self) -> Result<PathBuf, CudaBuilderError> {
         if self.fma_contraction {
             return Err(CudaBuilderError::FmaContraction);
@@ -108,7 +114,7 @@ impl CudaBuilder {
         let profile_dir = target_dir.join(TARGET).join(if self.release { "release" } else { "debug" });
         let ptx = profile_dir.join(format!("{}.ptx", self.arch));
         if !ptx.is_file() {
-            // cargo does not know of this file and would think the crate fresh.
+            // cargo does not track this file and would consider the crate fresh.
             let _ = fs::remove_dir_all(profile_dir.join(".fingerprint"));
         }
         fs::create_dir_all(&profile_dir).map_err(|source| CudaBuilderError::Io {
@@ -152,7 +158,7 @@ impl CudaBuilder {
         })
     }
 
-    /// The cargo call. Nothing that this process inherited from an outer cargo may steer it.
+    /// Returns the cargo command. No variable inherited from an outer cargo affects it.
     fn command(
         &self,
         crate_path: &Path,
@@ -179,13 +185,13 @@ impl CudaBuilder {
         command.arg("--target-dir").arg(target_dir).arg("--");
         command.arg(format!("--emit=asm={}", ptx.display()));
 
-        // Unstable features with any compiler; rustc and cargo both ask for it.
+        // Enables unstable features with any compiler. Both rustc and cargo require it.
         command.env("RUSTC_BOOTSTRAP", "1").env("RUSTC", &compiler.rustc);
         let profile = if self.release { "CARGO_PROFILE_RELEASE" } else { "CARGO_PROFILE_DEV" };
         for (setting, value) in [
             ("LTO", "fat"),
             ("CODEGEN_UNITS", "1"),
-            // At level 0 calls such as memcmp stay in, and nothing defines them.
+            // At level 0, calls such as memcmp remain, and nothing defines them.
             ("OPT_LEVEL", if self.release { "3" } else { "1" }),
             ("PANIC", "abort"),
             ("DEBUG", "false"),
@@ -198,10 +204,10 @@ impl CudaBuilder {
 
         let mut flags = vec![format!("-Ctarget-cpu={}", self.arch), "-Clinker=true".to_owned()];
         if self.arch.capability() >= 90 {
-            // A launch may begin before the one before it has ended: see cuda_std's `grid`.
+            // A launch may begin before the previous one has ended; see cuda_std's `grid`.
             flags.push("--cfg=grid_dependency".to_owned());
         }
-        // Panic messages name source files; the folder they lie in must not reach the PTX.
+        // Panic messages name source files, whose absolute folder must not reach the PTX.
         let cargo_home =
             env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| env::home_dir().map(|home| home.join(".cargo")));
         let remapped = [
@@ -219,7 +225,7 @@ impl CudaBuilder {
     }
 }
 
-/// A command as one would type it, with the variables that are set for it.
+/// Formats a command as one would type it, with the variables that are set for it.
 fn written(command: &Command) -> String {
     let variables = command.get_envs().filter_map(|(name, value)| {
         Some(format!("{}={}", name.to_string_lossy(), value?.to_string_lossy().replace('\x1f', "\\x1f")))
@@ -229,7 +235,7 @@ fn written(command: &Command) -> String {
     variables.chain(words).collect::<Vec<String>>().join(" ")
 }
 
-/// Whether a variable of the environment would change what the inner cargo builds.
+/// True if an environment variable would change what the inner cargo builds.
 fn steers_cargo(name: &str) -> bool {
     matches!(
         name,
@@ -240,7 +246,7 @@ fn steers_cargo(name: &str) -> bool {
         || name.starts_with("CARGO_PROFILE_")
         || name.starts_with("CARGO_UNSTABLE_")
         || name.starts_with("CARGO_TARGET_NVPTX64_")
-        // The outer package's description, which `env!` would read.
+        // The outer package's metadata, which `env!` would read.
         || name.starts_with("CARGO_PKG_")
         || name.starts_with("CARGO_MANIFEST_")
         || name.starts_with("CARGO_CFG_")
@@ -248,7 +254,7 @@ fn steers_cargo(name: &str) -> bool {
         || name.starts_with("CLIPPY_")
 }
 
-/// The root of the workspace that the crate belongs to.
+/// Returns the root of the workspace that the crate belongs to.
 fn workspace_of(crate_path: &Path, compiler: &DeviceCompiler) -> Result<PathBuf, CudaBuilderError> {
     let mut command = Command::new(&compiler.cargo);
     command
@@ -259,7 +265,7 @@ fn workspace_of(crate_path: &Path, compiler: &DeviceCompiler) -> Result<PathBuf,
         .stderr(Stdio::inherit());
     let output = command.output().map_err(|source| start_error(&command, source))?;
     let manifest = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
-    // Where cargo cannot say, the build that follows will, with its reasons.
+    // If cargo fails here, the build that follows fails too and reports the reasons.
     Ok(manifest.parent().filter(|_| output.status.success()).unwrap_or(crate_path).to_owned())
 }
 
@@ -267,13 +273,15 @@ pub(crate) fn start_error(command: &Command, source: std::io::Error) -> CudaBuil
     CudaBuilderError::Start { program: command.get_program().to_string_lossy().into_owned(), source }
 }
 
-/// Refuses assembly that a driver could not load: another architecture, or calls to functions that are not there.
+/// Rejects assembly that a driver could not load: another architecture, or calls to undefined
+/// functions.
 fn check(ptx: &str, arch: NvvmArch) -> Result<(), String> {
     let target = ptx.lines().find_map(|line| line.strip_prefix(".target ")).map(str::trim);
     if target.and_then(|target| target.split(',').next()) != Some(arch.sm()) {
         return Err(format!("it should be for {arch}, and says `.target {}`", target.unwrap_or("nothing")));
     }
-    // `.extern .func (.param .b64 result) name` or `.extern .func name`, parameters on the lines that follow.
+    // `.extern .func (.param .b64 result) name` or `.extern .func name`, with parameters on the
+    // lines that follow.
     let mut unresolved: Vec<&str> = ptx
         .lines()
         .filter_map(|line| line.trim_start().strip_prefix(".extern .func"))
@@ -290,7 +298,8 @@ fn check(ptx: &str, arch: NvvmArch) -> Result<(), String> {
     }
 }
 
-/// The `.d` files that the inner cargo leaves beside its artifacts: `artifact: source source ...`.
+/// Reads the `.d` files that the inner cargo writes next to its artifacts: `artifact: source source
+/// ...`.
 fn dep_info(profile_dir: &Path) -> Vec<String> {
     fs::read_dir(profile_dir)
         .into_iter()
@@ -301,15 +310,17 @@ fn dep_info(profile_dir: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Writes the file that a linker would have written, so that cargo does not miss it and compile again every time.
-/// Written every time: cargo holds an artifact older than its sources for stale. A failure costs only the time.
+/// Writes the file that a linker would have written. Without it, cargo would compile again every
+/// time. It is written every time, because cargo considers an artifact that is older than its
+/// sources stale. A failure only costs time.
 fn stand_in_for_the_linker(records: &[String], profile_dir: &Path, ptx: &str) {
     for artifact in records.iter().filter_map(|record| Path::new(record.split_once(": ")?.0).file_name()) {
         let _ = fs::write(profile_dir.join("deps").join(artifact), ptx);
     }
 }
 
-/// Tells the outer cargo which files the PTX was made from, as the inner cargo recorded them.
+/// Reports to the outer cargo the files that the PTX was made from, as the inner cargo recorded
+/// them.
 fn rerun_if_changed(crate_path: &Path, records: &[String]) {
     println!("cargo::rerun-if-env-changed={DEVICE_RUSTC}");
     println!("cargo::rerun-if-changed={}", crate_path.join("Cargo.toml").display());
@@ -321,7 +332,7 @@ fn rerun_if_changed(crate_path: &Path, records: &[String]) {
     }
 }
 
-/// The files after the colon of a `.d` file; a space within a name is written `\ `.
+/// Returns the files after the colon of a `.d` file. A space within a name is written `\ `.
 fn sources(dep_info: &str) -> Vec<PathBuf> {
     dep_info
         .lines()

@@ -1,7 +1,7 @@
-//! Finds the device compiler: a rustc that can build for NVPTX on this machine.
+//! The search for the device compiler: a rustc that can build for NVPTX on this machine.
 //!
-//! The order is fixed: `STEPSCOPE_DEVICE_RUSTC`, then rustup's toolchains, then the system's rustc. A compiler named
-//! by the variable is used or refused, never passed over.
+//! The order is fixed: `STEPSCOPE_DEVICE_RUSTC`, then rustup's toolchains, then the system's rustc.
+//! A compiler that the variable names is used, or the search fails.
 
 use std::{
     env,
@@ -18,50 +18,51 @@ pub(crate) const DEVICE_RUSTC: &str = "STEPSCOPE_DEVICE_RUSTC";
 /// rustc's name for NVIDIA GPUs.
 pub(crate) const TARGET: &str = "nvptx64-nvidia-cuda";
 
-/// Where a device compiler takes `core` from.
+/// The source of a device compiler's `core`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
-    /// From its source, compiled for the architecture asked for.
+    /// The source code of `core`, compiled for the requested architecture.
     Source,
-    /// From the precompiled target, when the source is not installed.
+    /// The precompiled target, if the source is not installed.
     Precompiled,
 }
 
-/// A compiler that was found to be able to build kernels.
+/// A compiler that can build kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceCompiler {
-    /// The `rustc` itself, never a rustup proxy's name for another.
+    /// The `rustc` itself, never a rustup proxy.
     pub rustc: PathBuf,
-    /// The `cargo` to drive it.
+    /// The `cargo` that drives it.
     pub cargo: PathBuf,
-    /// The compiler's root, as `rustc --print sysroot` tells it.
+    /// The compiler's root, as `rustc --print sysroot` prints it.
     pub sysroot: PathBuf,
-    /// Where its `core` comes from.
+    /// The source of its `core`.
     pub library: Library,
 }
 
-/// The places to look for a device compiler.
+/// The places in which to search for a device compiler.
 #[derive(Clone, Debug)]
 pub struct Search {
-    /// A compiler named by the user, who means this one and no other.
+    /// The compiler that the user named. If set, no other is used.
     pub named: Option<PathBuf>,
-    /// The `rustup` command; a bare name is looked up in `PATH`.
+    /// The `rustup` command. A bare name is looked up in `PATH`.
     pub rustup: PathBuf,
     /// The system's compilers, best first.
     pub system: Vec<PathBuf>,
-    /// The `cargo` for compilers that bring none of their own.
+    /// The `cargo` for compilers without their own.
     pub cargo: PathBuf,
 }
 
 impl Search {
-    /// What this process's environment says: `STEPSCOPE_DEVICE_RUSTC`, `PATH`, `CARGO`.
+    /// Returns the search that this process's environment defines: `STEPSCOPE_DEVICE_RUSTC`,
+    /// `PATH`, `CARGO`.
     pub fn from_env() -> Self {
         let on_path = env::var_os("PATH").unwrap_or_default();
         let mut system: Vec<PathBuf> =
             env::split_paths(&on_path).map(|folder| folder.join("rustc")).filter(|rustc| rustc.is_file()).collect();
         system.push(PathBuf::from("/usr/bin/rustc"));
         let mut seen = Vec::new();
-        // rustup's proxies stand for toolchains that were looked at already.
+        // rustup's proxies refer to toolchains that are already in the list.
         system.retain(|rustc| {
             let first = !seen.contains(rustc);
             seen.push(rustc.clone());
@@ -75,10 +76,11 @@ impl Search {
         }
     }
 
-    /// The first compiler, in the order of this module, that can build for `arch`.
+    /// Returns the first compiler, in the order of this module, that can build for `arch`.
     ///
     /// # Errors
-    /// [`CudaBuilderError::NoDeviceCompiler`] with every place that was looked at and what it lacked.
+    /// Returns [`CudaBuilderError::NoDeviceCompiler`] with every place that was searched and what
+    /// it lacked.
     pub fn find(&self, arch: NvvmArch) -> Result<DeviceCompiler, CudaBuilderError> {
         let mut tried = Vec::new();
         match &self.named {
@@ -114,7 +116,7 @@ impl Search {
         Err(CudaBuilderError::NoDeviceCompiler { arch, tried })
     }
 
-    /// rustup's toolchains with their compilers, the active one first.
+    /// Returns rustup's toolchains with their compilers, the active one first.
     fn rustup_toolchains(&self, tried: &mut Vec<String>) -> Vec<(String, PathBuf)> {
         let listed = match output(clean(&self.rustup).args(["toolchain", "list"])) {
             Ok(listed) => listed,
@@ -142,11 +144,11 @@ impl Search {
         found
     }
 
-    /// Asks one compiler whether it can build for `arch`; the error says what it lacks.
+    /// Checks if a compiler can build for `arch`. The error contains what it lacks.
     fn probe(&self, rustc: &Path, arch: NvvmArch) -> Result<DeviceCompiler, String> {
         let sysroot = PathBuf::from(output(clean(rustc).args(["--print", "sysroot"]))?.trim());
         let rustlib = sysroot.join("lib/rustlib");
-        // cargo's -Zbuild-std asks for this same file.
+        // cargo's -Zbuild-std requires this file.
         let library = if rustlib.join("src/rust/library/Cargo.lock").is_file() {
             Library::Source
         } else if rustlib.join(TARGET).join("lib").is_dir() {
@@ -161,21 +163,23 @@ impl Search {
         if !cpus.split_whitespace().any(|cpu| cpu == arch.sm()) {
             return Err(format!("its LLVM does not know {arch}; a newer compiler is needed"));
         }
-        // A rustup toolchain brings the cargo that belongs to it; the system's may be years older than its rustc.
+        // A rustup toolchain has its own matching cargo. The system's cargo may be years older than
+        // its rustc.
         let own = sysroot.join("bin/cargo");
         let cargo = if sysroot != Path::new("/usr") && own.is_file() { own } else { self.cargo.clone() };
         Ok(DeviceCompiler { rustc: rustc.to_owned(), cargo, sysroot, library })
     }
 }
 
-/// A command that does not see the choice of toolchain made for the outer build.
+/// Returns a command without the toolchain choice that was made for the outer build.
 fn clean(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.env_remove("RUSTUP_TOOLCHAIN");
     command
 }
 
-/// Standard output of a command that must succeed; the error is one line for the list of what was tried.
+/// Returns the standard output of a command that must succeed. The error is one line for the list
+/// of what was tried.
 fn output(command: &mut Command) -> Result<String, String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let result = command.output().map_err(|error| format!("cannot run {program}: {error}"))?;
@@ -187,7 +191,8 @@ fn output(command: &mut Command) -> Result<String, String> {
     Err(format!("{program} failed ({}): {first}", result.status))
 }
 
-/// rustup installs one executable under many names; its `rustc` is a link to (or a copy beside) `rustup`.
+/// True for a rustup proxy. rustup installs one executable under many names, and its `rustc` is a
+/// link to (or a copy next to) `rustup`.
 fn is_rustup_proxy(rustc: &Path) -> bool {
     rustc.with_file_name("rustup").exists()
 }
@@ -202,7 +207,8 @@ mod tests {
 
     use super::*;
 
-    /// One test at a time: a process started by one would hold another's script open for writing ("text file busy").
+    /// A lock that runs one test at a time: a process started by one would hold another's script
+    /// open for writing ("text file busy").
     static ALONE: Mutex<()> = Mutex::new(());
 
     /// A folder of fake compilers, removed at the end.
@@ -224,7 +230,7 @@ mod tests {
             path
         }
 
-        /// A compiler in `name/bin`, with or without what it needs.
+        /// Creates a compiler in `name/bin`, with or without what it needs.
         fn rustc(&self, name: &str, source: bool, target: bool, cpus: &str) -> PathBuf {
             let root = self.0.join(name);
             let rustlib = root.join("lib/rustlib");
@@ -239,7 +245,7 @@ mod tests {
             self.script(&format!("{name}/bin/rustc"), &body)
         }
 
-        /// A rustup with these toolchains, each a fake compiler of that name.
+        /// Creates a rustup with these toolchains, each a fake compiler of that name.
         fn rustup(&self, toolchains: &[&str]) -> PathBuf {
             let list = toolchains.join("\n");
             let body =

@@ -1,10 +1,10 @@
-//! What can go wrong on the way to PTX. Every message says what was asked, what was there, and what to do.
+//! The errors of a build. Every message contains the request, the actual state, and the remedy.
 
 use std::{io, path::PathBuf, process::ExitStatus};
 
 use crate::NvvmArch;
 
-/// Why no PTX was made.
+/// The reason why no PTX was made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaBuilderError {
@@ -15,17 +15,17 @@ pub enum CudaBuilderError {
     )]
     FmaContraction,
 
-    /// A name that is no architecture.
+    /// A name that is not an architecture.
     #[error("`{asked}` is not a GPU architecture; known are {}", known())]
     UnknownArch {
-        /// The text given.
+        /// The given text.
         asked: String,
     },
 
     /// The folder holds no crate.
     #[error("no kernel crate at {}: there is no Cargo.toml in it, or cargo cannot read it", .path.display())]
     NoCrate {
-        /// The folder given.
+        /// The given folder.
         path: PathBuf,
     },
 
@@ -39,9 +39,9 @@ pub enum CudaBuilderError {
         list(.tried)
     )]
     NoDeviceCompiler {
-        /// What to compile for.
+        /// The architecture to compile for.
         arch: NvvmArch,
-        /// One line for each place that was looked at: which, and what it lacks.
+        /// One line for each place that was searched: its name, and what it lacks.
         tried: Vec<String>,
     },
 
@@ -50,20 +50,20 @@ pub enum CudaBuilderError {
     Start {
         /// The program.
         program: String,
-        /// Why.
+        /// The error of the system.
         source: io::Error,
     },
 
-    /// cargo or rustc reported errors; its messages went to standard error.
+    /// An error reported by cargo or rustc, whose messages went to standard error.
     #[error("compiling {} for {arch} failed ({status}); the compiler's messages are above. Command: {command}", .path.display())]
     Build {
         /// The kernel crate.
         path: PathBuf,
-        /// What to compile for.
+        /// The architecture to compile for.
         arch: NvvmArch,
-        /// How cargo ended.
+        /// The exit status of cargo.
         status: ExitStatus,
-        /// The command, to be run again by hand.
+        /// The command, for running it again by hand.
         command: String,
     },
 
@@ -72,11 +72,11 @@ pub enum CudaBuilderError {
     BadOutput {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect.
         reason: String,
     },
 
-    /// `write_table` outside a build script.
+    /// The call of `write_table` outside a build script.
     #[error("OUT_DIR is not set: `write_table` is for a build script, which cargo runs")]
     NoBuildScript,
 
@@ -87,7 +87,7 @@ pub enum CudaBuilderError {
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         source: io::Error,
     },
 }

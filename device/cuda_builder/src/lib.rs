@@ -1,8 +1,8 @@
 //! Compiles a kernel crate to PTX from a build script, with rust-cuda's `CudaBuilder` API.
 //!
-//! rust-cuda brings its own code generator, which needs one pinned nightly. This crate drives rustc's NVPTX target
-//! instead: any `rustc` that has LLVM's NVPTX backend and the source of `core`, stable included. A build script
-//! written for one works with the other.
+//! rust-cuda has its own code generator, which needs one pinned nightly. This crate uses rustc's
+//! NVPTX target instead: any `rustc` with LLVM's NVPTX backend and the source of `core`, including
+//! stable. A build script written for one works with the other.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), cuda_builder::CudaBuilderError> {
@@ -12,8 +12,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Invariant: the PTX is a function of the sources, the architecture and the device compiler alone. Nothing of the
-//! environment (flags, wrappers, profiles, the folder's name) reaches it.
+//! Invariant: the PTX depends only on the sources, the architecture and the device compiler. The
+//! environment (flags, wrappers, profiles, the folder's name) does not affect it.
 
 #![warn(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]

@@ -1,7 +1,8 @@
-//! The table from which `stepscope::kernels!()` makes what a device loads: a package's PTX, under the name by which its contracts
-//! look it up.
+//! The table from which `stepscope::kernels!()` builds what a device loads: a package's PTX, under
+//! the name by which its contracts look it up.
 //!
-//! Invariant: the name is the crate's own, as cargo tells it, so that no build script says whose kernels it has compiled.
+//! Invariant: the name is the crate's own, as cargo reports it, so a build script cannot
+//! misattribute its kernels.
 
 use std::{
     env,
@@ -13,18 +14,20 @@ use std::{
 
 use crate::{CudaBuilderError, NvvmArch, builder::start_error};
 
-/// In a build script: writes `OUT_DIR/kernels.rs`, which `stepscope::kernels!()` reads in the package that is built. `ptx` was
-/// made of the crate in folder `crate_path`, by [`CudaBuilder`](crate::CudaBuilder), one file for each architecture.
+/// Writes `OUT_DIR/kernels.rs` in a build script. `stepscope::kernels!()` reads it in the package
+/// that is built. [`CudaBuilder`](crate::CudaBuilder) made `ptx` from the crate in folder
+/// `crate_path`, one file for each architecture.
 ///
 /// # Errors
-/// When this is no build script, the folder holds no crate, or a file cannot be read or written.
+/// Fails outside a build script, if the folder has no crate, or if a file cannot be read or
+/// written.
 pub fn write_table(crate_path: impl AsRef<Path>, ptx: &[(NvvmArch, PathBuf)]) -> Result<(), CudaBuilderError> {
     let io = |action, path: &Path| {
         let path = path.to_owned();
         move |source| CudaBuilderError::Io { action, path, source }
     };
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or(CudaBuilderError::NoBuildScript)?).join("kernels.rs");
-    // Text and not `include_str!`: there is no name in it that the including module could give another meaning.
+    // Text instead of `include_str!`: it contains no name that the including module could redefine.
     let mut table = format!("({:?}, &[", package(crate_path.as_ref())?);
     for (arch, path) in ptx {
         let text = fs::read_to_string(path).map_err(io("read", path))?;
@@ -33,7 +36,7 @@ pub fn write_table(crate_path: impl AsRef<Path>, ptx: &[(NvvmArch, PathBuf)]) ->
     fs::write(&out, table + "])\n").map_err(io("write", &out))
 }
 
-/// The crate in a folder, as `name@version`.
+/// Returns the crate in a folder, as `name@version`.
 fn package(crate_path: &Path) -> Result<String, CudaBuilderError> {
     let no_crate = || CudaBuilderError::NoCrate { path: crate_path.to_owned() };
     let manifest = crate_path.join("Cargo.toml");
@@ -48,7 +51,8 @@ fn package(crate_path: &Path) -> Result<String, CudaBuilderError> {
     named(&id).filter(|_| output.status.success()).ok_or_else(no_crate)
 }
 
-/// `name@version` of what `cargo pkgid` prints: `URL#name@version`, or `URL#version` where the URL ends in the name.
+/// Returns the `name@version` from the output of `cargo pkgid`: `URL#name@version`, or
+/// `URL#version` if the URL ends in the name.
 fn named(id: &str) -> Option<String> {
     let (url, fragment) = id.rsplit_once('#')?;
     if fragment.contains('@') {

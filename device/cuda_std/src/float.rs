@@ -2,11 +2,11 @@
 //!
 //! Invariant: each is one IEEE 754 operation with the same bits on every device.
 
-/// Float operations of the GPU that are exact to the last bit everywhere.
+/// Float operations of the GPU that are exact to the last bit on every device.
 pub trait GpuFloat: Copy {
-    /// `self * a + b`, rounded once (`fma.rn`).
+    /// Returns `self * a + b`, rounded once (`fma.rn`).
     fn mul_add(self, a: Self, b: Self) -> Self;
-    /// The square root, correctly rounded (`sqrt.rn`).
+    /// Returns the square root, correctly rounded (`sqrt.rn`).
     fn sqrt(self) -> Self;
 }
 

@@ -1,22 +1,25 @@
-//! How a grid follows the one before it in its stream.
+//! Programmatic dependent launch: a grid's start overlaps the end of the grid before it in its
+//! stream.
 //!
-//! The host launches a kernel so that what its start costs is paid while the kernel before it still runs ("programmatic
-//! dependent launch", CUDA C++ Programming Guide, from compute capability 9.0 on). Invariant: no kernel touches memory before
-//! [`begin`] has returned; by then all that was queued before it is over and visible, because the kernel before it has waited
-//! in the same way.
+//! The host overlaps a kernel's launch latency with the end of the previous kernel. See the CUDA
+//! C++ Programming Guide; it requires compute capability 9.0.
 //!
-//! No kernel lets the next one's blocks come before its own have ended: they would fill the multiprocessors that are free first,
-//! and the others would stay empty (on an H200 that made a training step 1.4 times as slow).
+//! Invariant: no kernel accesses memory before [`begin`] has returned. At that time all work queued
+//! before it is complete and visible, because the previous kernel has waited in the same way.
+//!
+//! No kernel triggers the launch of the next kernel's blocks before its own have ended. They would
+//! fill the multiprocessors that become free first, and the others would stay empty. On an H200
+//! that made a training step 1.4 times as slow.
 
-/// Waits until the kernels before this one are over. `#[kernel]` puts it first.
+/// Waits until the previous kernels are complete. `#[kernel]` puts the call first.
 ///
 /// # Safety
-/// All threads of the grid call it, before they touch memory.
+/// All threads of the grid call it, before they access memory.
 #[inline(always)]
 pub unsafe fn begin() {
     #[cfg(grid_dependency)]
-    // SAFETY: `cfg(grid_dependency)` is set for targets that have the instruction; nothing has touched memory, as is
-    // asked.
+    // SAFETY: `cfg(grid_dependency)` is set for targets that have the instruction, and the caller
+    // guarantees that nothing has accessed memory.
     unsafe {
         wait();
     }

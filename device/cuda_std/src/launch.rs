@@ -1,8 +1,9 @@
-//! What a host needs to launch a kernel: its typed arguments, its contract, and its packed words.
+//! The host's side of a launch: a kernel's typed arguments, its contract, and its packed words.
 //!
-//! Invariant: [`Arguments`] are inert. Only a [`Contract`], written beside the kernel, turns arguments into a
-//! launch, and it checks every length first; a host never chooses a grid. What a kernel takes is one of the types here: how an
-//! argument is packed is nobody else's to say.
+//! Invariant: [`Arguments`] are plain data. Only a [`Contract`], declared next to the kernel, turns
+//! arguments into a launch, and it checks every length first. The host never chooses a grid. A
+//! kernel's parameter types are limited to those in this module, which defines how each argument is
+//! packed.
 
 mod size;
 #[doc(hidden)]
@@ -15,31 +16,32 @@ use core::ops::Range;
 use core::panic::Location;
 pub use size::Size;
 
-/// Runs a kernel's threads on the CPU: reads its arguments from packed words, and takes threads of the block that have not
-/// started, one after another, each to its end.
+/// Runs a kernel's threads on the CPU. It reads the arguments from packed words, and runs the
+/// block's threads that have not started, one after another, each to its end.
 ///
-/// To be called with the words that the same kernel's [`Arguments::pack`] has written, for a block of a grid that its [`Contract`]
-/// has accepted with these arguments, while their memory is borrowed; and on a processor, and in a mode, that suits the
-/// [version](Versions).
+/// The caller passes the words that the same kernel's [`Arguments::pack`] has written, and a block
+/// of a grid that its [`Contract`] has accepted with these arguments. Their memory is borrowed
+/// during the call. The processor and the race detection mode match the [version](Versions).
 pub type Threads = unsafe fn(*const u64, &Block);
 
 /// A kernel on the CPU, compiled for several processors.
 #[derive(Clone, Copy)]
 pub struct Versions {
-    /// For any x86-64, and for Miri; watched for races or not.
+    /// The version for any x86-64, and for Miri, with or without race detection.
     #[cfg(any(target_arch = "x86_64", miri))]
     pub portable: Threads,
-    /// For x86-64 with AVX2 and FMA, and for any other processor; not watched.
+    /// The version for x86-64 with AVX2 and FMA, and for any other processor, without race
+    /// detection.
     pub fused: Threads,
-    /// For x86-64 with AVX-512 as well; not watched.
+    /// The version for x86-64 with AVX-512 as well, without race detection.
     #[cfg(target_arch = "x86_64")]
     pub wide: Threads,
-    /// For any other processor than x86-64, watched.
+    /// The version for processors other than x86-64, with race detection.
     #[cfg(not(target_arch = "x86_64"))]
     pub watched: Threads,
 }
 
-/// The typed arguments of a kernel, or of a family of kernels that take the same.
+/// The typed arguments of a kernel, or of a family of kernels with the same parameters.
 ///
 /// # Safety
 /// `pack` must write the words that the kernels' [`Versions`] read, in order.
@@ -52,51 +54,55 @@ pub unsafe trait Arguments: fmt::Debug {
     fn pack(&self, words: &mut Words);
 }
 
-/// A kernel, made by `#[kernel]`: its name is its PTX entry.
+/// A kernel that `#[kernel]` has expanded. Its name is its PTX entry.
 ///
 /// # Safety
 /// The versions read the words that `pack` writes.
 pub unsafe trait Kernel: Arguments {
-    /// The function on the CPU.
+    /// The kernel's CPU versions.
     const VERSIONS: Versions;
 }
 
-/// What a kernel demands of a launch and promises in return; stands beside the kernel, made by `contract!` or `family!`.
+/// The requirements of a kernel on a launch, and its guarantees in return. `contract!` or `family!`
+/// declares it next to the kernel.
 ///
-/// # Safety
-/// When `grid` returns `Ok`, for arguments of any value, running that grid of `entry` touches nothing outside the arguments'
-/// lengths, and writes only through the kernel's `*mut` parameters.
+/// # Safety The arguments may have any value. If `grid` returns `Ok`, running that grid of `entry`
+/// accesses nothing outside the arguments' lengths. It writes only through the kernel's `*mut`
+/// parameters.
 pub unsafe trait Contract: Arguments {
-    /// The kernel that is launched: of a family, the one that the arguments choose.
+    /// Returns the kernel to launch. For a family, the arguments select it.
     fn entry(&self) -> Result<&'static Entry, Violation>;
-    /// The blocks of this launch, or which argument breaks the contract. No blocks: nothing to do.
+    /// Returns the blocks of this launch, or the argument that breaks the contract. A grid without
+    /// blocks means that there is nothing to do.
     fn grid(&self) -> Result<Grid, Violation>;
 }
 
 /// A kernel without its arguments.
 #[derive(Clone, Copy)]
 pub struct Entry {
-    /// The package that the kernel is compiled in, as `name@version`, by which a driver finds its PTX.
+    /// The package that the kernel is compiled in, as `name@version`. A driver finds its PTX by it.
     pub package: &'static str,
-    /// The PTX entry.
+    /// The name of the PTX entry.
     pub name: &'static str,
-    /// Threads in a block.
+    /// The threads in a block.
     pub block: u32,
-    /// Bytes of dynamic shared memory a block.
+    /// The bytes of dynamic shared memory per block.
     pub shared_bytes: u32,
     /// The alignment in bytes that every pointer must have.
     pub align: u64,
-    /// The kernel on the CPU.
+    /// The kernel's CPU versions.
     pub versions: Versions,
     /// The names of the parameters that are slices or pointers, in order.
     pub pointers: &'static [&'static str],
 }
 
 impl Entry {
-    /// The kernel `K` of a package, in blocks of so many threads with so many bytes of shared memory.
+    /// Returns the entry of kernel `K` of a package, with `block` threads and `shared_bytes` bytes
+    /// of shared memory per block.
     ///
     /// # Panics
-    /// When a block has no threads or more than 1024, or the alignment is no power of two.
+    /// Panics if a block has no threads or more than 1024, or if the alignment is not a power of
+    /// two.
     #[allow(clippy::disallowed_methods, reason = "computed by rustc, for the host")]
     pub const fn of<K: Kernel>(package: &'static str, block: u32, shared_bytes: u32, align: u64) -> Self {
         assert!(block >= 1 && block <= 1024, "a block has 1 to 1024 threads");
@@ -105,7 +111,7 @@ impl Entry {
     }
 }
 
-/// A kernel that has a contract, for [`entries`].
+/// A kernel with a contract, registered for [`entries`].
 #[doc(hidden)]
 pub struct Listed(pub &'static Entry);
 
@@ -114,7 +120,7 @@ pub use inventory;
 
 inventory::collect!(Listed);
 
-/// Every kernel of the program that has a contract, in no order.
+/// Returns every kernel of the program that has a contract, in no particular order.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
     inventory::iter::<Listed>.into_iter().map(|listed| listed.0)
 }
@@ -125,24 +131,24 @@ impl fmt::Debug for Entry {
     }
 }
 
-/// Blocks of a launch along x, y and z.
+/// The number of blocks of a launch along x, y and z.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Blocks along x, up to 2^31 - 1.
+    /// The blocks along x, up to 2^31 - 1.
     pub x: u32,
-    /// Blocks along y, up to 65,535.
+    /// The blocks along y, up to 65,535.
     pub y: u32,
-    /// Blocks along z, up to 65,535.
+    /// The blocks along z, up to 65,535.
     pub z: u32,
 }
 
 impl Grid {
-    /// As many blocks along x as cover `items` with `per_block` each.
+    /// Returns the blocks along x that cover `items` with `per_block` each.
     pub fn cover(items: impl Into<Size>, per_block: usize) -> Result<Self, Violation> {
         Self::new(Size::of(items).div_ceil(per_block), 1, 1)
     }
 
-    /// The blocks along each axis, within CUDA's limits.
+    /// Returns the blocks along each axis, checked against CUDA's limits.
     pub fn new(x: impl Into<Size>, y: impl Into<Size>, z: impl Into<Size>) -> Result<Self, Violation> {
         let limit = |axis, blocks: Size, most: u32| {
             let fits = blocks.number().and_then(|blocks| u32::try_from(blocks).ok()).filter(|&blocks| blocks <= most);
@@ -155,13 +161,13 @@ impl Grid {
         })
     }
 
-    /// The place of the block that is the `index`th, x first.
+    /// Returns the coordinates of the `index`th block, x first.
     pub fn place(self, index: u64) -> [u32; 3] {
         let (x, y) = (u64::from(self.x), u64::from(self.y));
         [(index % x) as u32, (index / x % y) as u32, (index / x / y) as u32]
     }
 
-    /// All blocks of the grid.
+    /// Returns the number of blocks in the grid.
     pub fn blocks(self) -> u64 {
         u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
     }
@@ -173,24 +179,24 @@ impl Grid {
 pub struct Violation {
     /// The kernel's parameter.
     pub argument: &'static str,
-    /// What the contract asks.
+    /// The contract's requirement.
     pub expected: String,
-    /// What the launch gave.
+    /// The launch's value.
     pub got: String,
 }
 
 impl Violation {
-    /// An argument, what was expected of it and what it was.
+    /// Returns the violation of an argument, with the expected and the actual value.
     pub fn new(argument: &'static str, expected: impl Into<String>, got: impl Into<String>) -> Self {
         Self { argument, expected: expected.into(), got: got.into() }
     }
 
-    /// A choice by which no kernel of a family is found.
+    /// Returns the violation of a choice that selects no kernel of a family.
     pub fn choice(argument: &'static str, family: &str, got: &impl fmt::Debug) -> Self {
         Self::new(argument, format!("one of `{family}::VARIANTS`"), format!("{got:?}"))
     }
 
-    /// Ok when `length` is `expected`.
+    /// Returns Ok if `length` is `expected`.
     pub fn unless_length(argument: &'static str, expected: impl Into<Size>, length: usize) -> Result<(), Self> {
         let expected = expected.into();
         if expected.is(length) {
@@ -199,16 +205,16 @@ impl Violation {
         Err(Self::new(argument, format!("{expected} elements"), format!("{length}")))
     }
 
-    /// Ok when `value` is a multiple of `elements`. For a place, a stride, a distance or a row
-    /// length from which a kernel moves so many elements in one access: on a GPU an access that is
-    /// not aligned ends the process's context.
+    /// Returns Ok if `value` is a multiple of `elements`. Use it for an index, a stride, a distance
+    /// or a row length from which a kernel moves that many elements in one access. A misaligned
+    /// access on a GPU destroys the process's context.
     pub fn unless_aligned(argument: &'static str, value: impl Into<Size>, elements: usize) -> Result<(), Self> {
         let value = value.into();
         let is_aligned = value.number().is_some_and(|number| number.is_multiple_of(elements));
         Self::unless(is_aligned, argument, &format!("a multiple of {elements}"), value)
     }
 
-    /// Ok when `holds`.
+    /// Returns Ok if `holds`.
     pub fn unless(holds: bool, argument: &'static str, expected: &str, got: impl fmt::Display) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self::new(argument, expected, got.to_string())) }
     }
@@ -218,56 +224,57 @@ macro_rules! device_memory {
     ($($(#[$doc:meta])* $name:ident, $borrow:ty, $words:literal, $written:literal;)*) => {$(
         $(#[$doc])*
         ///
-        /// It stays on its thread, as what it points to does.
+        /// It stays on its thread, as the memory that it points to does.
         pub struct $name<'a, T> {
             owner: u64,
             address: u64,
             length: usize,
-            // The raw pointer makes it neither `Send` nor `Sync`.
+            // The raw pointer makes the type neither `Send` nor `Sync`.
             borrow: PhantomData<($borrow, *mut ())>,
         }
 
         impl<T> $name<'_, T> {
-            /// Device memory by address and length in elements, and the number that the host gives
-            /// its owner.
+            /// Returns device memory by address and length in elements, with the number by which
+            /// the host identifies its owner.
             ///
             /// # Safety
-            /// The memory must be valid on the device, for as long as a launch may use it, and aligned for `T`.
-            /// If the pointer may be written, nothing else may use the memory within the launch.
+            /// The memory must be valid on the device for as long as a launch may use it, and
+            /// aligned for `T`. If the pointer may be written, nothing else may use the memory
+            /// during the launch.
             #[inline]
             pub unsafe fn new(owner: u64, address: u64, length: usize) -> Self {
                 Self { owner, address, length, borrow: PhantomData }
             }
 
-            /// No elements, of no owner: what stands for an argument that is not there.
+            /// Returns memory without elements and owner, for an argument that is absent.
             pub fn empty() -> Self {
                 const { assert!(align_of::<T>() <= 256, "no memory of a device is aligned to more than 256 bytes") };
                 // Aligned for the element, and never read.
                 Self { owner: NO_OWNER, address: 256, length: 0, borrow: PhantomData }
             }
 
-            /// Elements.
+            /// Returns the number of elements.
             #[inline]
             pub fn len(&self) -> usize {
                 self.length
             }
 
-            /// Whether there is no element.
+            /// True if there is no element.
             #[inline]
             pub fn is_empty(&self) -> bool {
                 self.length == 0
             }
 
-            /// The first element's address on the device.
+            /// Returns the first element's address on the device.
             #[inline]
             pub fn address(&self) -> u64 {
                 self.address
             }
 
-            /// The part of these elements.
+            /// Returns a part of the memory.
             ///
             /// # Panics
-            /// When they are not inside.
+            /// Panics if the elements are not inside.
             #[must_use]
             pub fn part(self, elements: Range<usize>) -> Self {
                 let Range { start, end } = elements;
@@ -307,9 +314,10 @@ macro_rules! device_memory {
 device_memory! {
     /// A kernel's `&[T]`: read by every thread, written by none.
     Slice, &'a [T], 2, false;
-    /// A kernel's `*const T`. It may name the same memory as a `*mut T` of the launch, element for element.
+    /// A kernel's `*const T`. It may refer to the same memory as a `*mut T` of the launch, element
+    /// for element.
     Pointer, &'a T, 1, false;
-    /// A kernel's `*mut T`: its output, for the launch alone.
+    /// A kernel's `*mut T`: its output, exclusive to the launch.
     PointerMut, &'a mut [T], 1, true;
 }
 
@@ -325,28 +333,30 @@ macro_rules! shared {
     )*};
 }
 
-// A `PointerMut` is its launch's alone: no copy can name the same output twice.
+// A `PointerMut` is exclusive to its launch: it is not `Copy`, so no two can refer to the same
+// output.
 shared! { Slice Pointer }
 
-/// The owner of memory that is not there.
+/// The owner number of absent memory.
 const NO_OWNER: u64 = u64::MAX;
 
 mod sealed {
     pub trait Sealed {}
 }
 
-/// Something that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`] or [`Scalar`], and nothing else, because
-/// `unsafe impl Kernel` relies on how many words each is.
+/// A value that a launch passes to a kernel: a [`Slice`], [`Pointer`], [`PointerMut`] or
+/// [`Scalar`]. The trait is sealed, because `unsafe impl Kernel` relies on the number of words of
+/// each.
 pub trait Argument: sealed::Sealed {
-    /// Adds its words.
+    /// Appends the argument's words.
     fn pack(&self, words: &mut Words);
 }
 
 /// A number that fits a word: `u32`, `i32`, `u64`, `usize` or `f32`.
 pub trait Scalar: Argument + Copy {
-    /// The number in the low bytes of a word.
+    /// Returns the number in the low bytes of a word.
     fn to_word(self) -> u64;
-    /// The number from the low bytes of a word.
+    /// Reads the number from the low bytes of a word.
     fn from_word(word: u64) -> Self;
 }
 
@@ -376,21 +386,21 @@ scalar! {
     f32: |value| u64::from(value.to_bits()), |word| f32::from_bits(word as u32);
 }
 
-/// The memory that one argument of a launch may touch.
+/// The memory that one argument of a launch may access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// The first element's address on the device.
     pub address: u64,
-    /// Elements.
+    /// The number of elements.
     pub length: usize,
-    /// Bytes of an element.
+    /// The bytes of an element.
     pub element_bytes: usize,
-    /// Whether the kernel may write it.
+    /// True if the kernel may write it.
     pub written: bool,
 }
 
 impl Extent {
-    /// Bytes of all elements.
+    /// Returns the bytes of all elements.
     pub fn bytes(&self) -> usize {
         self.length * self.element_bytes
     }
@@ -400,16 +410,16 @@ impl Extent {
 #[derive(Clone, Debug)]
 pub struct Words {
     words: Vec<u64>,
-    /// What the pointers among the words point to.
+    /// The memory that the pointers among the words refer to.
     extents: Vec<Extent>,
-    /// The owner of each.
+    /// The owner of each pointer's memory.
     owners: Vec<u64>,
-    /// The line that asked for the launch.
+    /// The source line that requested the launch.
     site: &'static Location<'static>,
 }
 
 impl Words {
-    /// The arguments of a launch that the caller's line asks for.
+    /// Packs the arguments of a launch that the caller's line requests.
     #[track_caller]
     pub fn of(arguments: &impl Arguments) -> Self {
         let mut words = Self {
@@ -422,13 +432,13 @@ impl Words {
         words
     }
 
-    /// Adds a word.
+    /// Appends a word.
     #[inline]
     fn push(&mut self, word: u64) {
         self.words.push(word);
     }
 
-    /// Adds the address of memory of an owner.
+    /// Appends the address of an owner's memory.
     #[inline]
     fn push_pointer(&mut self, owner: u64, extent: Extent) {
         self.words.push(extent.address);
@@ -436,29 +446,29 @@ impl Words {
         self.owners.push(owner);
     }
 
-    /// The words in order.
+    /// Returns the words in order.
     pub fn as_slice(&self) -> &[u64] {
         &self.words
     }
 
-    /// The line that asked for the launch.
+    /// Returns the source line that requested the launch.
     pub fn site(&self) -> &'static Location<'static> {
         self.site
     }
 
-    /// What the pointers among the words point to, in order.
+    /// Returns the memory that the pointers among the words refer to, in order.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// The first pointer to memory whose owner `accepts` returns false for: its place among the
-    /// pointers, and the owner.
+    /// Returns the first pointer whose owner `accepts` rejects: its index among the pointers, and
+    /// the owner.
     pub fn first_of_other(&self, accepts: impl Fn(u64) -> bool) -> Option<(usize, u64)> {
         let owners = self.owners.iter().copied().enumerate();
         owners.filter(|&(_, owner)| owner != NO_OWNER).find(|&(_, owner)| !accepts(owner))
     }
 
-    /// Ok when every address is as aligned as `entry` demands of its pointers.
+    /// Returns Ok if every address has the alignment that `entry` requires of its pointers.
     pub fn check_alignment(&self, entry: &Entry) -> Result<(), Violation> {
         let is_aligned = |extent: &Extent| extent.address.is_multiple_of(entry.align);
         let Some(at) = self.extents.iter().position(|extent| !is_aligned(extent)) else { return Ok(()) };

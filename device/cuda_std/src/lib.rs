@@ -1,11 +1,13 @@
-//! rust-cuda's `cuda_std`, the part that stepscope's kernels use: same paths, same signatures.
+//! The part of rust-cuda's `cuda_std` that stepscope's kernels use, with the same paths and
+//! signatures.
 //!
-//! On `nvptx64` each function is an intrinsic of rustc's NVPTX backend. On a CPU it asks the [`emulator`], which
-//! runs the same kernel, thread by thread, and turns what a GPU would leave undefined into an error that names
-//! kernel, block and thread.
+//! On `nvptx64` each function is an intrinsic of rustc's NVPTX backend. On a CPU it calls the
+//! [`emulator`], which runs the same kernel, thread by thread. The emulator turns what is undefined
+//! on a GPU into an error that names kernel, block and thread.
 //!
-//! Invariant: a kernel written against this crate compiles unchanged with rust-cuda's own `cuda_std`. What stands
-//! beyond that API ([`launch`], [`emulator`], [`float_mode`]) exists on the CPU alone.
+//! Invariant: a kernel written against this crate compiles unchanged with rust-cuda's own
+//! `cuda_std`. The rest of this crate ([`launch`], [`emulator`], [`float_mode`]) exists only on the
+//! CPU.
 
 #![warn(clippy::disallowed_methods)]
 #![cfg_attr(target_arch = "nvptx64", no_std)]
@@ -36,12 +38,12 @@ pub mod launch;
 
 pub use float::GpuFloat;
 
-/// What a kernel's file imports; no more than rust-cuda's has.
+/// The imports of a kernel's file. They are a subset of rust-cuda's prelude.
 pub mod prelude {
     pub use crate::{kernel, thread};
 }
 
-// A kernel has nobody to tell: the trap ends the launch, and the host sees a lost context.
+// A kernel cannot report a panic: the trap ends the launch, and the host observes a lost context.
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

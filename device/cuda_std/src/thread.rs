@@ -1,7 +1,7 @@
-//! Where a thread stands in its grid, and the barriers of its block.
+//! A thread's position in its grid, and the barriers of its block.
 //!
-//! Invariant: every thread of a block reaches the same barrier, or none does; the emulator makes anything else an
-//! error.
+//! Invariant: every thread of a block reaches the same barrier, or none does. The emulator reports
+//! anything else as an error.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::emulator::{Collective, current};
@@ -13,7 +13,7 @@ macro_rules! index {
         $(#[$doc])*
         #[inline(always)]
         pub fn $name() -> u32 {
-            // SAFETY: reads a special register.
+            // SAFETY: the intrinsic reads a special register.
             #[cfg(target_arch = "nvptx64")]
             return unsafe { nvptx::$gpu() as u32 };
             #[cfg(not(target_arch = "nvptx64"))]
@@ -23,39 +23,41 @@ macro_rules! index {
 }
 
 index! {
-    /// This thread's place in its block, x.
+    /// Returns this thread's index in its block, x.
     thread_idx_x: _thread_idx_x, thread_idx[0];
-    /// This thread's place in its block, y.
+    /// Returns this thread's index in its block, y.
     thread_idx_y: _thread_idx_y, thread_idx[1];
-    /// This thread's place in its block, z.
+    /// Returns this thread's index in its block, z.
     thread_idx_z: _thread_idx_z, thread_idx[2];
-    /// This block's place in the grid, x.
+    /// Returns this block's index in the grid, x.
     block_idx_x: _block_idx_x, block_idx[0];
-    /// This block's place in the grid, y.
+    /// Returns this block's index in the grid, y.
     block_idx_y: _block_idx_y, block_idx[1];
-    /// This block's place in the grid, z.
+    /// Returns this block's index in the grid, z.
     block_idx_z: _block_idx_z, block_idx[2];
-    /// Threads in a block, x.
+    /// Returns the threads in a block, x.
     block_dim_x: _block_dim_x, block_dim[0];
-    /// Threads in a block, y.
+    /// Returns the threads in a block, y.
     block_dim_y: _block_dim_y, block_dim[1];
-    /// Threads in a block, z.
+    /// Returns the threads in a block, z.
     block_dim_z: _block_dim_z, block_dim[2];
-    /// Blocks in the grid, x.
+    /// Returns the blocks in the grid, x.
     grid_dim_x: _grid_dim_x, grid_dim[0];
-    /// Blocks in the grid, y.
+    /// Returns the blocks in the grid, y.
     grid_dim_y: _grid_dim_y, grid_dim[1];
-    /// Blocks in the grid, z.
+    /// Returns the blocks in the grid, z.
     grid_dim_z: _grid_dim_z, grid_dim[2];
 }
 
-/// This thread's place in a one-dimensional grid, in 32 bits: beyond 2^32 threads it begins anew, so a contract allows no more.
+/// Returns this thread's index in a one-dimensional grid, in 32 bits. It wraps past 2^32 threads,
+/// so a contract allows no more.
 #[inline(always)]
 pub fn index_1d() -> u32 {
     block_idx_x() * block_dim_x() + thread_idx_x()
 }
 
-/// Waits until every thread of the block has come here, and makes their writes visible to each other.
+/// Waits until every thread of the block has reached this call, and makes their writes visible to
+/// each other.
 #[inline(always)]
 #[track_caller]
 pub fn sync_threads() {
@@ -101,11 +103,14 @@ macro_rules! barrier {
 }
 
 barrier! {
-    /// [`sync_threads`] that returns how many threads of the block gave a `predicate` other than zero.
+    /// Waits like [`sync_threads`], and returns the number of the block's threads that passed a
+    /// non-zero `predicate`.
     sync_threads_count: barrier_popc, BarrierCount;
-    /// [`sync_threads`] that returns non-zero when every thread of the block gave a `predicate` other than zero.
+    /// Waits like [`sync_threads`], and returns non-zero if every thread of the block passed a
+    /// non-zero `predicate`.
     sync_threads_and: barrier_and, BarrierAnd;
-    /// [`sync_threads`] that returns non-zero when some thread of the block gave a `predicate` other than zero.
+    /// Waits like [`sync_threads`], and returns non-zero if any thread of the block passed a
+    /// non-zero `predicate`.
     sync_threads_or: barrier_or, BarrierOr;
 }
 

@@ -1,8 +1,10 @@
 //! Lane exchange within a warp of 32 threads.
 //!
-//! Shuffles go through LLVM's intrinsics and not rust-cuda's `warp_shuffle_*`, which crash libNVVM for
-//! `compute_121`; the signatures are rust-cuda's. Invariant: every lane in `mask` calls the same function at the
-//! same place; the emulator makes anything else an error.
+//! Shuffles use LLVM's intrinsics, because rust-cuda's `warp_shuffle_*` crash libNVVM for
+//! `compute_121`. The signatures are rust-cuda's.
+//!
+//! Invariant: every lane in `mask` calls the same function at the same source line. The emulator
+//! reports anything else as an error.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::emulator::{Collective, current};
@@ -30,20 +32,21 @@ unsafe extern "C" {
     fn read_active_mask() -> i32;
 }
 
-/// This thread's lane, 0 to 31.
+/// Returns this thread's lane, 0 to 31.
 #[inline(always)]
 pub fn lane_id() -> u32 {
-    // SAFETY: reads a special register.
+    // SAFETY: the intrinsic reads a special register.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { read_lane_id() as u32 };
     #[cfg(not(target_arch = "nvptx64"))]
     current(|block| block.lane())
 }
 
-/// The lanes of this warp that run together now. The emulator gives those that have not ended.
+/// Returns the lanes of this warp that currently run together. The emulator returns the lanes that
+/// have not ended.
 #[inline(always)]
 pub fn activemask() -> u32 {
-    // SAFETY: reads a special register.
+    // SAFETY: the intrinsic reads a special register.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { read_active_mask() as u32 };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -57,7 +60,7 @@ pub fn activemask() -> u32 {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn sync_warp(mask: u32) {
-    // SAFETY: all lanes in `mask` are here, this one among them, as is asked.
+    // SAFETY: all lanes in `mask` execute this, this one among them, as the caller guarantees.
     #[cfg(target_arch = "nvptx64")]
     unsafe {
         bar_warp_sync(mask as i32)
@@ -66,14 +69,14 @@ pub unsafe fn sync_warp(mask: u32) {
     Collective::Warp(mask).wait(0);
 }
 
-/// Whether every lane in `mask` gave true.
+/// Returns true if every lane in `mask` passed true.
 ///
 /// # Safety
 /// Every lane in `mask` makes this call, and the caller is among them.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
-    // SAFETY: all lanes in `mask` are here, this one among them, as is asked.
+    // SAFETY: all lanes in `mask` execute this, this one among them, as the caller guarantees.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_all(mask as i32, predicate) };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -82,14 +85,14 @@ pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
     }
 }
 
-/// Whether some lane in `mask` gave true.
+/// Returns true if any lane in `mask` passed true.
 ///
 /// # Safety
 /// Every lane in `mask` makes this call, and the caller is among them.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_any(mask: u32, predicate: bool) -> bool {
-    // SAFETY: all lanes in `mask` are here, this one among them, as is asked.
+    // SAFETY: all lanes in `mask` execute this, this one among them, as the caller guarantees.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_any(mask as i32, predicate) };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -98,14 +101,14 @@ pub unsafe fn warp_vote_any(mask: u32, predicate: bool) -> bool {
     }
 }
 
-/// The lanes in `mask` that gave true, a bit each.
+/// Returns the lanes in `mask` that passed true, one bit each.
 ///
 /// # Safety
 /// Every lane in `mask` makes this call, and the caller is among them.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn warp_vote_ballot(mask: u32, predicate: bool) -> u32 {
-    // SAFETY: all lanes in `mask` are here, this one among them, as is asked.
+    // SAFETY: all lanes in `mask` execute this, this one among them, as the caller guarantees.
     #[cfg(target_arch = "nvptx64")]
     return unsafe { vote_ballot(mask as i32, predicate) as u32 };
     #[cfg(not(target_arch = "nvptx64"))]
@@ -118,12 +121,13 @@ macro_rules! shuffle {
     ($($(#[$doc:meta])* $name:ident: $gpu:ident, |$lane:ident, $operand:ident, $width:ident| $source:expr;)*) => {$(
         $(#[$doc])*
         ///
-        /// `T` is 4 or 8 bytes, `width` a power of two up to 32. Returns the value, and whether the source lane lies
-        /// in this lane's segment of `width` lanes (if not, the value is the caller's own).
+        /// `T` is 4 or 8 bytes, and `width` a power of two up to 32. Returns the value, and true if
+        /// the source lane lies in this lane's segment of `width` lanes. If not, the value is the
+        /// caller's own.
         ///
         /// # Safety
-        /// Every lane in `mask` makes this call, and the caller and its source lane are among them. No byte of `T` is padding, and
-        /// one lane's value is a value for the others.
+        /// Every lane in `mask` makes this call, and the caller and its source lane are among them.
+        /// No byte of `T` is padding, and one lane's value is a valid value for the others.
         #[inline(always)]
         #[track_caller]
         pub unsafe fn $name<T: Copy>(mask: u32, value: T, $operand: u32, $width: u32) -> (T, bool) {
@@ -135,8 +139,8 @@ macro_rules! shuffle {
             {
                 let clamp = (((32 - $width) << 8) | 31) as i32;
                 let (mask, operand) = (mask as i32, $operand as i32);
-                // SAFETY: all lanes in `mask` are here with a `T` of these bytes, as is asked; what comes back are
-                // another's, or this lane's own.
+                // SAFETY: the caller guarantees that all lanes in `mask` execute this with a `T` of
+                // these bytes. The result is another lane's value, or this lane's own.
                 unsafe {
                     if size_of::<T>() == 4 {
                         let moved = $gpu(mask, transmute_copy(&value), operand, clamp);
@@ -150,13 +154,14 @@ macro_rules! shuffle {
             }
             #[cfg(not(target_arch = "nvptx64"))]
             {
-                // SAFETY: `T` has as many bytes as the word, which is checked above, and none is padding, as is asked.
+                // SAFETY: `T` has as many bytes as the word, which is checked above, and the caller
+                // guarantees that none is padding.
                 let word = unsafe {
                     if size_of::<T>() == 4 { u64::from(transmute_copy::<T, u32>(&value)) } else { transmute_copy::<T, u64>(&value) }
                 };
                 let source = if inside { source } else { $lane } as u8;
                 let moved = Collective::Shuffle { mask, source }.wait(word);
-                // SAFETY: the word is a lane's `T`, this one's or that of another which made the same call.
+                // SAFETY: the word is the `T` of this lane, or of another that made the same call.
                 let moved = unsafe {
                     if size_of::<T>() == 4 { transmute_copy::<u32, T>(&(moved as u32)) } else { transmute_copy::<u64, T>(&moved) }
                 };
@@ -167,10 +172,10 @@ macro_rules! shuffle {
 }
 
 shuffle! {
-    /// The value of the lane whose number is this lane's xor `lanes`.
+    /// Returns the value of the lane whose number is this lane's xor `lanes`.
     warp_shuffle_xor: shuffle_xor, |lane, lanes, width| lane ^ lanes;
-    /// The value of the lane `delta` above this one.
+    /// Returns the value of the lane `delta` above this one.
     warp_shuffle_down: shuffle_down, |lane, delta, width| lane + delta;
-    /// The value of lane `index` of this lane's segment.
+    /// Returns the value of lane `index` of this lane's segment.
     warp_shuffle_idx: shuffle_idx, |lane, index, width| (lane & !(width - 1)) | (index & (width - 1));
 }

@@ -1,4 +1,4 @@
-//! The emulator's rules, each on a kernel that keeps it and one that breaks it.
+//! The emulator's rules, each on a kernel that follows it and on a kernel that breaks it.
 
 use cuda_std::emulator::{Cause, Fault, Machine};
 use cuda_std::launch::{Arguments, Contract, Entry, Grid, Pointer, PointerMut, Slice, Violation, Words};
@@ -35,12 +35,12 @@ contract! {
     places: 32, 0;
 }
 
-/// y = factor * x, `[n]`.
+/// Computes y = factor * x, `[n]`.
 #[kernel]
 unsafe fn scale(x: &[f32], factor: f32, y: *mut f32) {
     let index = thread::index_1d() as usize;
     if index < x.len() {
-        // SAFETY: the test's buffers hold what the grid touches.
+        // SAFETY: the test's buffers cover every access of the grid.
         unsafe { *y.add(index) = factor * x[index] };
     }
 }
@@ -49,7 +49,7 @@ unsafe fn scale(x: &[f32], factor: f32, y: *mut f32) {
 #[kernel]
 unsafe fn reverse(x: *const u32, y: *mut u32) {
     let (tile, index) = (shared::dynamic_shared_mem::<u32>(), thread::thread_idx_x() as usize);
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe {
         *tile.add(index) = *x.add(index);
         thread::sync_threads();
@@ -62,28 +62,28 @@ unsafe fn reverse_without_barrier_for_some(y: *mut u32) {
     if thread::thread_idx_x() < 40 {
         thread::sync_threads();
     }
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe { *y = 1 };
 }
 
-/// y: `[3]`, what thread 5 gets of count, and, or.
+/// Writes y: `[3]`, thread 5's results of count, and, or.
 #[kernel]
 unsafe fn barrier_results(y: *mut u32) {
     let odd = thread::thread_idx_x() % 2;
     let results = [thread::sync_threads_count(odd), thread::sync_threads_and(odd), thread::sync_threads_or(odd)];
     if thread::thread_idx_x() == 5 {
         for (at, result) in results.into_iter().enumerate() {
-            // SAFETY: the test's buffers hold what the grid touches.
+            // SAFETY: the test's buffers cover every access of the grid.
             unsafe { *y.add(at) = result };
         }
     }
 }
 
-/// y: `[6, 32]`.
+/// Writes y: `[6, 32]`, the results of shuffles and votes by lane.
 #[kernel]
 unsafe fn shuffles(y: *mut u32) {
     let lane = warp::lane_id();
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe {
         let xor = warp::warp_shuffle_xor(u32::MAX, lane * 10, 5, 32);
         let down = warp::warp_shuffle_down(u32::MAX, lane * 10, 3, 16);
@@ -105,7 +105,7 @@ unsafe fn one_warp_stays_away(y: *mut u32) {
         return;
     }
     thread::sync_threads();
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe { *y = 1 };
 }
 
@@ -117,14 +117,14 @@ unsafe fn two_barriers(y: *mut u32) {
     } else {
         thread::sync_threads();
     }
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe { *y = 1 };
 }
 
 #[kernel]
 unsafe fn half_warp_shuffle(y: *mut u32) {
     if warp::lane_id() < 16 {
-        // SAFETY: the test's buffers hold what the grid touches.
+        // SAFETY: the test's buffers cover every access of the grid.
         unsafe { *y = warp::warp_shuffle_xor(u32::MAX, 1u32, 1, 32).0 };
     }
 }
@@ -132,21 +132,21 @@ unsafe fn half_warp_shuffle(y: *mut u32) {
 #[kernel]
 unsafe fn panics(x: &[u32], y: *mut u32) {
     let index = thread::index_1d() as usize;
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe { *y = x[index] };
 }
 
 #[kernel]
 unsafe fn overruns_shared(y: *mut u32) {
     let lane = warp::lane_id() as usize;
-    // SAFETY: the test's buffers hold what the grid touches.
+    // SAFETY: the test's buffers cover every access of the grid.
     unsafe {
         *shared::dynamic_shared_mem::<u32>().add(lane % 17) = 7;
         *y = 1;
     }
 }
 
-/// Counts threads with an atomic; waits in between, so that suspended and plain threads meet.
+/// Counts threads with an atomic. It waits in between, so that suspended and plain threads meet.
 #[kernel]
 unsafe fn counts(counter: *mut u32) {
     // SAFETY: the counter outlives the launch, and every thread uses it atomically.
@@ -156,19 +156,19 @@ unsafe fn counts(counter: *mut u32) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// y[block] = block coordinates packed, for a grid of 3 x 2 x 2.
+/// Computes y[block] = block coordinates packed, for a grid of 3 x 2 x 2.
 #[kernel]
 unsafe fn places(y: *mut u32) {
     let (x, z) = (thread::block_idx_x(), thread::block_idx_z());
     let linear = x + thread::grid_dim_x() * (thread::block_idx_y() + thread::grid_dim_y() * z);
     if thread::thread_idx_x() == thread::block_dim_x() - 1 {
-        // SAFETY: the test's buffers hold what the grid touches.
+        // SAFETY: the test's buffers cover every access of the grid.
         unsafe { *y.add(linear as usize) = x * 100 + thread::block_idx_y() * 10 + z };
     }
 }
 
 fn run<K: Contract>(kernel: K, grid: Grid) -> Result<(), Fault> {
-    // SAFETY: each test passes buffers that hold what its kernel touches.
+    // SAFETY: each test passes buffers that cover every access of its kernel.
     unsafe { Machine::default().launch(kernel.entry().unwrap(), grid, &Words::of(&kernel), &|_| None) }
 }
 
@@ -180,7 +180,7 @@ fn output<T>(values: &mut [T]) -> PointerMut<'_, T> {
 }
 
 fn input<T>(values: &[T]) -> Slice<'_, T> {
-    // SAFETY: as above.
+    // SAFETY: host memory is the emulator's device memory, borrowed for the launch.
     unsafe { Slice::new(0, values.as_ptr() as u64, values.len()) }
 }
 

@@ -1,5 +1,6 @@
-//! What goes wrong inside a kernel, beyond the rules of `emulator.rs`: it is one error that names the kernel, and nothing else
-//! happens, neither on standard error nor to the launches that follow.
+//! Errors inside a kernel that the rules of `emulator.rs` do not cover. Each is one error that
+//! names the kernel. It has no other effect: nothing is printed to standard error, and the launches
+//! that follow are unaffected.
 
 use cuda_std::emulator::{Cause, Fault, Machine};
 use cuda_std::launch::{Contract, Entry, Grid, PointerMut, Violation, Words};
@@ -36,7 +37,7 @@ contract! {
     goes_on: 1;
 }
 
-/// y[block] = threads.
+/// Computes y[block] = threads.
 #[kernel]
 unsafe fn counts(y: *mut u32) {
     let all = thread::sync_threads_count(1);
@@ -46,7 +47,8 @@ unsafe fn counts(y: *mut u32) {
     }
 }
 
-/// The first thread of the second block, with others waiting: on the stack of the first thread of its block where it is `alone`.
+/// Overflows the stack in the first thread of the second block, with other threads waiting. If
+/// `alone`, it is on the stack of the first thread of its block.
 #[kernel]
 unsafe fn has_a_large_frame(alone: u32, y: *mut u32) {
     #[inline(never)]
@@ -57,7 +59,7 @@ unsafe fn has_a_large_frame(alone: u32, y: *mut u32) {
         thread::sync_threads();
     }
     if thread::index_1d() == 64 {
-        // SAFETY: as in `counts`.
+        // SAFETY: the test's buffer holds an element per block.
         unsafe { *y = large() };
     }
     thread::sync_threads();
@@ -70,7 +72,7 @@ unsafe fn recurses(y: *mut u32) {
         let frame = black_box([depth; 16]);
         if depth == 0 { 0 } else { deeper(depth - 1) + frame[3] }
     }
-    // SAFETY: as in `counts`.
+    // SAFETY: the test's buffer holds an element per block.
     unsafe { *y = deeper(black_box(u32::MAX)) };
 }
 
@@ -94,7 +96,7 @@ unsafe fn panics(_y: *mut u32) {
 
 #[kernel]
 unsafe fn launches(y: *mut u32) {
-    // SAFETY: as in `counts`.
+    // SAFETY: the test's buffer holds an element per block.
     let inner = counts { y: unsafe { PointerMut::new(0, y as u64, 4) } };
     run(inner).unwrap();
 }
@@ -102,15 +104,15 @@ unsafe fn launches(y: *mut u32) {
 #[kernel]
 unsafe fn shuffles_from_outside(y: *mut u32) {
     if warp::lane_id() < 16 {
-        // SAFETY: none: lane 20 is not in the mask.
+        // SAFETY: not upheld: lane 20 is not in the mask, which is the bug under test.
         unsafe { *y = warp::warp_shuffle_idx(0xffff, 1u32, 20, 32).0 };
     }
 }
 
-/// What [`waits_when_dropped`] holds and has let go.
+/// The number of values that [`waits_when_dropped`] has dropped.
 static DROPPED: AtomicU32 = AtomicU32::new(0);
 
-/// Thread 0 fails when all hold something.
+/// Fails in thread 0 when all threads hold a value.
 #[kernel]
 unsafe fn waits_when_dropped(_y: *mut u32) {
     struct Held;
@@ -136,7 +138,7 @@ unsafe fn goes_on(_y: *mut u32) {
 }
 
 fn run<K: Contract>(kernel: K) -> Result<(), Fault> {
-    // SAFETY: each test passes buffers that hold what its kernel touches.
+    // SAFETY: each test passes buffers that cover every access of its kernel.
     unsafe {
         Machine::default().launch(kernel.entry().unwrap(), kernel.grid().unwrap(), &Words::of(&kernel), &|_| None)
     }
@@ -147,7 +149,7 @@ fn output(values: &mut [u32]) -> PointerMut<'_, u32> {
     unsafe { PointerMut::new(0, values.as_mut_ptr() as u64, values.len()) }
 }
 
-/// The threads that were at work are as good as before.
+/// Checks that the emulator's threads still work.
 #[track_caller]
 fn all_is_well() {
     let mut y = [0; 4];
@@ -231,7 +233,7 @@ fn a_launch_that_goes_on_keeps_nobody_waiting() {
     stuck.join().unwrap().unwrap();
 }
 
-/// Runs this program again to play one of `parts`; what it wrote, and how it ended.
+/// Runs this program again for one of `parts`. Returns its output and exit status.
 fn play(part: &str) -> Output {
     let program = std::env::current_exe().unwrap();
     let mut command = Command::new(program);
@@ -239,7 +241,7 @@ fn play(part: &str) -> Output {
     command.env("RUST_BACKTRACE", "1").output().unwrap()
 }
 
-/// What [`play`] runs.
+/// The parts that [`play`] runs.
 #[test]
 #[ignore = "part of another test"]
 fn parts() {
@@ -255,7 +257,7 @@ fn parts() {
         }
         "host segfaults" => {
             all_is_well();
-            // SAFETY: none: this is the bug.
+            // SAFETY: not upheld: this is the bug under test.
             unsafe { black_box(8 as *mut u32).write_volatile(1) };
         }
         "host overflows" => {

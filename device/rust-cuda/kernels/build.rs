@@ -1,4 +1,4 @@
-//! Tells the sources that rust-cuda compiles them: `cfg(rust_cuda)` takes the place of what it cannot express.
+//! Sets `cfg(rust_cuda)`, by which the sources replace what rust-cuda cannot express.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

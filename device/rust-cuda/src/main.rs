@@ -1,4 +1,5 @@
-//! `stepscope-rust-cuda DIR` writes the kernels' PTX, as rust-cuda made it, under the name that `STEPSCOPE_PTX_DIR` expects.
+//! Writes the kernels' PTX, as rust-cuda made it, under the name that `STEPSCOPE_PTX_DIR` expects:
+//! `stepscope-rust-cuda DIR`.
 #![forbid(unsafe_code)]
 
 use std::{

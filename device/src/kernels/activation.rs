@@ -1,10 +1,10 @@
 //! Activations: tanh and the tanh form of GELU, forward and backward.
 //!
-//! `gelu_bias_backward` also sums over rows. Its blocks have the threads of a [`ColumnTile`], which has the picture: here a chunk
-//! has 128 rows, and a thread 4 of them.
+//! `gelu_bias_backward` also sums over rows. Its blocks have the thread layout of a [`ColumnTile`],
+//! which has a picture. Here a chunk has 128 rows, and a thread 4 of them.
 //!
-//! Invariant: an element of an output depends on the same element of the inputs alone. The order of a bias's sum follows from the
-//! number of rows.
+//! Invariant: an element of an output depends only on the same element of the inputs. The order of
+//! a bias gradient's sum depends only on the number of rows.
 
 use crate::activations::Activations;
 use crate::block::ColumnTile;
@@ -16,7 +16,7 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// y = tanh(x); `x`, `y`: `[n]`. Overwrites `y`.
+    /// Computes y = tanh(x). Shapes: `x`, `y`: `[n]`. Overwrites `y`.
     tanh_forward<S: Stored> { tanh_forward_f32: f32; tanh_forward_bf16: bf16; }
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
@@ -24,7 +24,7 @@ family! {
             write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::hyperbolic_tangent));
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         crate::block::vector_grid::<S>(k.x.len())
@@ -32,7 +32,8 @@ family! {
 }
 
 family! {
-    /// dx = dy (1 - y^2), where y = tanh(x); `y`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    /// Computes dx = dy (1 - y^2), where y = tanh(x). Shapes: `y`, `dy`, `dx`: `[n]`. Overwrites
+    /// `dx`.
     tanh_backward<S: Stored> { tanh_backward_f32: f32; tanh_backward_bf16: bf16; }
     unsafe fn(y: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `y`, and the others are as long.
@@ -44,7 +45,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `y` has them; `dy` and `dx` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `y`; `dy` and `dx` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.y.len(), k.dy.len())?;
         Violation::unless_length("dx", k.y.len(), k.dx.len())?;
@@ -53,7 +54,8 @@ family! {
 }
 
 family! {
-    /// y = gelu(x), the tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); `x`, `y`: `[n]`. Overwrites `y`.
+    /// Computes y = gelu(x), the tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    /// Shapes: `x`, `y`: `[n]`. Overwrites `y`.
     gelu_forward<S: Stored> { gelu_forward_f32: f32; gelu_forward_bf16: bf16; }
     unsafe fn(x: &[S], y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
@@ -61,7 +63,7 @@ family! {
             write_own_vectors!(S, x.len(), y, |index, part| map4!(F4::load_part(x, index, part, 0.0), S::gelu));
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("y", k.x.len(), k.y.len())?;
         crate::block::vector_grid::<S>(k.x.len())
@@ -69,7 +71,7 @@ family! {
 }
 
 family! {
-    /// dx = dy gelu'(x); `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    /// Computes dx = dy gelu'(x). Shapes: `x`, `dy`, `dx`: `[n]`. Overwrites `dx`.
     gelu_backward<S: Stored> { gelu_backward_f32: f32; gelu_backward_bf16: bf16; }
     unsafe fn(x: &[S], dy: &[S], dx: *mut S) {
         // SAFETY: the vector lies inside `x`, and the others are as long.
@@ -81,7 +83,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `dy` and `dx` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `dy` and `dx` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
         Violation::unless_length("dx", k.x.len(), k.dx.len())?;
@@ -89,19 +91,22 @@ family! {
     }
 }
 
-/// Rows that a block of [`gelu_bias_backward`](struct@gelu_bias_backward) sums: few, because each element takes much work.
+/// The rows that a block of [`gelu_bias_backward`](struct@gelu_bias_backward) sums: few, because
+/// each element takes much work.
 pub const BIAS_ROWS: usize = 128;
 
 family! {
-    /// dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i, before dx is rounded, in the order of a
-    /// [`ColumnTile`](crate::block::ColumnTile). db is the gradient of a bias within x; [`sum_rows`](struct@crate::reduce::sum_rows) adds
-    /// its rows up.
+    /// Computes dx = dy gelu'(x), and `db[i, c]` = sum of `dx[r, c]` over the rows r of chunk i,
+    /// before dx is rounded. The sum has the order of a [`ColumnTile`](crate::block::ColumnTile).
+    /// db is the gradient of a bias within x, and [`sum_rows`](struct@crate::reduce::sum_rows)
+    /// reduces its rows.
     ///
-    /// `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`, and `db` unless `accumulate` is 1.
+    /// Shapes: `x`, `dy`, `dx`: `[rows, cols]`, `db`: `[ceil(rows / 128), cols]`. Overwrites `dx`,
+    /// and `db` unless `accumulate` is 1.
     gelu_bias_backward<S: Stored> { gelu_bias_backward_f32: f32; gelu_bias_backward_bf16: bf16; }
     unsafe fn(x: &[S], dy: &[S], cols: usize, accumulate: u32, dx: *mut S, db: *mut f32) {
-        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and the others are as long. Its places lie inside
-        // `db`. No thread returns early.
+        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and the others are
+        // as long. Its outputs lie inside `db`. No thread returns early.
         unsafe {
             let tile = ColumnTile::new(x.len(), cols, BIAS_ROWS);
             let sum = match tile.part {
@@ -113,8 +118,9 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns. `dy` and `dx` are as long, and `db`
-    // has a row for each chunk of rows. The shared bytes are what the tile's sums fill.
+    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns.
+    // `dy` and `dx` are as long, and `db` has a row for each chunk of rows. The tile's sums fill
+    // the shared memory.
     contract unsafe { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("dy", k.x.len(), k.dy.len())?;
@@ -124,7 +130,7 @@ family! {
     }
 }
 
-/// Rows that a thread of [`gelu_bias_backward`](struct@gelu_bias_backward) has.
+/// The rows that a thread of [`gelu_bias_backward`](struct@gelu_bias_backward) has.
 const EACH: usize = BIAS_ROWS / ColumnTile::GROUPS as usize;
 
 /// Writes four columns of dx in this thread's rows. Returns their sums, rows ascending.
@@ -136,7 +142,8 @@ unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], 
     let index = |at| tile.first + at * tile.stride();
     let (mut xs, mut dys) = ([F4::splat(0.0); EACH], [F4::splat(0.0); EACH]);
     let mut sum = F4::splat(0.0);
-    // SAFETY: a thread touches only rows before the tile's end, which lie inside `x`. `dy` and `dx` are as long.
+    // SAFETY: a thread accesses only rows before the tile's end, which lie inside `x`. `dy` and
+    // `dx` are as long.
     unsafe {
         // All reads first: the compiler moves no read before a write.
         unroll_on_gpu!(at < EACH => {
@@ -145,7 +152,8 @@ unsafe fn bias_rows<S: Stored>(tile: ColumnTile, part: Part, x: &[S], dy: &[S], 
                 dys[at] = F4::load_part(dy, index(at), part, 0.0);
             }
         });
-        // A CPU's registers hold more than four floats: here the loop over all rows fills them.
+        // A CPU's registers hold more than four floats, so here the loop runs over all rows to fill
+        // them.
         #[cfg(not(target_arch = "nvptx64"))]
         let derivatives = {
             let mut all = xs.map(|four| four.0);

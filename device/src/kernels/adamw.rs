@@ -1,7 +1,8 @@
-//! AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with clipping by the global norm.
+//! AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with clipping by the
+//! global norm.
 //!
-//! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
-//! replayed.
+//! Invariant: everything that changes from step to step is in the `hyper` slot on the device, so a
+//! captured launch can be replayed.
 
 use crate::update::{Weights, clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
@@ -9,7 +10,7 @@ use crate::{contract, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
 
-/// Places in the `hyper` slot.
+/// The layout of the `hyper` slot.
 pub mod slot {
     /// The learning rate of this step.
     pub const LEARNING_RATE: usize = 0;
@@ -21,28 +22,29 @@ pub mod slot {
     pub const EPSILON: usize = 3;
     /// The decoupled weight decay. The kernel multiplies it by the learning rate.
     pub const WEIGHT_DECAY: usize = 4;
-    /// 1 - beta1^t in step t = 1, 2, ..., of the beta1 in this slot.
+    /// 1 - beta1^t in step t = 1, 2, ..., with the beta1 of this slot.
     pub const BIAS_CORRECTION1: usize = 5;
-    /// 1 - beta2^t in step t = 1, 2, ..., of the beta2 in this slot.
+    /// 1 - beta2^t in step t = 1, 2, ..., with the beta2 of this slot.
     pub const BIAS_CORRECTION2: usize = 6;
-    /// The global norm to which gradients are clipped. 0: no clipping.
+    /// The global norm to which gradients are clipped. 0 means no clipping.
     pub const MAX_NORM: usize = 7;
-    /// Floats in the slot.
+    /// The number of floats in the slot.
     pub const LEN: usize = 8;
 }
 
-/// One AdamW step over one flat region, in PyTorch's order of operations:
+/// Runs one AdamW step over one flat region, in PyTorch's order of operations:
 ///
 /// ```text
-/// g = gradient * min(1, max_norm / (sqrt(squared_norm) + 1e-6))      as torch.nn.utils.clip_grad_norm_
+/// g = gradient * min(1, max_norm / (sqrt(squared_norm) + 1e-6))     torch.nn.utils.clip_grad_norm_
 /// w = w * (1 - learning_rate * weight_decay)
 /// m = m + (1 - beta1) * (g - m)
 /// v = beta2 * v + (1 - beta2) * g * g
 /// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
 /// ```
-/// `weights`, `gradients`, `m`, `v`: `[n]`; `hyper`: `[8]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients.
-/// `copy`: `[n]`, of the new weights, each rounded once; where `copied` is 0 it is empty, and not written. 1 - beta is exact in f32. Updates
-/// `weights`, `m` and `v`, overwrites `copy`.
+/// Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`: `[8]`, see [`slot`], `squared_norm`:
+/// `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded once. If `copied` is 0,
+/// `copy` is empty and not written. 1 - beta is exact in f32. Updates `weights`, `m` and `v`, and
+/// overwrites `copy`.
 #[kernel]
 pub unsafe fn adamw(
     weights: *mut f32,
@@ -55,7 +57,8 @@ pub unsafe fn adamw(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the
+        // settings of one group.
         unsafe {
             update(
                 Weights { weights, copy, copied },
@@ -70,8 +73,9 @@ pub unsafe fn adamw(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m`, `v` and a copy are as long.
-// Besides these it reads places of `hyper` and the one element of `squared_norm`.
+// SAFETY: a thread accesses only the four elements from its own index on that lie inside
+// `gradients`. `weights`, `m`, `v` and a copy are as long. It also reads elements of `hyper` and
+// the one element of `squared_norm`.
 contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
@@ -82,8 +86,9 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// [`adamw`](struct@adamw) with settings by group. `hyper`: `[groups, 8]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
-/// Elements whose group does not exist become NaN.
+/// Runs [`adamw`](struct@adamw) with settings by parameter group. Shapes: `hyper`: `[groups, 8]`,
+/// `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. Elements whose group does not
+/// exist become NaN.
 #[kernel]
 pub unsafe fn adamw_groups(
     weights: *mut f32,
@@ -97,8 +102,9 @@ pub unsafe fn adamw_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the group of its run. Where
-        // `group_settings` says that settings start, `hyper` has whole ones.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the
+        // group of its run. `group_settings` returns an index at which `hyper` has a whole group's
+        // settings.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -115,9 +121,10 @@ pub unsafe fn adamw_groups(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `m`, `v` and a copy are
-// as long, and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first
-// one, if the group does not exist.
+// SAFETY: a thread accesses only the four elements from its own index on that lie inside
+// `gradients`. `weights`, `m`, `v` and a copy are as long, and `groups` has a group for each 64 of
+// them. It reads `hyper` only at a whole group's settings: those of the first group, if the
+// element's group does not exist.
 contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
@@ -128,30 +135,30 @@ contract! { unsafe adamw_groups { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// A group's settings, as the update uses them.
+/// A group's settings, in the form that the update uses.
 #[derive(Clone, Copy)]
 struct Settings {
     beta1: f32,
     beta2: f32,
     epsilon: f32,
-    /// The part of a weight that weight decay leaves.
+    /// The factor on a weight that remains after weight decay.
     keep: f32,
-    /// The learning rate, divided by the first moment's correction.
+    /// The learning rate, divided by the first moment's bias correction.
     step: f32,
-    /// The square root of the second moment's correction.
+    /// The square root of the second moment's bias correction.
     correction: f32,
     clip: f32,
 }
 
 impl Settings {
-    /// The settings that start at `start`.
+    /// Loads the settings that start at `start`.
     ///
     /// # Safety
     /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
     #[inline(always)]
     #[track_caller]
     unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
-        // SAFETY: each place is one of the group's, as the caller promises.
+        // SAFETY: the caller guarantees that the group's settings lie inside `hyper`.
         unsafe {
             let learning_rate = load(hyper, start + slot::LEARNING_RATE);
             Self {
@@ -170,7 +177,7 @@ impl Settings {
 /// Updates the thread's vector.
 ///
 /// # Safety
-/// The vector lies inside each of the four, and inside the copy if there is one.
+/// The vector lies inside each of the four arrays, and inside the copy if there is one.
 #[inline(always)]
 #[track_caller]
 unsafe fn update(
@@ -183,7 +190,7 @@ unsafe fn update(
     part: Part,
 ) {
     let Settings { beta1, beta2, epsilon, keep, step, correction, clip } = settings;
-    // SAFETY: the vector lies inside each of them, as the caller promises.
+    // SAFETY: the caller guarantees that the vector lies inside each array.
     unsafe {
         let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
         let m_old = F4::load_part_raw(m, index, part, 0.0);

@@ -1,28 +1,32 @@
-//! Self-attention over a few tokens, forward and backward, without a mask (Vaswani et al., 2017). RMSNorm normalises queries and
-//! keys first (QK-norm; Henry et al., "Query-Key Normalization for Transformers", 2020).
+//! Self-attention over up to 16 tokens, forward and backward, without a mask (Vaswani et al.,
+//! 2017). RMSNorm normalizes queries and keys first (QK-norm; Henry et al., "Query-Key
+//! Normalization for Transformers", 2020).
 //!
-//! Half a warp computes one head of one sample. Its 16 lanes take three parts by turns:
+//! Half a warp computes one head of one sample. Its 16 lanes take three roles in turn:
 //!
 //! ```text
 //! block b = one warp:  lanes 0..15 have head 2 b, lanes 16..31 head 2 b + 1
 //!
-//! lane l of a head has    in                                        in these phases
-//!   columns 4 l .. 4 l+3  every token, in registers and in shared   copies, out, dv, dq, dk, dgains
-//!   row l                 q, k and the pairs of token l (if any)    RMSNorm, softmax, ds
-//!   GROUPS x GROUPS       places of the pairs (see `head.rs`)       scores, dp
+//! lane l of a head has    in                                       in these phases
+//!   columns 4 l .. 4 l+3  every token, in registers and in shared  copies, out, dv, dq, dk, dgains
+//!   row l                 q, k and the pairs of token l (if any)   RMSNorm, softmax, ds
+//!   GROUPS x GROUPS       places of the pairs (see `head.rs`)      scores, dp
 //!
 //! shared memory of a head, in floats (a row of 64 starts every 68, a row of 16 every 20):
-//!   forward    | q: 16 rows of 64 | k: 16 rows of 64 | scores, then p: 16 x 16 | factors of k: 16 |
-//!   backward   | x: 16 rows of 64 | y: 16 rows of 64 | p across | ds | ds across | 2 x 16 factors | 2 x 16 means | 16 unused |
+//!   forward    | q: 16 rows of 64 | k: 16 rows of 64 | scores, then p: 16 x 16 |
+//!              | factors of k: 16 |
+//!   backward   | x: 16 rows of 64 | y: 16 rows of 64 | p across | ds | ds across |
+//!              | 2 x 16 factors | 2 x 16 means | 16 unused |
 //! ```
-//! Behind both heads the forward kernel keeps the gains of q and k, once. "Across" is transposed: the row of token j holds its pairs
-//! with every i.
+//! After both heads, the forward kernel keeps one copy of the gains of q and k.
+//! "Across" means
+//! transposed: the row of token j holds its pairs with every i.
 //!
-//! A lane keeps its columns of every token in registers. So tokens are numbered by constants, and `GROUPS` says how many groups of
-//! four tokens there are, rounded up.
+//! A lane keeps its columns of every token in registers, so token numbers are compile-time
+//! constants. `GROUPS` is the number of groups of four tokens, rounded up.
 //!
-//! Invariant: a sum over tokens is one ascending chain. A sum over a head's columns is four chains, by column mod 4, then
-//! ((0 + 1) + (2 + 3)). Both hold whatever lane computes the sum.
+//! Invariant: a sum over tokens is one ascending chain. A sum over a head's columns is four chains,
+//! by column mod 4, then ((0 + 1) + (2 + 3)). Both hold for every lane that computes such a sum.
 
 mod head;
 
@@ -35,32 +39,36 @@ use cuda_std::launch::{Size, Violation};
 use cuda_std::{GpuFloat, prelude::*};
 use head::*;
 
-/// The width of a head.
+/// The columns of a head.
 pub const HEAD: usize = 64;
-/// The most tokens of a head.
+/// The maximum of tokens of a head.
 pub const MAX_TOKENS: usize = 16;
-/// Threads in a block: a warp.
+/// The threads in a block: one warp.
 pub const ATTENTION_BLOCK: u32 = LANES;
 
-/// Heads of a block.
+/// The heads of a block.
 const HEADS: u32 = ATTENTION_BLOCK / OWN_LANES;
 const FORWARD_LEN: u32 = 2 * ROWS_LEN + PAIRS_LEN + NUMBERS_LEN;
-/// 16 floats are unused: so the second head of a block starts 16 banks after the first, as in the forward kernel.
+/// The 16 unused floats make the second head of a block start 16 banks after the first, as in the
+/// forward kernel.
 const BACKWARD_LEN: u32 = 2 * ROWS_LEN + 3 * PAIRS_LEN + 4 * NUMBERS_LEN + 16;
 const _: () = assert!(FORWARD_LEN % 32 == 16 && BACKWARD_LEN % 32 == 16);
-/// Shared bytes of the forward kernel: q, k, the scores and the factors of each head, and the gains once.
+/// The shared memory of the forward kernel in bytes: q, k, the scores and the factors of each head,
+/// and the gains once.
 pub const FORWARD_BYTES: u32 = (HEADS * FORWARD_LEN + GAINS_LEN) * 4;
-/// Shared bytes of the backward kernel: for each head two arrays of rows, three of pairs, the factors, the means and 16 unused floats.
+/// The shared memory of the backward kernel in bytes: for each head two arrays of rows, three of
+/// pairs, the factors, the means and 16 unused floats.
 pub const BACKWARD_BYTES: u32 = HEADS * BACKWARD_LEN * 4;
 
-/// Attention: `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`.
+/// Computes attention: `out[b, i, h] = sum_j p[b, h, i, j] v[b, j, h]`.
 ///
-/// p is the softmax over j of `scale Q[b, i, h] . K[b, j, h]`. `Q[b, i, h] = s q gains[0]` with `s = 1 / sqrt(mean q^2 + epsilon)` over
-/// the head's 64 columns. K is the same of k, with `gains[1]`.
+/// p is the softmax over j of `scale Q[b, i, h] . K[b, j, h]`. `Q[b, i, h] = s q gains[0]` with `s
+/// = 1 / sqrt(mean q^2 + epsilon)` over the head's 64 columns. K is computed from k likewise, with
+/// `gains[1]`.
 ///
-/// Shapes: `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q, `probabilities` (p):
-/// `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens, heads]`; tokens <= 16. Overwrites `out`, `probabilities` and
-/// `inverse_rms`.
+/// Shapes: `qkv` (q, k, v): `[3, batch, tokens, heads, 64]`, `gains`: `[2, 64]`, `out`: as q,
+/// `probabilities` (p): `[batch, heads, tokens, tokens]`, `inverse_rms` (s): `[2, batch, tokens,
+/// heads]`. tokens <= 16. Overwrites `out`, `probabilities` and `inverse_rms`.
 #[kernel]
 pub unsafe fn attention_forward(
     qkv: &[f32],
@@ -73,16 +81,18 @@ pub unsafe fn attention_forward(
     probabilities: *mut f32,
     inverse_rms: *mut f32,
 ) {
-    // SAFETY: the contract checks that neither `tokens` nor `heads` is 0, and that the head lies inside every argument.
+    // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
+    // inside every argument.
     unsafe {
         let head = Head::new(qkv.len(), tokens, heads);
         with_groups!(tokens, forward(head, qkv, gains, epsilon, scale, out, probabilities, inverse_rms));
     }
 }
 
-// SAFETY: `heads` counts the heads of a whole number of samples. A half warp beyond it computes the first head again and writes
-// nothing. A head has at most 16 tokens, which lie inside `qkv` and `out`. Its pairs and factors lie inside `probabilities` and
-// `inverse_rms`, which hold one for each.
+// SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end
+// recomputes the first head and writes nothing. A head has at most 16 tokens, which lie inside
+// `qkv` and `out`. Its pairs and factors lie inside `probabilities` and `inverse_rms`, which hold
+// one for each.
 contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
@@ -93,7 +103,7 @@ contract! { unsafe attention_forward { block: ATTENTION_BLOCK, shared: FORWARD_B
 }}
 
 /// # Safety
-/// The head lies inside every argument, and has tokens for `GROUPS`.
+/// The head lies inside every argument, and `GROUPS` covers its tokens.
 #[inline(always)]
 unsafe fn forward<const GROUPS: usize>(
     head: Head,
@@ -106,8 +116,8 @@ unsafe fn forward<const GROUPS: usize>(
     inverse_rms: *mut f32,
 ) {
     let Head { tokens, lane, exists, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory. The head lies inside every argument, as the caller promises; one beyond the
-    // end is the first instead.
+    // SAFETY: the tiles fill the declared shared memory. The caller guarantees that the head lies
+    // inside every argument; a head past the end is replaced by the first.
     unsafe {
         let tile = |offset, len| head.tile(FORWARD_LEN, offset, len);
         let (q, k, p) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN), tile(2 * ROWS_LEN, PAIRS_LEN));
@@ -137,12 +147,12 @@ unsafe fn forward<const GROUPS: usize>(
         head.set_dots::<GROUPS>(q, k, p);
         sync();
 
-        // These reads run while the softmax is computed.
+        // These reads overlap the softmax.
         let mut v = [F4::splat(0.0); MAX_TOKENS];
         for_each_token!(GROUPS, tokens, |row| { v[row] = F4::load(qkv, head.index(row) + 2 * head.length) });
         if head.has_row() {
             let (mut row, k_factors) = (pair_row::<GROUPS>(p, lane), pair_row::<GROUPS>(k_factors, 0));
-            // `larger` may lose a NaN. The sum finds it.
+            // `larger` may drop a NaN. The sum propagates it.
             let mut largest = f32::NEG_INFINITY;
             for_each_token!(GROUPS, tokens, |j| {
                 let score = &mut row[j / 4].0[j % 4];
@@ -178,15 +188,17 @@ unsafe fn forward<const GROUPS: usize>(
     }
 }
 
-/// The gradients of [`attention_forward`](struct@attention_forward), from `dout`. With `dp[i, j] = dout[i] . v[j]` and
-/// `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`:
+/// Computes the gradients of [`attention_forward`](struct@attention_forward) from `dout`. Let
+/// `dp[i, j] = dout[i] . v[j]` and `ds[i, j] = scale p[i, j] (dp[i, j] - sum_j p[i, j] dp[i, j])`:
 ///
 /// ```text
-/// dQ[i] = sum_j ds[i, j] K[j]      dK[j] = sum_i ds[i, j] Q[i]      dv[j] = sum_i p[i, j] dout[i]
-/// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))     dgain = sum_i dQ[i] n     with n = q[i] s, g = gains[0]; the same for k
+/// dQ[i] = sum_j ds[i, j] K[j]    dK[j] = sum_i ds[i, j] Q[i]    dv[j] = sum_i p[i, j] dout[i]
+/// dq[i] = s (g dQ[i] - n mean(g dQ[i] n))    dgain = sum_i dQ[i] n
+///   with n = q[i] s, g = gains[0]; the same for k
 /// ```
-/// Shapes as there; `dout` as `out`, `dqkv` (dq, dk, dv) as `qkv`, `dgains`: `[batch heads, 2, 64]`, one row for each head of each
-/// sample. [`sum_rows`](struct@crate::reduce::sum_rows) adds these rows up. Overwrites `dqkv` and `dgains`.
+/// Shapes are those of the forward kernel. `dout` has the shape of `out`, and `dqkv` (dq, dk, dv)
+/// that of `qkv`. `dgains`: `[batch heads, 2, 64]`, one row for each head of each sample.
+/// [`sum_rows`](struct@crate::reduce::sum_rows) reduces these rows. Overwrites `dqkv` and `dgains`.
 #[kernel]
 pub unsafe fn attention_backward(
     qkv: &[f32],
@@ -200,15 +212,18 @@ pub unsafe fn attention_backward(
     dqkv: *mut f32,
     dgains: *mut f32,
 ) {
-    // SAFETY: the contract checks that neither `tokens` nor `heads` is 0, and that the head lies inside every argument.
+    // SAFETY: the contract checks that `tokens` and `heads` are not 0, and that the head lies
+    // inside every argument.
     unsafe {
         let head = Head::new(qkv.len(), tokens, heads);
         with_groups!(tokens, backward(head, qkv, gains, inverse_rms, probabilities, dout, scale, dqkv, dgains));
     }
 }
 
-// SAFETY: as for `attention_forward`. A head's tokens lie inside `qkv`, `dout` and `dqkv`. Its pairs and factors lie inside
-// `probabilities` and `inverse_rms`, which hold one for each. Its gains' gradient is a row of `dgains`.
+// SAFETY: `heads` counts the heads of a whole number of samples. A half warp past the end writes
+// nothing. A head's tokens lie inside `qkv`, `dout` and `dqkv`. Its pairs and factors lie inside
+// `probabilities` and `inverse_rms`, which hold one for each. Its gains' gradient is a row of
+// `dgains`.
 contract! { unsafe attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD_BYTES } |k| {
     let heads = heads_in(k.qkv.len(), k.tokens, k.heads)?;
     Violation::unless_length("gains", 2 * HEAD, k.gains.len())?;
@@ -221,7 +236,7 @@ contract! { unsafe attention_backward { block: ATTENTION_BLOCK, shared: BACKWARD
 }}
 
 /// # Safety
-/// As for `forward`.
+/// The caller meets the requirements of `forward`.
 #[inline(always)]
 unsafe fn backward<const GROUPS: usize>(
     head: Head,
@@ -235,8 +250,8 @@ unsafe fn backward<const GROUPS: usize>(
     dgains: *mut f32,
 ) {
     let Head { tokens, lane, exists, length, .. } = head;
-    // SAFETY: the tiles fill the declared shared memory. The head lies inside every argument, as the caller promises; one beyond the
-    // end is the first instead.
+    // SAFETY: the tiles fill the declared shared memory. The caller guarantees that the head lies
+    // inside every argument; a head past the end is replaced by the first.
     unsafe {
         let tile = |offset, len| head.tile(BACKWARD_LEN, offset, len);
         let (x, y) = (tile(0, ROWS_LEN), tile(ROWS_LEN, ROWS_LEN));
@@ -262,7 +277,8 @@ unsafe fn backward<const GROUPS: usize>(
         let dout = head.columns::<GROUPS>(x);
         sync();
 
-        // No lane reads dout and v there any more. q and k arrive while dv is computed.
+        // All lanes have finished reading dout and v there. The copies of q and k overlap the
+        // computation of dv.
         head.copy::<GROUPS>(x, qkv, 0);
         head.copy::<GROUPS>(y, qkv, length);
         commit_copies();
@@ -277,7 +293,7 @@ unsafe fn backward<const GROUPS: usize>(
             });
             row += 2;
         }
-        // Lanes beyond the tokens write too: `mix` reads whole vectors of four of `ds_across`.
+        // Lanes past the tokens write too: `mix` reads whole vectors of four of `ds_across`.
         if lane < 4 * GROUPS as u32 {
             let (mut row, mut p) = (pair_row::<GROUPS>(ds, lane), [0.0; MAX_TOKENS]);
             let mut sum = 0.0;
@@ -307,11 +323,12 @@ unsafe fn backward<const GROUPS: usize>(
     }
 }
 
-/// Writes dq (`part` 0) or dk (1), and its row of the gains' gradient. `normal` is the normalised q or k. Its gradient is the sum of
-/// `others` weighted by `pairs`.
+/// Writes dq (`part` 0) or dk (1), and its row of the gains' gradient. `normal` is the normalized q
+/// or k. Its gradient is the sum of `others` weighted by `pairs`.
 ///
 /// # Safety
-/// As for `backward`. Since the last barrier only this lane has touched its columns of `n` and `d`.
+/// The caller meets the requirements of `backward`. Since the last barrier only this lane has
+/// accessed its columns of `n` and `d`.
 #[inline(always)]
 unsafe fn gradient<const GROUPS: usize>(
     head: Head,
@@ -367,7 +384,8 @@ unsafe fn gradient<const GROUPS: usize>(
     }
 }
 
-/// The number of (sample, head) pairs in q, k and v, which have `length` floats in all; or what is wrong with the shape.
+/// Returns the number of (sample, head) pairs in q, k and v, which have `length` floats in all, or
+/// the shape's violation.
 #[cfg(not(target_arch = "nvptx64"))]
 fn heads_in(length: usize, tokens: u32, heads: u32) -> Result<Size, Violation> {
     Violation::unless((1..=MAX_TOKENS as u32).contains(&tokens), "tokens", "1 to 16", tokens)?;

@@ -1,33 +1,36 @@
-//! Checksums of words: by them checked mode proves that an upload arrived.
+//! Checksums of words. Checked mode uses them to verify that an upload arrived intact.
 //!
 //! ```text
-//! a warp, a chunk of 4096 words   lane 0          lane 1          ..   lane 31
-//!   words                         0, 32, 64, ..   1, 33, 65, ..        31, 63, 95, ..
-//!   weights                       1, 65, 129, ..  3, 67, 131, ..       63, 127, 191, ..       then the tree of a warp
+//! a warp, a chunk of 4096 words  lane 0         lane 1         ..  lane 31
+//!   words                        0, 32, 64, ..  1, 33, 65, ..      31, 63, 95, ..
+//!   weights                      1, 65, 129, .. 3, 67, 131, ..     63, 127, 191, ..
+//!   then the tree of a warp
 //! ```
-//! Invariant: the sums are sums of integers, the same in any order. So host and device agree whatever the grid. A chunk's sum
-//! changes with any one of its words, and where two different words are swapped: all weights differ, and the sum cannot wrap.
+//! Invariant: the sums are integer sums, the same in any order, so host and device agree for any
+//! grid. A chunk's sum changes if any one of its words changes, or if two different words are
+//! swapped. All weights differ, and the sum cannot wrap.
 
 use crate::contract;
 use crate::vector::{load, store};
 use crate::warp::{LANES, combine_lanes};
 use cuda_std::{prelude::*, warp};
 
-/// Words of a chunk, which share a sum.
+/// The words of a chunk, which share a sum.
 pub const CHUNK: usize = 4096;
-/// Threads in a block: each warp takes a chunk.
+/// The threads in a block. Each warp processes one chunk.
 const BLOCK: u32 = 256;
 const WARPS: usize = (BLOCK / LANES) as usize;
 
-/// What the word at `index` adds to the sum of its chunk: the word times `2 (index mod CHUNK) + 1`. A whole chunk's sum is below
-/// 2^57.
+/// Returns the contribution of the word at `index` to the sum of its chunk: the word times `2
+/// (index mod CHUNK) + 1`. A whole chunk's sum is below 2^57.
 #[inline(always)]
 pub fn weighted(index: usize, word: u32) -> u64 {
     word as u64 * (2 * (index % CHUNK) as u64 + 1)
 }
 
-/// `out[i]` = low and high word of the sum of [`weighted`] over chunk i of x; `x`: `[n]`, `out`: `[ceil(n / CHUNK), 2]`. Of the first and of
-/// the last word of x only the bits of `first` and of `last` count: what was uploaded may begin and end inside a word. Overwrites `out`.
+/// Computes `out[i]` = low and high word of the sum of [`weighted`] over chunk i of x. Shapes: `x`:
+/// `[n]`, `out`: `[ceil(n / CHUNK), 2]`. The masks `first` and `last` select the bits of the first
+/// and last word of x that count. An upload may begin and end inside a word. Overwrites `out`.
 #[kernel]
 pub unsafe fn checksum(x: &[u32], first: u32, last: u32, out: *mut u32) {
     let chunk = thread::block_idx_x() as usize * WARPS + (thread::thread_idx_x() / LANES) as usize;
@@ -38,7 +41,8 @@ pub unsafe fn checksum(x: &[u32], first: u32, last: u32, out: *mut u32) {
     let end = if x.len() - start < CHUNK { x.len() } else { start + CHUNK };
     let mut index = start + warp::lane_id() as usize;
     let mut sum = 0;
-    // SAFETY: the words lie inside `x`, and the chunk has its place in `out`. All lanes of the warp have the same chunk and come here.
+    // SAFETY: the words lie inside `x`, and the chunk has its elements in `out`. All lanes of the
+    // warp have the same chunk and reach this.
     unsafe {
         while index < end {
             let mut word = load(x, index);
@@ -59,8 +63,8 @@ pub unsafe fn checksum(x: &[u32], first: u32, last: u32, out: *mut u32) {
     }
 }
 
-// SAFETY: a warp reads its own chunk as far as `x` has it, and writes the two words that `out` has for that chunk. A warp without a chunk
-// returns.
+// SAFETY: a warp reads the part of its own chunk inside `x`, and writes the chunk's two words of
+// `out`. A warp without a chunk returns.
 contract! { unsafe checksum { block: BLOCK, align: 4 } |k| {
     Violation::unless_length("out", Size::of(k.x.len()).div_ceil(CHUNK).times(2), k.out.len())?;
     Grid::cover(k.x.len(), WARPS * CHUNK)

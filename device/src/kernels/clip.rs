@@ -1,12 +1,13 @@
-//! The factor of clipping by the global norm, for optimisers that are made of ops.
+//! The factor of clipping by the global norm, for optimizers that are composed of ops.
 
 use crate::contract;
 use crate::update;
 use crate::vector::{load, store};
 use cuda_std::prelude::*;
 
-/// out = min(1, max_norm / (sqrt(squared_norm) + 1e-6)), as `torch.nn.utils.clip_grad_norm_` computes it. It is 1 where `max_norm`
-/// is 0; else it is NaN where the norm is NaN. `squared_norm`, `out`: `[1]`. Overwrites `out`. One thread.
+/// Computes out = min(1, max_norm / (sqrt(squared_norm) + 1e-6)), as
+/// `torch.nn.utils.clip_grad_norm_` does. The result is 1 if `max_norm` is 0; otherwise it is NaN
+/// if the norm is NaN. Shapes: `squared_norm`, `out`: `[1]`. Overwrites `out`. Runs on one thread.
 #[kernel]
 pub unsafe fn clip_factor(squared_norm: &[f32], max_norm: f32, out: *mut f32) {
     if thread::thread_idx_x() == 0 {

@@ -1,15 +1,17 @@
-//! Dropout (Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, 2014), by random numbers that are drawn again when they are needed.
+//! Dropout (Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, 2014). The backward pass
+//! draws the same random numbers again.
 //!
 //! ```text
-//! a generator, [4]         seed, 64 bits | step, 64 bits           in memory that outlives steps
-//! draw                     generator -> draw of this step;  step + 1
-//! dropout                  elements 4 i .. 4 i + 3: four words of Philox, key = seed, counter = (i, call, step)
+//! a generator, [4]  seed, 64 bits | step, 64 bits    in memory that outlives steps
+//! draw              generator -> draw of this step;  step + 1
+//! dropout           elements 4 i .. 4 i + 3: four words of Philox,
+//!                   key = seed, counter = (i, call, step)
 //! ```
-//! Forward and backward draw the same words, so nothing is stored. A step that is replayed draws others each time, since its step's number
-//! comes from memory.
+//! Forward and backward draw the same words, so no mask is stored. A replayed step draws new words
+//! each time, because its step number is in device memory.
 //!
-//! Invariant: what is dropped follows from seed, step, call and place alone; whether the step is captured, by which grid, and on
-//! what device does not matter. No two elements of a step have the same counter.
+//! Invariant: the mask depends only on seed, step, call and element index. It does not depend on
+//! capture, the grid or the device. No two elements of a step have the same counter.
 
 use crate::block::BLOCK;
 use crate::philox::philox;
@@ -18,8 +20,8 @@ use crate::{contract, family, write_own_vectors};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// `draw` = `generator`, whose step is counted up: seed (low word, high word), step (low, high); both `[4]`. `generator` and `next` are the same
-/// memory.
+/// Copies `generator` to `draw`, and increments the generator's step. Layout: seed (low word, high
+/// word), step (low, high). Shapes: both `[4]`. `generator` and `next` are the same memory.
 #[kernel]
 pub unsafe fn draw(generator: *const u32, next: *mut u32, draw: *mut u32) {
     if thread::block_idx_x() != 0 || thread::thread_idx_x() != 0 {
@@ -39,7 +41,7 @@ pub unsafe fn draw(generator: *const u32, next: *mut u32, draw: *mut u32) {
     }
 }
 
-// SAFETY: one thread touches four elements, which each argument has.
+// SAFETY: one thread accesses four elements, which each argument has.
 contract! { unsafe draw { block: 32, align: 4 } |k| {
     Violation::unless_length("generator", 4, k.generator.len())?;
     Violation::unless_length("next", 4, k.next.len())?;
@@ -47,11 +49,12 @@ contract! { unsafe draw { block: 32, align: 4 } |k| {
     Grid::cover(1, 1)
 }}
 
-/// The most elements of a dropout: those whose place has a counter of its own.
+/// The maximum number of elements of a dropout, so that each index has a counter of its own.
 pub const MAX_ELEMENTS: usize = 4 << 32;
 
 family! {
-    /// `y[i]` = 0 where word i of the call's is below `threshold`, else `scale x[i]`; `x`, `y`: `[n]`, n at most 2^34, `draw`: `[4]`. Overwrites `y`.
+    /// Computes `y[i]` = 0 if the call's word i is below `threshold`, otherwise `scale x[i]`.
+    /// Shapes: `x`, `y`: `[n]`, n at most 2^34, `draw`: `[4]`. Overwrites `y`.
     dropout<S: Stored> { dropout_f32: f32; dropout_bf16: bf16; }
     unsafe fn(x: &[S], draw: &[u32], call: u32, threshold: u32, scale: f32, y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long; `draw` has four elements.
@@ -65,7 +68,8 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long, and `draw` has its four elements.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long, and `draw` has its
+    // four elements.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.x.len() <= MAX_ELEMENTS, "x", "at most 2^34 elements", k.x.len())?;
         Violation::unless_length("draw", 4, k.draw.len())?;

@@ -1,6 +1,7 @@
-//! Sums and products, element by element.
+//! Elementwise sums and products.
 //!
-//! Invariant: each output element is one or two rounded operations on the same element of the inputs.
+//! Invariant: each output element is one or two rounded operations on the same element of the
+//! inputs.
 
 use crate::block::divide;
 use crate::vector::{F4, load};
@@ -9,7 +10,7 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// out = a + b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    /// Computes out = a + b. Shapes: `a`, `b`, `out`: `[n]`. Overwrites `out`.
     add<S: Stored> { add_f32: f32; add_bf16: bf16; }
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
@@ -19,7 +20,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
@@ -28,7 +29,7 @@ family! {
 }
 
 family! {
-    /// out = a - b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    /// Computes out = a - b. Shapes: `a`, `b`, `out`: `[n]`. Overwrites `out`.
     sub<S: Stored> { sub_f32: f32; sub_bf16: bf16; }
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
@@ -38,7 +39,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
@@ -47,7 +48,7 @@ family! {
 }
 
 family! {
-    /// out = a b; `a`, `b`, `out`: `[n]`. Overwrites `out`.
+    /// Computes out = a b. Shapes: `a`, `b`, `out`: `[n]`. Overwrites `out`.
     mul<S: Stored> { mul_f32: f32; mul_bf16: bf16; }
     unsafe fn(a: &[S], b: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and the others are as long.
@@ -57,7 +58,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `a` has them; `b` and `out` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `a`; `b` and `out` are as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("b", k.a.len(), k.b.len())?;
         Violation::unless_length("out", k.a.len(), k.out.len())?;
@@ -66,7 +67,7 @@ family! {
 }
 
 family! {
-    /// out += a; `a`, `out`: `[n]`. Adds to `out`.
+    /// Computes out += a. Shapes: `a`, `out`: `[n]`. Adds to `out`.
     add_assign<S: Stored> { add_assign_f32: f32; add_assign_bf16: bf16; }
     unsafe fn(a: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `a`, and `out` is as long.
@@ -77,7 +78,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `a` has them; `out` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `a`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.a.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.a.len())
@@ -85,7 +86,7 @@ family! {
 }
 
 family! {
-    /// out = factor x; `x`, `out`: `[n]`. Overwrites `out`.
+    /// Computes out = factor x. Shapes: `x`, `out`: `[n]`. Overwrites `out`.
     scale<S: Stored> { scale_f32: f32; scale_bf16: bf16; }
     unsafe fn(x: &[S], factor: f32, out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
@@ -95,7 +96,7 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.x.len())
@@ -103,8 +104,9 @@ family! {
 }
 
 family! {
-    /// out = factor x, with a factor from device memory; `x`, `out`: `[n]`, `factor`: `[1]`. Overwrites `out`, or adds to it where `accumulate`
-    /// is 1, by one fused multiply-add.
+    /// Computes out = factor x, with a factor from device memory. Shapes: `x`, `out`: `[n]`,
+    /// `factor`: `[1]`. Overwrites `out`, or adds to it by one fused multiply-add if `accumulate`
+    /// is 1.
     scale_by<S: Stored> { scale_by_f32: f32; scale_by_bf16: bf16; }
     unsafe fn(x: &[S], factor: &[f32], accumulate: u32, out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
@@ -115,7 +117,8 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long, and `factor` has its one element.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long, and `factor` has
+    // its one element.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("factor", 1, k.factor.len())?;
         Violation::unless_length("out", k.x.len(), k.out.len())?;
@@ -124,10 +127,12 @@ family! {
 }
 
 family! {
-    /// out = x + bias, the bias added to every row; `x`, `out`: `[rows, cols]`, `bias`: `[cols]`. Overwrites `out`.
+    /// Computes out = x + bias, the bias added to every row. Shapes: `x`, `out`: `[rows, cols]`,
+    /// `bias`: `[cols]`. Overwrites `out`.
     add_bias<S: Stored> { add_bias_f32: f32; add_bias_bf16: bf16; }
     unsafe fn(x: &[S], bias: &[f32], cols: usize, out: *mut S) {
-        // SAFETY: the vector lies inside `x`, `out` is as long, and a column is below `cols`, the length of `bias`.
+        // SAFETY: the vector lies inside `x`, `out` is as long, and a column is below `cols`, the
+        // length of `bias`.
         unsafe {
             write_own_vectors!(S, x.len(), out, |index, part| {
                 let (_, column) = divide(index, cols);
@@ -140,8 +145,8 @@ family! {
             });
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long. A column is a remainder by `cols`, which is not 0,
-    // so `bias` has it.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long. A column is a
+    // remainder modulo `cols`, which is not 0, so it lies inside `bias`.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("bias", k.cols, k.bias.len())?;

@@ -1,15 +1,20 @@
-//! Rows of a table by number, and the sums of rows that have one number: the embedding of tokens, its gradient, and gather.
+//! Table rows by id, and the sums of rows with the same id: token embedding, its gradient, and
+//! gather.
 //!
 //! ```text
-//! ids              7  2  7  0  7  2                 a token's row of the table
-//! sorted           0 | 2  2 | 7  7  7               a stable sort, integers only: `sort_ids`, then `merge_ids` until one run is left
-//! order            3 | 1  5 | 0  2  4               where they stood: positions of an id ascend
-//!                  |   |      |
-//! sums             a warp for each id and 128 columns begins where its id does; where there are more than 64, a warp for each 64
-//!                  first 64 -> row of the table     others -> partial sums -> `rows_finish` adds them to the row, ascending
+//! ids     7  2  7  0  7  2     a token's row of the table
+//! sorted  0 | 2  2 | 7  7  7   a stable sort, integers only: `sort_ids`, then `merge_ids` until
+//!                              one run is left
+//! order   3 | 1  5 | 0  2  4   the original positions: those of an id ascend
+//!         |   |      |
+//! sums    a warp for each id and 128 columns begins where its id does; for more than 64 positions,
+//!         a warp for each 64
+//!         first 64 -> row of the table     others -> partial sums -> `rows_finish` adds them to
+//!                                          the row, ascending
 //! ```
-//! Invariant: no number leads outside, whatever it is. The order of a row's sum follows from how often its id comes alone. A sort by
-//! (id, position) has one result, so the bits depend on no device.
+//! Invariant: no id causes an access out of bounds. The order of a row's sum depends only on how
+//! often its id occurs. A sort by (id, position) has one result, so the bits are the same on every
+//! device.
 
 use crate::block::{BLOCK, divide};
 use crate::stored::Stored;
@@ -21,15 +26,16 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `y[t, c] = table[ids[t], c]`; `table`: `[rows, cols]`, `ids`: `[tokens]`, `y`: `[tokens, cols]`. An id without a row makes a row of
-    /// NaN. Overwrites `y`.
+    /// Computes `y[t, c] = table[ids[t], c]`. Shapes: `table`: `[rows, cols]`, `ids`: `[tokens]`,
+    /// `y`: `[tokens, cols]`. An id past the table gives a row of NaN. Overwrites `y`.
     embedding_forward<S: Stored> { embedding_forward_f32: f32; embedding_forward_bf16: bf16; }
     unsafe fn(table: &[f32], ids: &[u32], cols: usize, y: *mut S) {
         let Some(row) = Row::new(ids.len() * cols, cols) else { return };
-        // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay together.
+        // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay converged.
         unsafe { with_held!(row, cols, row_of(table, ids, cols, y)) }
     }
-    // SAFETY: `table` is whole rows of `cols`, and `y` has one for each id; a thread touches a row of `table` only where the id is one's.
+    // SAFETY: `table` is whole rows of `cols`, and `y` has a row for each id. A thread accesses
+    // `table` only if the id is one of its rows.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         crate::warp::rows_in("table", k.table.len(), k.cols)?;
         Violation::unless_length("y", Size::of(k.ids.len()).times(k.cols), k.y.len())?;
@@ -38,14 +44,16 @@ family! {
 }
 
 family! {
-    /// `y[t, c] = x[ids[t], c]`: as [`embedding_forward`], of rows that are stored as y is.
+    /// Computes `y[t, c] = x[ids[t], c]`, like [`embedding_forward`], for rows stored in the type
+    /// of y.
     gather<S: Stored> { gather_f32: f32; gather_bf16: bf16; }
     unsafe fn(x: &[S], ids: &[u32], cols: usize, y: *mut S) {
         let Some(row) = Row::new(ids.len() * cols, cols) else { return };
-        // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay together.
+        // SAFETY: the row lies inside `y`, and `ids` has its number; its lanes stay converged.
         unsafe { with_held!(row, cols, row_of(x, ids, cols, y)) }
     }
-    // SAFETY: `x` is whole rows of `cols`, and `y` has one for each id; a thread touches a row of `x` only where the id is one's.
+    // SAFETY: `x` is whole rows of `cols`, and `y` has a row for each id. A thread accesses `x`
+    // only if the id is one of its rows.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("y", Size::of(k.ids.len()).times(k.cols), k.y.len())?;
@@ -54,10 +62,12 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`. The row's lanes call it together.
+/// The row lies inside `y`, and `ids` has its number. `table` is whole rows of `cols`. The row's
+/// lanes call it together.
 #[inline(always)]
 unsafe fn row_of<const HELD: usize, T: Stored>(row: Row, table: &[T], ids: &[u32], cols: usize, y: *mut impl Stored) {
-    // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there, as is asked.
+    // SAFETY: the row lies inside `y`, and a row that begins inside `table` ends there, as the
+    // caller guarantees.
     unsafe {
         let start = load(ids, row.number) as usize * cols;
         if start < table.len() {
@@ -73,27 +83,29 @@ unsafe fn row_of<const HELD: usize, T: Stored>(row: Row, table: &[T], ids: &[u32
     }
 }
 
-/// Ids that a block of [`sort_ids`](struct@sort_ids) sorts.
+/// The ids that a block of [`sort_ids`](struct@sort_ids) sorts.
 pub const RUN: usize = 512;
-/// Those that each of its threads places.
+/// The ids that each of its threads places.
 const OWN: usize = RUN / BLOCK as usize;
 
-/// Sorts each [`RUN`] of `ids`; `order` is where they stood. Equal ones stay in their order. `ids`, `sorted`, `order`: `[n]`, n below 2^32.
-/// Overwrites `sorted` and `order`.
+/// Sorts each [`RUN`] of `ids`, stably. `order` gets their original positions. Shapes: `ids`,
+/// `sorted`, `order`: `[n]`, n below 2^32. Overwrites `sorted` and `order`.
 ///
-/// The place of an id is the number of those that come before it: each thread looks at all of the block's.
+/// An id's position in the result is the number of ids that come before it. Each thread compares
+/// its ids with all ids of the block.
 #[kernel]
 pub unsafe fn sort_ids(ids: &[u32], sorted: *mut u32, order: *mut u32) {
     let start = thread::block_idx_x() as usize * RUN;
     let place = |own: usize| own * BLOCK as usize + thread::thread_idx_x() as usize;
-    // SAFETY: the tile is the declared shared memory, and its indices are below `RUN`. A place below the number of the block's ids is
-    // inside the arguments. All threads come to the barrier.
+    // SAFETY: the tile is the declared shared memory, and its indices are below `RUN`. A position
+    // below the number of the block's ids is inside the arguments. All threads reach the barrier.
     unsafe {
         let tile = SharedTile::<u32>::new(0, RUN as u32);
         let mut own = 0;
         while own < OWN {
             let index = start + place(own);
-            // What fills the last run comes behind all ids: it stands behind them.
+            // The padding of the last run has the largest value and the last positions, so it sorts
+            // after all ids.
             tile.set(place(own) as u32, if index < ids.len() { load(ids, index) } else { u32::MAX });
             own += 1;
         }
@@ -118,8 +130,9 @@ pub unsafe fn sort_ids(ids: &[u32], sorted: *mut u32, order: *mut u32) {
     }
 }
 
-// SAFETY: a block has one run of `ids`. As many ids come before one of a run as are in it at most, those that fill it up left out, so each is
-// written inside `sorted` and `order`, which are as long as `ids`.
+// SAFETY: a block has one run of `ids`. An id's rank is below the number of ids in its run, not
+// counting the padding. It is therefore written inside `sorted` and `order`, which are as long as
+// `ids`.
 contract! { unsafe sort_ids { block: BLOCK, shared: RUN * 4, align: 4 } |k| {
     Violation::unless(k.ids.len() <= u32::MAX as usize, "ids", "less than 2^32", k.ids.len())?;
     Violation::unless_length("sorted", k.ids.len(), k.sorted.len())?;
@@ -127,17 +140,19 @@ contract! { unsafe sort_ids { block: BLOCK, shared: RUN * 4, align: 4 } |k| {
     Grid::cover(k.ids.len(), RUN)
 }}
 
-/// Merges each two runs of `run` sorted ids into one. Of equal ids those of the first run come first. `ids`, `order`, `merged`,
-/// `merged_order`: `[n]`. Overwrites the last two.
+/// Merges each two runs of `run` sorted ids into one. Equal ids of the first run come first.
+/// Shapes: `ids`, `order`, `merged`, `merged_order`: `[n]`. Overwrites the last two.
 ///
-/// An id's place is its place in its own run and the number of those in the other run that come before it, by bisection.
+/// An id's position in the result is its position in its own run plus the number of ids in the
+/// other run that come before it. Bisection finds that number.
 #[kernel]
 pub unsafe fn merge_ids(ids: &[u32], order: &[u32], run: usize, merged: *mut u32, merged_order: *mut u32) {
     let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
     if index >= ids.len() {
         return;
     }
-    // SAFETY: `run` is not 0. Both runs lie inside `ids`, and the number of ids of the other run is at most its length.
+    // SAFETY: `run` is not 0. Both runs lie inside `ids`, and the number of ids of the other run is
+    // at most its length.
     unsafe {
         let id = load(ids, index);
         let (number, _) = divide(index, run);
@@ -154,7 +169,8 @@ pub unsafe fn merge_ids(ids: &[u32], order: &[u32], run: usize, merged: *mut u32
     }
 }
 
-// SAFETY: a thread reads `ids` only inside its length, and what it writes lies between the begin of the first run and the end of the second.
+// SAFETY: a thread reads `ids` only inside its length, and writes between the beginning of the
+// first run and the end of the second.
 contract! { unsafe merge_ids { block: BLOCK, align: 4 } |k| {
     Violation::unless(k.run > 0 && k.run <= k.ids.len(), "run", "from 1 to the number of ids", k.run)?;
     Violation::unless_length("order", k.ids.len(), k.order.len())?;
@@ -168,7 +184,7 @@ fn smaller(a: usize, b: usize) -> usize {
     if a < b { a } else { b }
 }
 
-/// How many of `ids[first..end]`, which ascend, come `before`.
+/// Returns the number of ids in the ascending `ids[first..end]` for which `before` is true.
 ///
 /// # Safety
 /// `first <= end <= ids.len()`.
@@ -187,14 +203,15 @@ unsafe fn bisect(ids: &[u32], first: usize, end: usize, before: impl Fn(u32) -> 
     low - first
 }
 
-/// Positions of an id that are added up at once; and the ids among which there is one partial sum.
+/// The positions of an id that are summed at once. There is one partial sum for each such number of
+/// ids.
 pub const CHUNK: usize = 64;
-/// Columns of a warp.
+/// The columns of a warp.
 const COLUMNS: usize = LANES as usize * F4::LEN;
-/// Rows that a thread reads before it adds them up.
+/// The rows that a thread reads before it adds them.
 const BATCH: usize = 4;
 
-/// This thread's item of `items` and its columns, where a warp has 128 columns of one.
+/// Returns this thread's item of `items` and its columns. A warp has 128 columns of one item.
 ///
 /// # Safety
 /// `cols` is not 0.
@@ -212,11 +229,14 @@ unsafe fn item_and_columns(items: usize, cols: usize) -> Option<(usize, usize, P
 }
 
 family! {
-    /// `out[id, c] = sum of dy[t, c] over the t with ids[t] = id`, for each id that comes: the positions ascend, in chunks of [`CHUNK`]. The
-    /// first chunk goes to `out`, is added to what it holds where `accumulate` is 1, and each other to `partials`;
-    /// [`rows_finish`](struct@rows_finish) adds those. Rows of `out` whose id does not come stay as they are.
+    /// Computes `out[id, c] = sum of dy[t, c] over the t with ids[t] = id`, for each id that
+    /// occurs. The positions ascend, in chunks of [`CHUNK`]. The first chunk's sum goes to `out`,
+    /// or is added to its content if `accumulate` is 1. Every other chunk's sum goes to `partials`,
+    /// which [`rows_finish`](struct@rows_finish) adds. Rows of `out` whose id does not occur are
+    /// unchanged.
     ///
-    /// `dy`: `[n, cols]`, `sorted`, `order`: `[n]`, `out`: `length` elements in rows of `cols`, `partials`: `[ceil(n / 64), cols]`.
+    /// Shapes: `dy`: `[n, cols]`, `sorted`, `order`: `[n]`, `out`: `length` elements in rows of
+    /// `cols`, `partials`: `[ceil(n / 64), cols]`.
     rows_sum<S: Stored> { rows_sum_f32: f32; rows_sum_bf16: bf16; }
     unsafe fn(
         dy: &[S],
@@ -228,8 +248,9 @@ family! {
         out: *mut f32,
         partials: *mut f32,
     ) {
-        // SAFETY: the contract checks `cols`. An index below the number of ids is one of `sorted` and `order`, and a position below it is a
-        // row of `dy`. A row that begins before `length` lies inside `out`, and `partials` has one for each 64 ids.
+        // SAFETY: the contract checks `cols`. An index below the number of ids is valid in `sorted`
+        // and `order`, and a position below it is a row of `dy`. A row that begins before `length`
+        // lies inside `out`, and `partials` has a row for each 64 ids.
         unsafe {
             let Some((first, column, part)) = item_and_columns(sorted.len(), cols) else { return };
             let id = load(sorted, first);
@@ -253,7 +274,8 @@ family! {
                         is_last = true;
                     }
                 });
-                // A sum that began with 0 is never -0, so zeros beyond the end change nothing.
+                // A sum that began with 0 is never -0, so adding the zeros past the end changes
+                // nothing.
                 unroll_on_gpu!(at < BATCH => { sum = sum + values[at] });
                 done = if is_last { CHUNK } else { done + BATCH };
             }
@@ -266,8 +288,9 @@ family! {
             }
         }
     }
-    // SAFETY: `dy` has a row of `cols` for each id, `order` an element; `out` is whole rows, and `partials` has a row for each 64 ids. A position
-    // and an id are compared with these numbers before they lead anywhere.
+    // SAFETY: `dy` has a row of `cols` for each id, and `order` an element. `out` is whole rows,
+    // and `partials` has a row for each 64 ids. Every position and id is compared with these
+    // numbers before it is used as an index.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.cols > 0, "cols", "at least 1", k.cols)?;
         Violation::unless_length("dy", Size::of(k.sorted.len()).times(k.cols), k.dy.len())?;
@@ -279,13 +302,13 @@ family! {
     }
 }
 
-/// Whether a chunk of `id` other than the first begins at `first`, which holds it.
+/// True if a chunk of `id` other than its first begins at `first`, where `sorted` holds `id`.
 ///
 /// # Safety
 /// `first < sorted.len()`.
 #[inline(always)]
 unsafe fn begins_chunk(sorted: &[u32], first: usize, id: u32) -> bool {
-    // SAFETY: `first` is inside, as is asked.
+    // SAFETY: `first` is inside, as the caller guarantees.
     unsafe {
         first >= CHUNK
             && load(sorted, first - CHUNK) == id
@@ -293,16 +316,19 @@ unsafe fn begins_chunk(sorted: &[u32], first: usize, id: u32) -> bool {
     }
 }
 
-/// Adds to each row of `out` whose id comes more than [`CHUNK`] times what [`rows_sum`] has left of it in `partials`, ascending.
-/// `sorted`: `[n]`, `partials`: `[ceil(n / 64), cols]`, `out`: `length` elements in rows of `cols`.
+/// Adds the partial sums that [`rows_sum`] has left in `partials` to each row of `out` whose id
+/// occurs more than [`CHUNK`] times, ascending. Shapes: `sorted`: `[n]`, `partials`: `[ceil(n /
+/// 64), cols]`, `out`: `length` elements in rows of `cols`.
 ///
-/// Of the chunks that begin among 64 ids, one at most is not the first of its id: so each has a row of `partials` to itself.
+/// At most one of the chunks that begin among 64 ids is not the first of its id, so each has a row
+/// of `partials` of its own.
 #[kernel]
 pub unsafe fn rows_finish(sorted: &[u32], partials: &[f32], cols: usize, length: usize, out: *mut f32) {
-    // SAFETY: the contract checks `cols`. Indices are compared with the number of ids, and a row with `length`.
+    // SAFETY: the contract checks `cols`. Indices are compared with the number of ids, and a row
+    // with `length`.
     unsafe {
         let Some((window, column, part)) = item_and_columns(sorted.len().div_ceil(CHUNK), cols) else { return };
-        // The one id that begins here and comes more often than a chunk has room.
+        // Finds the one id that begins here and occurs more often than a chunk holds.
         let end = smaller((window + 1) * CHUNK, sorted.len());
         let mut first = window * CHUNK;
         while first < end {
@@ -324,8 +350,8 @@ pub unsafe fn rows_finish(sorted: &[u32], partials: &[f32], cols: usize, length:
     }
 }
 
-// SAFETY: `partials` has a row of `cols` for each 64 ids, and `out` is whole rows; an id is compared with their number before it leads
-// anywhere.
+// SAFETY: `partials` has a row of `cols` for each 64 ids, and `out` is whole rows. An id is
+// compared with the number of rows before it is used as an index.
 contract! { unsafe rows_finish { block: BLOCK } |k| {
     Violation::unless(k.cols > 0, "cols", "at least 1", k.cols)?;
     Violation::unless_length("partials", Size::of(k.sorted.len().div_ceil(CHUNK)).times(k.cols), k.partials.len())?;
@@ -334,7 +360,7 @@ contract! { unsafe rows_finish { block: BLOCK } |k| {
     warps(k.sorted.len().div_ceil(CHUNK), k.cols)
 }}
 
-/// The grid of a warp for each item and 128 columns.
+/// Returns the grid with one warp for each item and 128 columns.
 #[cfg(not(target_arch = "nvptx64"))]
 fn warps(items: usize, cols: usize) -> Result<cuda_std::launch::Grid, cuda_std::launch::Violation> {
     use cuda_std::launch::{Grid, Size};

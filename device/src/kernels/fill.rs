@@ -1,6 +1,7 @@
 //! Constant fill and copy.
 //!
-//! Invariant: bits are moved as they are, but a NaN of BF16 may become another. Nothing is computed with them.
+//! Invariant: values are moved bit by bit, except that a BF16 NaN may change its payload. No
+//! arithmetic is done.
 
 use crate::vector::F4;
 use crate::{family, write_own_vectors};
@@ -8,7 +9,7 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// out = value; `out`: `[length]`. Overwrites `out`.
+    /// Computes out = value. Shapes: `out`: `[length]`. Overwrites `out`.
     fill<S: Stored> { fill_f32: f32; fill_bf16: bf16; }
     unsafe fn(out: *mut S, length: usize, value: f32) {
         // SAFETY: the vector lies inside `out`.
@@ -16,7 +17,7 @@ family! {
             write_own_vectors!(S, length, out, |_index, _part| F4::splat(value));
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `length` goes; `out` is as long.
+    // SAFETY: a thread accesses only its own vectors up to `length`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.length, k.out.len())?;
         crate::block::vector_grid::<S>(k.length)
@@ -24,7 +25,7 @@ family! {
 }
 
 family! {
-    /// out = x; `x`, `out`: `[n]`. Overwrites `out`.
+    /// Computes out = x. Shapes: `x`, `out`: `[n]`. Overwrites `out`.
     copy<S: Stored> { copy_f32: f32; copy_bf16: bf16; }
     unsafe fn(x: &[S], out: *mut S) {
         // SAFETY: the vector lies inside `x`, and `out` is as long.
@@ -32,7 +33,7 @@ family! {
             write_own_vectors!(S, x.len(), out, |index, part| F4::load_part(x, index, part, 0.0));
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `out` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `out` is as long.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless_length("out", k.x.len(), k.out.len())?;
         crate::block::vector_grid::<S>(k.x.len())

@@ -1,25 +1,33 @@
-//! Self-attention over any number of tokens by matrix instructions with sums in f32: as [`flash_attention`](super::flash_attention), whose
-//! parameters and gradients these are. Tensors are BF16, with what memory holds halved, or f32 that is multiplied as TF32.
+//! FlashAttention-2 on tensor cores, accumulated in f32, for any number of tokens. Parameters and
+//! gradients are those of [`flash_attention`](super::flash_attention). Tensors are BF16, with half
+//! the memory, or f32 that is multiplied as TF32.
 //!
-//! A block owns some rows of one head, and passes over the others of that head in tiles. Its four warps share nothing but the tiles: a
-//! warp has rows of its own, all columns of a tile, and so a whole row of scores in four lanes.
+//! A block keeps some rows of one head resident, and streams the other operand's rows of that head
+//! in tiles. Its four warps share only the tiles. A warp has rows of its own and all columns of a
+//! tile, so four lanes hold a whole row of scores.
 //!
 //! ```text
-//! kernel     a warp owns   passes over            makes of a tile                                                  file
-//! forward    queries       k, v                   s = q k^T -> p, running maximum and sum;  out += p v             forward.rs
-//! queries    queries       k, v                   s = q k^T -> p;  dp = dout v^T -> ds;  dq += ds k                backward.rs
-//! keys       keys          q, dout of the heads   s = k q^T -> p;  dp = v dout^T -> ds;  dv += p dout, dk += ds q  backward.rs
-//!                          of its group
+//! kernel   resident  streamed              computes from a tile                        file
+//! forward  queries   k, v                  s = q k^T -> p, running maximum and sum     forward.rs
+//!                                          out += p v
+//! queries  queries   k, v                  s = q k^T -> p;  dp = dout v^T -> ds        backward.rs
+//!                                          dq += ds k
+//! keys     keys      q, dout of the heads  s = k q^T -> p;  dp = v dout^T -> ds        backward.rs
+//!                    of its group          dv += p dout;  dk += ds q
 //!
-//! global memory                shared memory, two slots          registers
-//! rows of a tile  -- cp.async -->  swizzled rows  -- ldmatrix -->  scores  -- rounded -->  a factor of the second product
-//!                                  (squares.rs)                           (as the first product left them: no lane moves any)
+//! global memory                   shared memory, two slots     registers
+//! rows of a tile  -- cp.async ->  swizzled rows  -- ldmatrix ->  scores  -- rounded ->
+//!                                 (squares.rs)                   A operand of the second product
+//!                                                               (accumulator layout: no shuffle)
 //! ```
-//! Invariant: the order of every sum follows from the numbers of tokens, columns and heads alone, and from the family's table. Scores, dp
-//! and outputs are products as [`squares`](crate::squares) says: on one device they depend neither on the grid nor on the run; emulator
-//! and GPU may differ as those of [`matmul_bf16`](super::matmul_bf16) do. p and ds are f32, rounded once, for the second product; q, k, v and
-//! dout of f32 are rounded to TF32 for each product. The sum of p adds them unrounded. Exponents are of 2: p = 2^(score scale log2 e - maximum),
-//! so `scale` is above 0.
+//! Invariant: the order of every sum depends only on the numbers of tokens, columns and heads, and
+//! on the family's table. Scores, dp and outputs are mma products as described in
+//! [`squares`](crate::squares). On one device they do not depend on the grid or the run. Emulator
+//! and GPU may differ as in [`matmul_bf16`](super::matmul_bf16).
+//!
+//! p and ds are f32, rounded once for the second product. f32 q, k, v and dout are rounded to TF32
+//! for each product. The sum of p adds the unrounded values. Exponentials are base 2: p = 2^(score
+//! scale log2 e - maximum), so `scale` must be above 0.
 
 mod backward;
 mod forward;
@@ -36,25 +44,28 @@ use forward::forward;
 use half::bf16;
 pub use shape::{BLOCK, Shape};
 
-/// The shapes of the forward kernel of BF16, by the widest head of each.
+/// The BF16 shapes of the forward kernel, by their widest head.
 pub const FORWARD_BF16: [Shape; 3] =
     [Shape::of_bf16(2, 64, 64), Shape::of_bf16(2, 64, 128), Shape::of_bf16(1, 32, 256)];
-/// The shapes of the kernel for the gradient of q.
+/// The BF16 shapes of the kernel for the gradient of q.
 pub const QUERIES_BF16: [Shape; 3] =
     [Shape::of_bf16(1, 64, 64), Shape::of_bf16(2, 32, 128), Shape::of_bf16(1, 16, 256)];
-/// The shapes of the kernel for the gradients of k and v. Of the widest heads a block makes half of the columns.
+/// The BF16 shapes of the kernel for the gradients of k and v. For the widest heads a block
+/// computes half of the columns.
 pub const KEYS_BF16: [Shape; 3] =
     [Shape::of_bf16(2, 32, 64), Shape::of_bf16(1, 32, 128), Shape::of_bf16(1, 16, 256).in_parts(2)];
 
-/// The shapes of the forward kernel of f32. Of wider heads the rows of a block do not fit in the shared memory of a GB10.
+/// The f32 shapes of the forward kernel. For wider heads, a block's rows do not fit in the shared
+/// memory of a GB10.
 pub const FORWARD_TF32: [Shape; 2] = [Shape::of_f32(2, 64, 64), Shape::of_f32(1, 32, 128)];
-/// The shapes of the kernel for the gradient of q.
+/// The f32 shapes of the kernel for the gradient of q.
 pub const QUERIES_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1, 16, 128)];
-/// The shapes of the kernel for the gradients of k and v.
+/// The f32 shapes of the kernel for the gradients of k and v.
 pub const KEYS_TF32: [Shape; 2] = [Shape::of_f32(2, 32, 64), Shape::of_f32(1, 16, 128)];
 
 family! {
-    /// Attention; the parameters are those of [`flash_forward`](struct@super::flash_attention::flash_forward), and widths of BF16 are multiples
+    /// Computes attention. The parameters are those of
+    /// [`flash_forward`](struct@super::flash_attention::flash_forward). BF16 widths are multiples
     /// of 8.
     flash_forward_tensor<S: Stored>(shape: Shape as SHAPE) {
         flash_forward_of_bf16_64: bf16 = FORWARD_BF16[0];
@@ -78,13 +89,15 @@ family! {
         lse: *mut f32,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
-        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
         unsafe {
             forward::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(problem, out, lse);
         }
     }
-    // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token; `lse` has an element for each token of a head. Each
-    // block has rows of its own, and touches only those below `tokens`.
+    // SAFETY: the heads lie inside `qkv` and `out`, which have a row for each token. `lse` has an
+    // element for each token of a head. Each block has rows of its own, and accesses only those
+    // below `tokens`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(1, 0) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
@@ -96,8 +109,9 @@ family! {
 }
 
 family! {
-    /// The gradient of q; the parameters are those of [`flash_queries`](struct@super::flash_attention::flash_queries), and widths of BF16 are
-    /// multiples of 8.
+    /// Computes the gradient of q. The parameters are those of
+    /// [`flash_queries`](struct@super::flash_attention::flash_queries). BF16 widths are multiples
+    /// of 8.
     flash_queries_tensor<S: Stored>(shape: Shape as SHAPE) {
         flash_queries_of_bf16_64: bf16 = QUERIES_BF16[0];
         flash_queries_of_bf16_128: bf16 = QUERIES_BF16[1];
@@ -122,14 +136,15 @@ family! {
         dqkv: *mut S,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
-        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
         unsafe {
             queries::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
         }
     }
-    // SAFETY: as for `flash_forward_tensor`; `dqkv` is as long as `qkv`.
+    // SAFETY: the argument for `flash_forward_tensor` holds here too; `dqkv` is as long as `qkv`.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 0) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;
@@ -141,8 +156,8 @@ family! {
 }
 
 family! {
-    /// The gradients of k and v; the parameters are those of [`flash_keys`](struct@super::flash_attention::flash_keys), and widths of BF16 are
-    /// multiples of 8.
+    /// Computes the gradients of k and v. The parameters are those of
+    /// [`flash_keys`](struct@super::flash_attention::flash_keys). BF16 widths are multiples of 8.
     flash_keys_tensor<S: Stored>(shape: Shape as SHAPE) {
         flash_keys_of_bf16_64: bf16 = KEYS_BF16[0];
         flash_keys_of_bf16_128: bf16 = KEYS_BF16[1];
@@ -167,14 +182,16 @@ family! {
         dqkv: *mut S,
     ) {
         let problem = Problem { qkv, documents, lengths, tokens, heads, kv_heads, width, stacked, window, scale };
-        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the width suits the shape.
+        // SAFETY: the contract has checked that all heads lie inside the arguments, and that the
+        // width suits the shape.
         unsafe {
             keys::<S, { SHAPE.squares }, { SHAPE.tiles() }, { SHAPE.chunks() }, { SHAPE.made() }>(
                 problem, lse, delta, dout, dqkv,
             );
         }
     }
-    // SAFETY: as for `flash_queries_tensor`; the grid has a layer along y for each part of the columns.
+    // SAFETY: the argument for `flash_queries_tensor` holds here too; block_idx_y is the part of
+    // the columns.
     contract unsafe { block: BLOCK, shared: SHAPE.shared_bytes(2, 2) } |p| {
         let sizes = Sizes::new(p.qkv.len(), [p.tokens, p.heads, p.kv_heads, p.width, p.stacked], SHAPE.widths())?;
         sizes.check_masks(p.documents.len(), p.lengths.len())?;

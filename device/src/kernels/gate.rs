@@ -1,13 +1,14 @@
-//! Activations by which a network gates: ReLU, sigmoid, SiLU, the exact GELU; and SwiGLU, a product with one of them.
+//! Activations for gating: ReLU, sigmoid, SiLU and exact GELU; and SwiGLU, a product with SiLU.
 //!
-//! The activations share a kernel for each direction: `function` says which. All threads of a launch take the same way, once: with a choice
-//! for each vector a thread would wait for the first before it asks for the next.
+//! The activations share a kernel for each direction, and `function` selects one. The whole launch
+//! branches once. A branch for each vector would make a thread wait for the first vector before it
+//! loads the next.
 //!
 //! ```text
-//! swiglu        gate            up               y                of one tensor, rows of 2 cols
-//!            | r0 | r1 |  *  | r0 | r1 |  ->  | r0 | r1 |         | gate r0 | up r0 | gate r1 | up r1 |  ->  | r0 | r1 |
+//! swiglu     gate            up              y        of one tensor, rows of 2 cols
+//!         | r0 | r1 |  *  | r0 | r1 | -> | r0 | r1 |  | gate r0 | up r0 | gate r1 | up r1 | -> y
 //! ```
-//! Invariant: an element of an output depends on the same element of the inputs alone.
+//! Invariant: an element of an output depends only on the same element of the inputs.
 
 use crate::activations::Activations;
 use crate::block::BLOCK;
@@ -18,17 +19,18 @@ use crate::{family, for_own_vector, map4, write_own_vectors};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// max(x, 0), as the kernels' `function`; a NaN stays one. Backward gets x or y.
+/// The kernels' `function` for max(x, 0). A NaN stays NaN. Backward gets x or y.
 pub const RELU: u32 = 0;
-/// [`sigmoid`](crate::activations::Activations::sigmoid). Backward gets y.
+/// The kernels' `function` for [`sigmoid`](crate::activations::Activations::sigmoid). Backward gets
+/// y.
 pub const SIGMOID: u32 = 1;
-/// [`silu`](crate::activations::Activations::silu). Backward gets x.
+/// The kernels' `function` for [`silu`](crate::activations::Activations::silu). Backward gets x.
 pub const SILU: u32 = 2;
-/// [`math::gelu_exact`]. Backward gets x.
+/// The kernels' `function` for [`math::gelu_exact`]. Backward gets x.
 pub const GELU_EXACT: u32 = 3;
 
 family! {
-    /// y = f(x), by the number of f; `x`, `y`: `[n]`. Overwrites `y`.
+    /// Computes y = f(x), where `function` selects f. Shapes: `x`, `y`: `[n]`. Overwrites `y`.
     activation_forward<S: Stored> { activation_forward_f32: f32; activation_forward_bf16: bf16; }
     unsafe fn(x: &[S], function: u32, y: *mut S) {
         // SAFETY: the vector lies inside `x`, and `y` is as long.
@@ -46,7 +48,7 @@ family! {
             }
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `x` has them; `y` is as long.
+    // SAFETY: a thread accesses only its own vectors inside `x`; `y` is as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
         Violation::unless_length("y", k.x.len(), k.y.len())?;
@@ -55,7 +57,8 @@ family! {
 }
 
 family! {
-    /// dx = dy f'(x), by the number of f; `kept`: what this needs of x and y, `kept`, `dy`, `dx`: `[n]`. Overwrites `dx`.
+    /// Computes dx = dy f'(x), where `function` selects f. `kept` is x or y, as f needs. Shapes:
+    /// `kept`, `dy`, `dx`: `[n]`. Overwrites `dx`.
     activation_backward<S: Stored> { activation_backward_f32: f32; activation_backward_bf16: bf16; }
     unsafe fn(kept: &[S], dy: &[S], function: u32, dx: *mut S) {
         // SAFETY: the vector lies inside `kept`, and the others are as long.
@@ -77,7 +80,7 @@ family! {
             }
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `kept` has them; `dy` and `dx` are as long.
+    // SAFETY: a thread accesses only its own vectors inside `kept`; `dy` and `dx` are as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;
         Violation::unless_length("dy", k.kept.len(), k.dy.len())?;
@@ -91,15 +94,17 @@ fn rectified(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
 
-/// Where gate and up stand in rows of 2 `cols`. Where each stands alone, the kernels read without a look at rows, all before the first is used.
+/// Returns the windows of gate and up in rows of 2 `cols`. If they are separate arrays, the kernels
+/// ignore rows, and load all vectors before they use the first.
 #[inline(always)]
 fn halves(cols: usize) -> [Window; 2] {
     [0, cols].map(|start| Window { cols, stride: 2 * cols, start })
 }
 
 family! {
-    /// y = silu(gate) up; `gate`, `up`, `y`: `[rows, cols]`. Where `up` is empty, both stand in `gate`: `[rows, 2 cols]`, the gate first.
-    /// `length` is y's. Overwrites `y`.
+    /// Computes y = silu(gate) up. Shapes: `gate`, `up`, `y`: `[rows, cols]`. If `up` is empty,
+    /// `gate` holds both: `[rows, 2 cols]`, the gate first. `length` is the length of y. Overwrites
+    /// `y`.
     swiglu_forward<S: Stored> { swiglu_forward_f32: f32; swiglu_forward_bf16: bf16; }
     unsafe fn(gate: &[S], up: &[S], cols: usize, length: usize, y: *mut S) {
         // SAFETY: the vector lies inside `y`, and `gate` and `up` have its elements.
@@ -116,8 +121,8 @@ family! {
             }
         }
     }
-    // SAFETY: a thread touches its own vectors, as far as `length` goes, which is that of `y`. `y` is whole rows of `cols`, and `gate` and `up`
-    // are as long, or `gate` twice as long.
+    // SAFETY: a thread accesses only its own vectors up to `length`, the length of `y`. `y` is
+    // whole rows of `cols`, and `gate` and `up` are as long, or `gate` twice as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         swiglu_lengths(k.length, k.cols, k.gate.len(), k.up.len())?;
         Violation::unless_length("y", k.length, k.y.len())?;
@@ -126,8 +131,9 @@ family! {
 }
 
 family! {
-    /// dgate = dy up silu'(gate), dup = dy silu(gate): `gate` and `up` as for [`swiglu_forward`], `dgate` and `dup` as they are, `dy`:
-    /// `[rows, cols]`. Overwrites `dgate` and `dup`.
+    /// Computes dgate = dy up silu'(gate), dup = dy silu(gate). `gate` and `up` are those of
+    /// [`swiglu_forward`]. `dgate` and `dup` have their shapes, and `dy` is `[rows, cols]`.
+    /// Overwrites `dgate` and `dup`.
     swiglu_backward<S: Stored> { swiglu_backward_f32: f32; swiglu_backward_bf16: bf16; }
     unsafe fn(gate: &[S], up: &[S], dy: &[S], cols: usize, dgate: *mut S, dup: *mut S) {
         for_own_vector!(dy.len(), |index, part| {
@@ -147,8 +153,8 @@ family! {
             }
         });
     }
-    // SAFETY: a thread touches its own vector, as far as `dy` has it. `dy` is whole rows of `cols`, and the others are as long, or `gate` and
-    // `dgate` twice as long.
+    // SAFETY: a thread accesses only its own vector inside `dy`. `dy` is whole rows of `cols`, and
+    // the others are as long, or `gate` and `dgate` twice as long.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         swiglu_lengths(k.dy.len(), k.cols, k.gate.len(), k.up.len())?;
         Violation::unless_length("dgate", k.gate.len(), k.dgate.len())?;

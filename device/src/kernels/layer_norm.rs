@@ -1,7 +1,9 @@
-//! LayerNorm over the columns of each row, with a residual added first, forward and backward (Ba, Kiros and Hinton, 2016).
+//! LayerNorm over the columns of each row, after an optional residual is added, forward and
+//! backward (Ba, Kiros and Hinton, 2016).
 //!
-//! Invariant: the sums of a row follow from its length alone, those of a column from the number of rows. The variance is the mean of
-//! squared differences from the mean, so that a row of large, nearly equal numbers loses nothing.
+//! Invariant: the order of a row's sums depends only on its length, and that of a column's sums
+//! only on the number of rows. The variance is the mean of squared differences from the mean, so
+//! that a row of large, nearly equal numbers keeps its precision.
 
 use crate::block::{divide, stay_rolled};
 use crate::rescale;
@@ -17,9 +19,12 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `h = x + residual`, `y[r, c] = (h[r, c] - mean[r]) s[r] gain[c] + bias[c]`, `s[r] = 1 / sqrt(mean_c (h[r, c] - mean[r])^2 +
-    /// epsilon)`; `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`, `bias`: `[cols]`, `mean`, `inverse_std` (s): `[rows]`. Where
-    /// `residual` is empty, h is x, and is not written. What is normalised is h as it is stored. Overwrites its outputs.
+    /// Computes `h = x + residual`, `y[r, c] = (h[r, c] - mean[r]) s[r] gain[c] + bias[c]`, with
+    /// `s[r] = 1 / sqrt(mean_c (h[r, c] - mean[r])^2 + epsilon)`.
+    ///
+    /// Shapes: `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`, `bias`: `[cols]`, `mean`,
+    /// `inverse_std` (s): `[rows]`. If `residual` is empty, h is x and is not written. The norm
+    /// uses h as rounded for storage. Overwrites its outputs.
     layer_norm_forward<S: Stored> { layer_norm_forward_f32: f32; layer_norm_forward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -34,11 +39,12 @@ family! {
         inverse_std: *mut f32,
     ) {
         let Some(row) = Row::new(x.len(), cols) else { return };
-        // SAFETY: the row lies inside the arguments; its lanes stay together.
+        // SAFETY: the row lies inside the arguments; its lanes stay converged.
         unsafe { with_held!(row, cols, forward(x, residual, gain, bias, cols, epsilon, h, y, mean, inverse_std)) }
     }
-    // SAFETY: `x` is whole rows of `cols`, `y` as long, so are `residual` and `h` where there is one; `gain` and `bias` are one row, `mean` and
-    // `inverse_std` one for each. A row is touched only where it begins inside `x`.
+    // SAFETY: `x` is whole rows of `cols`, `y` as long, and so are `residual` and `h` if used.
+    // `gain` and `bias` are one row. `mean` and `inverse_std` have an element for each row. A row
+    // is accessed only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         if !k.residual.is_empty() {
@@ -70,7 +76,8 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     mean: *mut f32,
     inverse_std: *mut f32,
 ) {
-    // SAFETY: the row lies inside the arguments, and its lanes are together here, as is asked.
+    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
+    // guarantees.
     unsafe {
         let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
@@ -81,7 +88,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 held.hold(at, value);
             });
         }
-        // What is not held is added again.
+        // Values that are not held in registers are added again.
         macro_rules! row_value {
             ($at:ident, $column:ident, $part:ident) => {
                 if HELD > 0 || residual.is_empty() {
@@ -124,18 +131,18 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     }
 }
 
-/// Shared bytes of the backward pass: the sums for the gain and for the bias, and two means for each row.
+/// The shared memory of the backward pass in bytes: the sums for the gain and for the bias, and two
+/// means for each row.
 #[cfg(not(target_arch = "nvptx64"))]
 const BACKWARD_BYTES: u32 = 2 * (SUMS + MAX_ROWS) as u32 * 4;
-/// `add`: the gradient of h is added to what `dh` holds.
+/// A flag of `add`: the gradient of h is added to the content of `dh`.
 pub const ADD_DH: u32 = 1;
-/// `add`: the gradient of the gain is added to what `dgain` holds.
+/// A flag of `add`: the gradient of the gain is added to the content of `dgain`.
 pub const ADD_DGAIN: u32 = 2;
-/// `add`: the gradient of the bias is added to what `dbias` holds.
+/// A flag of `add`: the gradient of the bias is added to the content of `dbias`.
 pub const ADD_DBIAS: u32 = 4;
 
-/// Where the numbers of a row stand: mean and inverse deviation after each was multiplied by
-/// `factor`, see [`rescale`].
+/// The statistics of a row: mean and inverse deviation after scaling by `factor`. See [`rescale`].
 #[derive(Clone, Copy)]
 struct RowPlace {
     center: f32,
@@ -144,14 +151,14 @@ struct RowPlace {
 }
 
 impl RowPlace {
-    /// `(h - mean) s`.
+    /// Returns `(h - mean) s`.
     #[inline(always)]
     fn normal(self, h: F4) -> F4 {
         (h * F4::splat(self.factor) - F4::splat(self.center)) * F4::splat(self.scale)
     }
 }
 
-/// What a block of the backward pass works on.
+/// The work of one block of the backward pass.
 #[derive(Clone, Copy)]
 struct Backward<'k, S> {
     h: &'k [S],
@@ -164,21 +171,23 @@ struct Backward<'k, S> {
     dh: *mut S,
     /// The block's rows.
     rows: RowChunk,
-    /// The mean of g, and of g n, of each row.
+    /// The mean of g, and of g n, for each row.
     means: [SharedTile<f32>; 2],
 }
 
 impl<S: Stored> Backward<'_, S> {
-    /// The rows of this thread's group, from `row` on. Its lanes read each row once and hold it: they write dh, and sum their columns for
-    /// gain and bias.
+    /// Processes the rows of this thread's group, from `row` on. Its lanes read each row once and
+    /// hold it in registers. They write dh, and sum their columns for gain and bias.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call it together.
+    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call
+    /// it together.
     #[inline(always)]
     unsafe fn held<const HELD: usize>(self, mut row: Row, [of_gain, of_bias]: [SharedTile<f32>; 2]) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as the caller promises.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are converged
+        // here, as the caller guarantees.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 of_gain.set4((group + column) as u32, F4::splat(0.0));
@@ -192,7 +201,7 @@ impl<S: Stored> Backward<'_, S> {
                 for_each_vector!(HELD, row, cols, |at, column, part| {
                     let n = place.normal(normal.get(at, column, part));
                     let dy = g.get(at, column, part);
-                    // Sums in registers would leave room for fewer threads.
+                    // Sums in registers would lower the occupancy.
                     let place = (group + column) as u32;
                     of_gain.set4(place, of_gain.get4(place).fma(n, dy));
                     of_bias.set4(place, of_bias.get4(place) + dy);
@@ -219,14 +228,15 @@ impl<S: Stored> Backward<'_, S> {
         }
     }
 
-    /// The means of the block's rows: each row's lanes take its sums.
+    /// Computes the means of the block's rows. Each row's lanes compute its sums.
     ///
     /// # Safety
     /// The rows lie inside the arguments; all threads of the block call it together.
     #[inline(always)]
     unsafe fn means(self) {
         let Self { h, cols, .. } = self;
-        // SAFETY: the rows lie inside the arguments, and all threads are here, as is asked.
+        // SAFETY: the rows lie inside the arguments, and all threads of the block execute this, as
+        // the caller guarantees.
         unsafe {
             let mut next = Row::after(self.rows.first, h.len(), cols);
             while let Some(row) = next
@@ -252,33 +262,34 @@ impl<S: Stored> Backward<'_, S> {
         }
     }
 
-    /// Where the numbers of a row stand, and s.
+    /// Returns the statistics of a row, and s.
     ///
     /// # Safety
     /// The row has an element in `mean` and in `inverse_std`.
     #[inline(always)]
     unsafe fn place(self, row: usize) -> (RowPlace, f32) {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees it.
         let (center, scale) = unsafe { (load(self.mean, row), load(self.inverse_std, row)) };
         let [factor, of_scaled] = rescale::of_scale(scale, self.cols);
         (RowPlace { center: center * factor, scale: of_scaled, factor }, scale)
     }
 
-    /// `(h - mean) s` at an index of a row.
+    /// Returns `(h - mean) s` at an index of a row.
     #[inline(always)]
     unsafe fn normal(self, index: usize, part: Part, place: RowPlace) -> F4 {
         // SAFETY: the index lies in `h`.
         unsafe { place.normal(F4::load_part(self.h, index, part, 0.0)) }
     }
 
-    /// Writes four columns of dh in the rows of a group; the sums for their gain and bias.
+    /// Writes four columns of dh in the rows of a group. Returns their sums for gain and bias.
     ///
     /// # Safety
-    /// The rows lie inside the arguments, the column is one; the means are there.
+    /// The rows lie inside the arguments, the column is below `cols`, and the means were computed.
     #[inline(always)]
     unsafe fn columns(self, group: usize, column: usize, part: Part) -> [F4; 2] {
         let (mut number, mut dgain, mut dbias) = (self.rows.first + group, F4::splat(0.0), F4::splat(0.0));
-        // SAFETY: the rows lie inside the arguments, and the column is one, as is asked.
+        // SAFETY: the caller guarantees that the rows lie inside the arguments, and that the column
+        // is below `cols`.
         unsafe {
             let gain = F4::load_part(self.gain, column, part, 0.0);
             while number < self.rows.end {
@@ -301,11 +312,15 @@ impl<S: Stored> Backward<'_, S> {
 }
 
 family! {
-    /// `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`, `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]` over
-    /// the rows r of chunk i, where `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, `n[c] = (h[r, c] - mean[r]) s`; `h`, `dy`, `dh`: `[rows,
-    /// cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`, `dgain`, `dbias`: `[ceil(rows / chunk), cols]`, to be finished by
-    /// [`sum_rows`](struct@crate::reduce::sum_rows). A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows, see
-    /// [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds, as `add` says.
+    /// Computes `dh[r, c] = s (g[c] - mean_c g - n[c] mean_c (g n))`. Over the rows r of chunk i it
+    /// also computes `dgain[i, c] = sum_r n[c] dy[r, c]` and `dbias[i, c] = sum_r dy[r, c]`. Here
+    /// `s = inverse_std[r]`, `g[c] = dy[r, c] gain[c]`, and `n[c] = (h[r, c] - mean[r]) s`.
+    ///
+    /// Shapes: `h`, `dy`, `dh`: `[rows, cols]`, `gain`: `[cols]`, `mean`, `inverse_std`: `[rows]`,
+    /// `dgain`, `dbias`: `[ceil(rows / chunk), cols]`. [`sum_rows`](struct@crate::reduce::sum_rows)
+    /// reduces the last two. A block has a chunk of [`chunk_of`](crate::row_chunk::chunk_of) rows;
+    /// see [`row_chunk`](crate::row_chunk). Overwrites its outputs, or adds to those that `add`
+    /// selects.
     layer_norm_backward<S: Stored> { layer_norm_backward_f32: f32; layer_norm_backward_bf16: bf16; }
     unsafe fn(
         h: &[S],
@@ -321,8 +336,8 @@ family! {
         dbias: *mut f32,
     ) {
         let rows = RowChunk::of_block(chunk, mean.len());
-        // SAFETY: the tiles fill the declared shared memory; rows and columns are checked against `h`, whose lengths the others
-        // have; every thread comes to every barrier.
+        // SAFETY: the tiles fill the declared shared memory. Rows and columns are checked against
+        // `h`, whose length the others have. Every thread reaches every barrier.
         unsafe {
             let sums = [0, 4].map(|times| SharedTile::new(times * SUMS as u32, SUMS as u32));
             let means = [0, 4].map(|times| SharedTile::new(8 * SUMS as u32 + times * MAX_ROWS as u32, MAX_ROWS as u32));
@@ -340,7 +355,8 @@ family! {
                 rows.finish(sums[1], 0, cols, add & ADD_DBIAS != 0, dbias);
                 return;
             }
-            // Rows of any other length are read twice: by their lanes for the means, then by columns.
+            // Rows of any other length are read twice: by their lanes for the means, then by
+            // columns.
             block.means();
             thread::sync_threads();
             let (width, groups) = (width(cols), groups_of(cols));
@@ -368,8 +384,9 @@ family! {
             }
         }
     }
-    // SAFETY: `h` is whole rows of `cols`, `dy` and `dh` as long, `gain` one row, `mean` and `inverse_std` one for each. `chunk` is the number
-    // of rows for which the shared memory has room, and `dgain` and `dbias` have a row for each chunk.
+    // SAFETY: `h` is whole rows of `cols`, `dy` and `dh` are as long, `gain` is one row, and `mean`
+    // and `inverse_std` have an element for each row. The shared memory has room for `chunk` rows,
+    // and `dgain` and `dbias` have a row for each chunk.
     contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
         let rows = crate::warp::rows_in("h", k.h.len(), k.cols)?;
         Violation::unless_length("gain", k.cols, k.gain.len())?;

@@ -1,21 +1,22 @@
-//! Losses with their gradients, in one launch: cross-entropy of logits and class labels; and of single elements, the squared error and
-//! the binary cross-entropy.
+//! Losses with their gradients, in one launch: cross-entropy of logits and class labels, and the
+//! elementwise squared error and binary cross-entropy.
 //!
 //! ```text
 //! 100 classes: 8 lanes a row, 32 rows a block of 256 threads
-//! thread            0     1 .. 7   8     9 .. 15   ..   248    249 .. 255
-//! row of the block  0     0        1     1              31     31              dlogits: each lane its columns
-//! brings            loss  0        loss  0              loss   0         ->    block_combine -> losses[block]
+//! thread            0     1 .. 7  8     9 .. 15  ..  248   249 .. 255
+//! row of the block  0     0       1     1            31    31     dlogits: each lane its columns
+//! brings            loss  0       loss  0            loss  0     -> block_combine -> losses[block]
 //!
 //! more than 4096 classes: a row a block
 //! thread            0             1             ..   255               0                ..
 //! columns           0..3          4..7               1020..1023        1024..1027       ..
 //! ```
-//! A row is passed three times: for its maximum, its sum, and its gradients. The passes behind the first find it in a cache only where few rows are under way at
-//! once: a vocabulary's rows of some 100 KB each, a row a warp, would be more than any GPU's holds.
+//! A row is read three times: for its maximum, its sum, and its gradients. The later passes hit a
+//! cache only if few rows are in flight. A vocabulary's rows are some 100 KB each; one row per warp
+//! would exceed any GPU's cache.
 //!
-//! Invariant: a label that is no class reads nothing out of bounds. The loss and the gradients of its row are NaN, so that no
-//! training goes on unnoticed.
+//! Invariant: a label that is not a class causes no access out of bounds. It makes the loss and the
+//! gradients of its row NaN, so that the error cannot pass unnoticed.
 
 use crate::block::{BLOCK, BLOCK_ELEMENTS, CHUNK, REDUCTION_BYTES, block_combine};
 use crate::exps::Exps;
@@ -29,17 +30,21 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// With `p[r, c] = exp(logits[r, c] - m) / t`, `m = max_c logits[r, c]`, `t = sum_c exp(logits[r, c] - m)`:
+    /// Computes a loss and its gradients. Let `p[r, c] = exp(logits[r, c] - m) / t`, `m = max_c
+    /// logits[r, c]`, `t = sum_c exp(logits[r, c] - m)`:
     ///
     /// ```text
     /// losses[i] = scale sum_r log(t) - (logits[r, labels[r]] - m)     over the rows r of block i
     /// dlogits[r, c] = weight (p[r, c] - [c = labels[r]])
     /// ```
-    /// With a `smoothing` s above 0, the target is 1 - s of the label and s / classes of each class: the mean of `logits[r, c] - m` takes
-    /// s of the label's part. Where `ignore` is 1, a row of the label [`IGNORED`] has no loss, and its gradients are 0.
+    /// If `smoothing` s is above 0, the target is 1 - s for the label plus s / classes for each
+    /// class. In the loss, the mean of `logits[r, c] - m` then replaces a share s of the label's
+    /// term. If `ignore` is 1, a row with the label [`IGNORED`] has no loss, and its gradients are
+    /// 0.
     ///
-    /// `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: one for each block, of [`loss_rows`] rows. Rows with
-    /// `labels[r] >= classes` give NaN. Overwrites `losses` and `dlogits`.
+    /// Shapes: `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: one for each
+    /// block of [`loss_rows`] rows. Rows with `labels[r] >= classes` give NaN. Overwrites `losses`
+    /// and `dlogits`.
     cross_entropy<S: Stored> { cross_entropy_f32: f32; cross_entropy_bf16: bf16; }
     unsafe fn(
         logits: &[S],
@@ -53,7 +58,8 @@ family! {
         dlogits: *mut S,
     ) {
         let block = thread::block_idx_x() as usize;
-        // SAFETY: the row lies inside each argument, and its lanes stay together. All threads come to the block's reduction.
+        // SAFETY: the row lies inside each argument, and its lanes stay converged. All threads
+        // reach the block's reduction.
         unsafe {
             let target = Target { weight, smoothing, ignore: ignore != 0 };
             let loss = if classes > MOST_OF_A_WARP {
@@ -70,9 +76,9 @@ family! {
             }
         }
     }
-    // SAFETY: `logits` has whole rows of `classes`, `dlogits` is as long, `labels` has one for each row, and `losses` one for each
-    // block of rows. A thread touches a row only where it begins inside `logits`, and uses a label as an index only where it is a
-    // class.
+    // SAFETY: `logits` has whole rows of `classes`, `dlogits` is as long, `labels` has one for each
+    // row, and `losses` one for each block of rows. A thread accesses a row only if it begins
+    // inside `logits`, and uses a label as an index only if it is a class.
     contract unsafe { block: BLOCK, shared: REDUCTIONS * REDUCTION_BYTES } |k| {
         Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
         let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
@@ -83,22 +89,24 @@ family! {
     }
 }
 
-/// The label of rows that count for nothing, where it is asked for.
+/// The label of rows without a loss, if `ignore` is 1.
 pub const IGNORED: u32 = u32::MAX;
 
-/// Classes up to which lanes of a warp share a row. Of more a block does.
+/// The maximum of classes for which a warp's lanes share a row. Longer rows have a whole block.
 const MOST_OF_A_WARP: usize = 4096;
-/// Reductions over the block's threads: of losses and, in a long row, of its maximum, its sum, and what is smoothed.
+/// The reductions over the block's threads: of losses and, for a long row, of its maximum, its sum,
+/// and the smoothing term.
 const REDUCTIONS: u32 = 4;
 
-/// The place of one of them. Each has its own, so that none waits until another has been read.
+/// Returns the shared memory of one reduction. Each has its own, so that none waits until another
+/// has been read.
 #[inline(always)]
 unsafe fn reduction(number: u32) -> SharedTile<f32> {
-    // SAFETY: the contract has declared all of them.
+    // SAFETY: the contract declares the shared memory of all reductions.
     unsafe { SharedTile::new(number * REDUCTION_BYTES, REDUCTION_BYTES / 4) }
 }
 
-/// How labels count.
+/// The settings of the targets.
 #[derive(Clone, Copy)]
 struct Target {
     weight: f32,
@@ -106,14 +114,16 @@ struct Target {
     ignore: bool,
 }
 
-/// What a row's label makes of its exponentials.
+/// A row's label, and the terms of the loss and gradients that depend on it.
 #[derive(Clone, Copy)]
 struct Labelled {
     label: u32,
-    /// The label's logit. A NaN where the label is no class, as the weight is: it makes the row's loss and each of its gradients one.
+    /// The label's logit. If the label is not a class, logit and weight are NaN, and so are the
+    /// row's loss and gradients.
     logit: f32,
     weight: f32,
-    /// Shares of the target: of the label, and of each class. Without smoothing they are 1 and 0, which change no bit.
+    /// The target's shares: of the label, and of each class. Without smoothing they are 1 and 0,
+    /// which change no bit.
     of_label: f32,
     of_each: f32,
     is_ignored: bool,
@@ -131,7 +141,8 @@ impl Labelled {
         classes: usize,
         Target { weight, smoothing, ignore }: Target,
     ) -> Self {
-        // SAFETY: inside, as the caller promises. The label is compared before it becomes an index.
+        // SAFETY: the caller guarantees that the row lies inside. The label is checked before it
+        // becomes an index.
         let (label, logit, weight) = unsafe {
             let label = load(labels, number);
             if (label as usize) < classes {
@@ -144,7 +155,8 @@ impl Labelled {
         Self { label, logit, weight, of_label, of_each, is_ignored: ignore && label == IGNORED }
     }
 
-    /// The gradients of the four logits from `column` on, of their exponentials and the inverse of the row's sum.
+    /// Returns the gradients of the four logits from `column` on, from their exponentials and the
+    /// inverse of the row's sum.
     #[inline(always)]
     fn gradients(self, exps: F4, inverse: f32, column: usize) -> F4 {
         let [a, b, c, d] = (exps * F4::splat(inverse) - F4::splat(self.of_each)).0;
@@ -154,7 +166,8 @@ impl Labelled {
         if self.is_ignored { F4::splat(0.0) } else { gradients }
     }
 
-    /// The row's loss, of its largest logit m, the sum of its exponentials and, with smoothing, of all `logits - m`.
+    /// Returns the row's loss, from its largest logit m, the sum of its exponentials and, with
+    /// smoothing, the sum of all `logits - m`.
     #[inline(always)]
     fn loss(self, largest: f32, sum: f32, smoothed: Option<f32>) -> f32 {
         let target = self.logit - largest;
@@ -179,7 +192,8 @@ unsafe fn loss_of_row<const HELD: usize, S: Stored>(
     target: Target,
     dlogits: *mut S,
 ) -> f32 {
-    // SAFETY: the row lies inside the arguments, and its lanes are together here, as the caller promises.
+    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
+    // guarantees.
     unsafe {
         let labelled = Labelled::of_row(row.number, row.start, logits, labels, classes, target);
         let exps = Exps::<HELD, _>::new(row, logits, classes);
@@ -207,11 +221,13 @@ struct LongRow {
     stride: usize,
 }
 
-/// The same of a row that the block shares: the loss in its first thread. Each thread adds up its columns, ascending, a vector's four as
-/// ((0 + 1) + (2 + 3)), then come the block's threads.
+/// Computes the loss of a row that the block shares, and returns it in the first thread. Each
+/// thread sums its columns, ascending, a vector's four as ((0 + 1) + (2 + 3)); then the block's
+/// threads are reduced.
 ///
 /// # Safety
-/// The block's row lies inside `logits`, `labels` and `dlogits`. All threads of the block call it together.
+/// The block's row lies inside `logits`, `labels` and `dlogits`. All threads of the block call it
+/// together.
 #[inline(always)]
 unsafe fn loss_of_long_row<S: Stored>(
     logits: &[S],
@@ -223,14 +239,15 @@ unsafe fn loss_of_long_row<S: Stored>(
     let number = thread::block_idx_x() as usize;
     let start = number * classes;
     let row = LongRow { first: thread::thread_idx_x() as usize * F4::LEN, stride: BLOCK as usize * F4::LEN };
-    // SAFETY: the row lies inside the arguments, and the block's threads are together here, as the caller promises.
+    // SAFETY: the caller guarantees that the row lies inside the arguments and that all threads of
+    // the block execute this.
     unsafe {
         let labelled = Labelled::of_row(number, start, logits, labels, classes, target);
         let mut most = F4::splat(f32::NEG_INFINITY);
         for_each_vector!(row, classes, |column, part| {
             most = most.zip(F4::load_part(logits, start + column, part, f32::NEG_INFINITY), larger);
         });
-        // `larger` may lose a NaN. The sum finds it.
+        // `larger` may drop a NaN. The sum propagates it.
         let [a, b, c, d] = most.0;
         let largest = block_combine(reduction(1), larger(larger(a, b), larger(c, d)), larger);
         let mut sum = F4::splat(0.0);
@@ -253,23 +270,26 @@ unsafe fn loss_of_long_row<S: Stored>(
     }
 }
 
-/// Rows that a block of [`cross_entropy`](struct@cross_entropy) has.
+/// Returns the rows that a block of [`cross_entropy`](struct@cross_entropy) has.
 #[inline(always)]
 pub fn loss_rows(classes: usize) -> usize {
     if classes > MOST_OF_A_WARP { 1 } else { rows_at_once(BLOCK, classes) }
 }
 
-/// The squared difference, as the kernel's `function`.
+/// The kernel's `function` for the squared difference.
 pub const SQUARED_ERROR: u32 = 0;
-/// The cross-entropy of a probability and a logit, in the form that neither overflows nor cancels.
+/// The kernel's `function` for the cross-entropy of a probability and a logit, in the form that
+/// neither overflows nor cancels.
 pub const BINARY_CROSS_ENTROPY: u32 = 1;
 
 family! {
-    /// A loss of each element, by the number of its function: with d = x - target,
+    /// Computes a loss of each element, selected by `function`, with d = x - target:
     ///
     /// ```text
-    /// SQUARED_ERROR            loss = d^2                                            dx = 2 weight d
-    /// BINARY_CROSS_ENTROPY     loss = max(x, 0) - x target + log(1 + e^-|x|)         dx = weight (1 / (1 + e^-x) - target)
+    /// SQUARED_ERROR            loss = d^2
+    ///                          dx = 2 weight d
+    /// BINARY_CROSS_ENTROPY     loss = max(x, 0) - x target + log(1 + e^-|x|)
+    ///                          dx = weight (1 / (1 + e^-x) - target)
     /// losses[i] = scale times the sum of the losses of chunk i, 4096 elements
     /// ```
     /// `x`, `target`, `dx`: `[n]`, `losses`: `[ceil(n / 4096)]`. Overwrites `losses` and `dx`.
@@ -285,7 +305,8 @@ family! {
     ) {
         let first = thread::block_idx_x() as usize * CHUNK + thread::thread_idx_x() as usize * F4::LEN;
         let mut sum = F4::splat(0.0);
-        // SAFETY: the vectors lie inside `x`, and `target` and `dx` are as long. A block has a place in `losses`; all of its threads come here.
+        // SAFETY: the vectors lie inside `x`, and `target` and `dx` are as long. A block has an
+        // element in `losses`; all of its threads reach this.
         unsafe {
             let mut index = first;
             while index < x.len() && index < first + CHUNK {
@@ -309,7 +330,8 @@ family! {
             }
         }
     }
-    // SAFETY: a block touches its own chunk as far as `x` has it; `target` and `dx` are as long, and `losses` has an element for each chunk.
+    // SAFETY: a block accesses only the part of its own chunk inside `x`. `target` and `dx` are as
+    // long, and `losses` has an element for each chunk.
     contract unsafe { block: BLOCK, shared: REDUCTION_BYTES } |k| {
         Violation::unless(k.function <= BINARY_CROSS_ENTROPY, "function", "a number of this module", k.function)?;
         Violation::unless_length("target", k.x.len(), k.target.len())?;
@@ -319,13 +341,13 @@ family! {
     }
 }
 
-/// max(x, 0); a NaN stays one.
+/// Returns max(x, 0). A NaN stays NaN.
 #[inline(always)]
 fn rectified(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
 
-/// log(1 + e^-|x|).
+/// Returns log(1 + e^-|x|).
 #[inline(always)]
 fn log_and_1_of_exp(x: f32) -> f32 {
     math::log_and_1(math::exp_negative(-x.abs()))

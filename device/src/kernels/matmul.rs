@@ -1,32 +1,38 @@
 //! Matrix multiply: `out = epilogue(alpha op(A) op(B) + bias + beta C)`, in strided batches.
 //!
-//! Each output element is one chain of fused multiply-adds over ascending k. So the result does not depend on the tile: the entry points
-//! differ in [`Tile`] alone and give the same bits.
+//! Each output element is one chain of fused multiply-adds over ascending k, so the result does not
+//! depend on the tile. The entry points differ only in [`Tile`] and give the same bits.
 //!
-//! A block computes one tile. It copies stages of A and B to shared memory, several ahead of the one in use. Each thread keeps its
-//! outputs in registers (Volkov and Demmel, "Benchmarking GPUs to tune dense linear algebra", 2008). The copies run asynchronously,
-//! as in NVIDIA's CUTLASS.
+//! A block computes one tile. It copies stages of A and B to shared memory, several stages ahead of
+//! the one in use. Each thread keeps its outputs in registers (Volkov and Demmel, "Benchmarking
+//! GPUs to tune dense linear algebra", 2008). The copies are asynchronous (cp.async), as in
+//! NVIDIA's CUTLASS.
 //!
 //! ```text
-//!                       op(B): k x n                   file          what
-//!                      +---+-----+--+                  tile.rs       a block's tile, its warps and threads
-//!                      |   |stage|  |                  operand.rs    global memory -> a stage of shared memory
-//!  op(A): m x k        +---+-----+--+                  block.rs      stages -> registers -> sums
-//!  +-------+           |   |     |  |                  epilogue.rs   sums -> bias, beta C, activation -> out
-//!  | stage |  ->       |   |tile |  |  out: m x n      split.rs      k in chunks, a block for each
-//!  +-------+           |   |     |  |                  cpu.rs        all of it for the emulator
-//!  |       |           +---+-----+--+
+//!                  op(B): k x n               file         content
+//!                 +---+-----+--+              tile.rs      a block's tile, its warps and threads
+//!                 |   |stage|  |              operand.rs   global memory -> shared memory stage
+//!  op(A): m x k   +---+-----+--+              block.rs     stages -> registers -> sums
+//!  +-------+      |   |     |  |              epilogue.rs  sums -> bias, beta C, activation -> out
+//!  | stage |  ->  |   |tile |  |  out: m x n  split.rs     split-K: a block for each chunk of k
+//!  +-------+      |   |     |  |              cpu.rs       the emulator's version
+//!  |       |      +---+-----+--+
 //! ```
-//! Parameters of all entry points, row-major, for each `z` of `batches`:
-//! - `a`: op(A) is `[m, k]`; element (i, p) at `z stride_a + i lda + p`, or `+ p lda + i` with [`TRANSPOSE_A`].
-//! - `b`: op(B) is `[k, n]`; element (p, j) at `z stride_b + p ldb + j`, or `+ j ldb + p` with [`TRANSPOSE_B`].
-//! - `bias`: `[n]` at `z stride_bias`, added to every row; empty: none.
-//! - `c`, `out`, `pre`: `[m, n]`, element (i, j) at `z stride_c + i ldc + j`. `c` is read only when `beta` is not 0, with [`GATE`] or with
-//!   [`GELU_DERIVATIVE`], and may be `out`. With [`GELU`] or [`SILU`] `out` is that of the sum; with [`GATE`] `out` is silu(c) times the sum,
-//!   with [`GELU_DERIVATIVE`] gelu'(c) times the sum, and `beta` is 0; with [`KEEP`] the sum itself goes to `pre`.
-//! - `chunk`: the k of one product. Where it is less than k, each `z` is `ceil(k / chunk)` products. `out` then has a matrix for
-//!   each: all chunks of one `z`, then those of the next. [`sum_splits`](struct@sum_splits) adds them up. Nothing may follow such a
-//!   partial sum: no `alpha`, bias, `beta` or flag.
+//! Parameters of all entry points, row-major, for each batch `z` of `batches`:
+//! - `a`: op(A) is `[m, k]`. Element (i, p) is at `z stride_a + i lda + p`, or `+ p lda + i` with
+//!   [`TRANSPOSE_A`].
+//! - `b`: op(B) is `[k, n]`. Element (p, j) is at `z stride_b + p ldb + j`, or `+ j ldb + p` with
+//!   [`TRANSPOSE_B`].
+//! - `bias`: `[n]` at `z stride_bias`, added to every row. Empty means no bias.
+//! - `c`, `out`, `pre`: `[m, n]`. Element (i, j) is at `z stride_c + i ldc + j`. `c` is read only
+//!   if `beta` is not 0, or with [`GATE`] or [`GELU_DERIVATIVE`]. It may be `out`.
+//! - `flags`: [`GELU`] and [`SILU`] apply that activation to the sum. [`GATE`] makes `out` silu(c)
+//!   times the sum. [`GELU_DERIVATIVE`] makes `out` gelu'(c) times the sum. These two require
+//!   `beta` 0. [`KEEP`] stores the sum itself to `pre`.
+//! - `chunk`: the k of one split-K product. If it is less than k, each `z` has `ceil(k / chunk)`
+//!   products, and `out` has a matrix for each: all chunks of one `z`, then those of the next.
+//!   [`sum_splits`](struct@sum_splits) reduces them. Such a partial sum has no epilogue: no
+//!   `alpha`, bias, `beta` or flag.
 
 mod block;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -48,21 +54,23 @@ use operand::{Operand, is_even};
 pub use split::*;
 pub use tile::{Cost, Tile};
 
-/// A is stored as `[k, m]`.
+/// A flag: A is stored as `[k, m]`.
 pub const TRANSPOSE_A: u32 = 1;
-/// B is stored as `[n, k]`.
+/// A flag: B is stored as `[n, k]`.
 pub const TRANSPOSE_B: u32 = 2;
-/// The output is gelu of the sum.
+/// A flag: the output is gelu of the sum.
 pub const GELU: u32 = 4;
-/// The sum, before it is activated or gated, goes to `pre`.
+/// A flag: the sum, before the activation or gate, is stored to `pre`.
 pub const KEEP: u32 = 8;
-/// The output is silu of the sum.
+/// A flag: the output is silu of the sum.
 pub const SILU: u32 = 16;
-/// The output is silu(c) times the sum: SwiGLU, where `c` is the gate's product (Shazeer, 2020).
+/// A flag: the output is silu(c) times the sum. This is SwiGLU, where `c` is the gate's product
+/// (Shazeer, 2020).
 pub const GATE: u32 = 32;
-/// The output is gelu'(c) times the sum, where `c` is what gelu was of: the end of a backward pass. Only where BF16 is stored.
+/// A flag: the output is gelu'(c) times the sum, where `c` is gelu's input: the end of a backward
+/// pass. It requires BF16 storage.
 pub const GELU_DERIVATIVE: u32 = 64;
-/// What may follow the sum, at most one of them.
+/// The flags of the activations. At most one of them is set.
 pub(crate) const ACTIVATIONS: u32 = GELU | SILU | GATE | GELU_DERIVATIVE;
 
 /// 16 x 16, 64 threads.
@@ -80,7 +88,7 @@ pub const T64X128: Tile =
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile =
     Tile { warps: [2, 4], each: [16, 8], depth: 16, stages: 3, at_once: 1, groups: 4, cost: Cost::new(344, 326, 0) };
-/// 128 x 256, 32 threads: for the emulator, and not on the GPU.
+/// A tile for the emulator only: 128 x 256, 32 threads.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ON_CPU: Tile = cpu::TILE;
 
@@ -100,11 +108,12 @@ macro_rules! multiply {
     }};
 }
 
-/// The grid that covers `[m, n]` with tiles: along y a layer for each chunk, along z one for each batch.
+/// Returns the grid that covers `[m, n]` with tiles: y indexes the split-K chunk, z the batch.
 ///
-/// Why it suffices: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and chunk lies inside `out` (and `c`,
-/// `pre`, `bias` where they are used), and none overlaps another. Rows, columns and k are few enough that 32 bits also number those of a
-/// tile that lie beyond the end. For what lies beyond, a thread reads the last row or nothing, and writes nothing.
+/// Why these checks suffice: every batch of `a` and `b` lies inside its argument. Every matrix of a
+/// batch and chunk lies inside `out` (and `c`, `pre`, `bias` where they are used), and none
+/// overlaps another. Rows, columns and k are few enough that 32 bits also number those of a tile
+/// that lie past the end. Past the end, a thread reads the last row or nothing, and writes nothing.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $tile:ident) => {{
@@ -120,7 +129,7 @@ macro_rules! grid {
 }
 
 family! {
-    /// A multiply; the parameters are the module's.
+    /// Multiplies f32 matrices. The module's documentation describes the parameters.
     matmul(tile: Tile as TILE) {
         /// 16 x 16, 64 threads.
         matmul_16x16 = T16X16;
@@ -132,7 +141,7 @@ family! {
         matmul_64x128 = T64X128;
         /// 128 x 256, 256 threads.
         matmul_128x256 = T128X256;
-        /// For the emulator alone.
+        /// 128 x 256, 32 threads, for the emulator only.
         #[cfg(not(target_arch = "nvptx64"))]
         matmul_on_cpu = ON_CPU;
     }
@@ -166,7 +175,7 @@ family! {
         let (a_along_k, b_along_k) = (flags & TRANSPOSE_A == 0, flags & TRANSPOSE_B != 0);
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: a_along_k };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: b_along_k };
-        // The grid has a layer along y for each chunk.
+        // grid_dim_y is the number of split-K chunks.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
@@ -177,13 +186,15 @@ family! {
             if self::TILE.is_on_cpu() {
                 return cpu::compute(problem);
             }
-            // The emulator's own tile has returned above. `multiply!` cannot be compiled for it, so another stands here.
+            // The emulator's own tile has returned above. `multiply!` cannot be compiled for it, so
+            // another tile takes its place here.
             #[cfg(not(target_arch = "nvptx64"))]
             const TILE: Tile = if self::TILE.is_on_cpu() { T16X16 } else { self::TILE };
             multiply!(problem, TILE)
         }
     }
-    // SAFETY: the comment on `grid!` says why. `multiply!` gives the kernel the constants of the same tile.
+    // SAFETY: the comment on `grid!` shows that the checks suffice. `multiply!` gives the kernel
+    // the constants of the same tile.
     contract unsafe { block: TILE.threads(), shared: TILE.shared_bytes() } |p| grid!(p, TILE)
 }
 

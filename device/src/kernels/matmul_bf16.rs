@@ -1,27 +1,31 @@
-//! Matrix multiply of BF16 tensors by matrix instructions, sums in f32: as [`matmul`](super::matmul), with what memory holds halved.
+//! Matrix multiply of BF16 tensors on tensor cores, accumulated in f32. It computes the same as
+//! [`matmul`](super::matmul) with half the memory.
 //!
-//! `out = epilogue(alpha op(A) op(B) + bias + beta C)`. The operands come straight from memory, however they are stored: nothing is rounded
-//! or packed beforehand.
+//! `out = epilogue(alpha op(A) op(B) + bias + beta C)`. The operands are read straight from global
+//! memory in either layout. Nothing is rounded or packed beforehand.
 //!
 //! ```text
-//! global memory            shared memory, 4 stages of 32 k                   registers                   global memory
-//! row-major A and B  --->  rows of 16-byte chunks, swizzled  -- ldmatrix -->  fragments -- mma -->  sums  -- epilogue -->  out
-//!            cp.async                                          (.trans where
-//!            operand.rs                                         k is not contiguous)  fragment.rs
+//! global memory             shared memory, 4 stages of 32 k         registers
+//! row-major A, B  ------->  16-byte chunks,         -- ldmatrix ->  fragments -mma-> sums -> out
+//!                 cp.async  swizzled                  (.trans if k                       epilogue
+//!                 operand.rs                          is not contiguous)  fragment.rs
 //! ```
-//! Products are exact. The emulator adds them to the f32 sum one by one, k ascending. A GPU's instruction adds sixteen at once, as
-//! [`mma`](crate::mma) says, so bits may differ there. On one device the bits depend neither on the tile nor on the grid nor on the run.
+//! Products are exact. The emulator adds them to the f32 accumulator one by one, k ascending. A
+//! GPU's instruction adds sixteen at once, as [`mma`](crate::mma) describes, so bits may differ
+//! there. On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! Parameters are those of [`matmul`](super::matmul); but how A is stored says the [`Form`], and no flag. `out`, `c` and `pre` hold S. Where k has several chunks, `chunk` is a multiple of a
-//! stage's k and S is f32.
+//! The parameters are those of [`matmul`](super::matmul), except that the [`OperandLayout`] gives
+//! the storage of A, not a flag. `out`, `c` and `pre` hold S. If k is split into several chunks,
+//! `chunk` is a multiple of a stage's k, and S is f32.
 //!
-//! With [`SUM_B`] the sums of B's columns over k go to `sums`, f32, `[batches, chunks, n]`: of dw = x^T dy that is the bias's gradient, for which dy is
-//! not read again. The blocks of the first row of tiles add them up from the fragments that they multiply, in an order that is the
+//! [`SUM_B`] adds an epilogue output `sums`, f32, `[batches, chunks, n]`: the sums of B's columns
+//! over k. For dw = x^T dy this is the bias gradient, so dy is not read a second time. The blocks
+//! of the first row of tiles compute it from the fragments that they multiply. The order is the
 //! same in every tile and on every device:
 //!
 //! ```text
-//! lane t of four adds, k ascending, what it holds of a column     k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9
-//! sums = (lane 0 + lane 1) + (lane 2 + lane 3)                    of each chunk of k
+//! lane t of four adds its elements, k ascending    k mod 16:  2 t, 2 t + 1, 2 t + 8, 2 t + 9
+//! sums = (lane 0 + lane 1) + (lane 2 + lane 3)     of each chunk of k
 //! ```
 
 mod block;
@@ -51,41 +55,43 @@ pub const T128X128: Tile = Tile { warps: [2, 2], each: [4, 4], cost: Cost::new(2
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], each: [4, 4], cost: Cost::new(30, 29, 13500) };
 
-/// A flag beside those of [`matmul`](super::matmul): B's columns are summed. Only of [`Form::Transposed`] into f32, with B stored `[k, n]` and m at
-/// least 1.
+/// A flag in addition to those of [`matmul`](super::matmul): B's columns are summed. It requires
+/// [`OperandLayout::Transposed`], S = f32, B stored as `[k, n]`, and m of at least 1.
 pub const SUM_B: u32 = 1 << 30;
-/// With [`SUM_B`]: its sums are added to what `sums` holds.
+/// A flag for use with [`SUM_B`]: its sums are added to the content of `sums`.
 pub const ADD_TO_SUMS: u32 = 1 << 31;
 
-/// Each of two warps sums half of B's columns that both multiply.
+/// The two warps that multiply the same columns of B each sum half of them.
 const _: () =
     assert!(T64X64.warps[0] == 2 && T128X128.warps[0] == 2 && T128X256.warps[0] == 2, "two warps along the rows");
 
-/// What a kernel multiplies. Not all in one: of four or five loops in a kernel `ptxas` puts the barrier of one or two behind half of the multiplies,
-/// where few are left to hide what is read behind it, and they take 7 to 15 % longer (docs/lab/matmul.md).
+/// The storage of A that a kernel is compiled for. The two layouts are separate kernels because of
+/// `ptxas`. If one kernel has four or five main loops, it moves the barrier of one or two of them
+/// past half of the mma. Then too few mma are left to hide the reads after the barrier, and those
+/// loops take 7 to 15 % longer (docs/lab/matmul.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
-    /// A is stored `[m, k]`, B either way.
+pub enum OperandLayout {
+    /// A is stored as `[m, k]`, B in either layout.
     Plain,
-    /// A is stored `[k, m]`, B either way.
+    /// A is stored as `[k, m]`, B in either layout.
     Transposed,
 }
 
 family! {
-    /// A multiply of BF16 tensors; the parameters are the module's.
-    matmul_bf16<S: Stored>(variant: (Form, Tile) as VARIANT) {
-        matmul_of_bf16_64x64_f32: f32 = (Form::Plain, T64X64);
-        matmul_of_bf16_128x128_f32: f32 = (Form::Plain, T128X128);
-        matmul_of_bf16_128x256_f32: f32 = (Form::Plain, T128X256);
-        matmul_of_bf16_64x64_bf16: bf16 = (Form::Plain, T64X64);
-        matmul_of_bf16_128x128_bf16: bf16 = (Form::Plain, T128X128);
-        matmul_of_bf16_128x256_bf16: bf16 = (Form::Plain, T128X256);
-        matmul_of_bf16_transposed_64x64_f32: f32 = (Form::Transposed, T64X64);
-        matmul_of_bf16_transposed_128x128_f32: f32 = (Form::Transposed, T128X128);
-        matmul_of_bf16_transposed_128x256_f32: f32 = (Form::Transposed, T128X256);
-        matmul_of_bf16_transposed_64x64_bf16: bf16 = (Form::Transposed, T64X64);
-        matmul_of_bf16_transposed_128x128_bf16: bf16 = (Form::Transposed, T128X128);
-        matmul_of_bf16_transposed_128x256_bf16: bf16 = (Form::Transposed, T128X256);
+    /// Multiplies BF16 tensors. The module's documentation describes the parameters.
+    matmul_bf16<S: Stored>(variant: (OperandLayout, Tile) as VARIANT) {
+        matmul_of_bf16_64x64_f32: f32 = (OperandLayout::Plain, T64X64);
+        matmul_of_bf16_128x128_f32: f32 = (OperandLayout::Plain, T128X128);
+        matmul_of_bf16_128x256_f32: f32 = (OperandLayout::Plain, T128X256);
+        matmul_of_bf16_64x64_bf16: bf16 = (OperandLayout::Plain, T64X64);
+        matmul_of_bf16_128x128_bf16: bf16 = (OperandLayout::Plain, T128X128);
+        matmul_of_bf16_128x256_bf16: bf16 = (OperandLayout::Plain, T128X256);
+        matmul_of_bf16_transposed_64x64_f32: f32 = (OperandLayout::Transposed, T64X64);
+        matmul_of_bf16_transposed_128x128_f32: f32 = (OperandLayout::Transposed, T128X128);
+        matmul_of_bf16_transposed_128x256_f32: f32 = (OperandLayout::Transposed, T128X256);
+        matmul_of_bf16_transposed_64x64_bf16: bf16 = (OperandLayout::Transposed, T64X64);
+        matmul_of_bf16_transposed_128x128_bf16: bf16 = (OperandLayout::Transposed, T128X128);
+        matmul_of_bf16_transposed_128x256_bf16: bf16 = (OperandLayout::Transposed, T128X256);
     }
     unsafe fn(
         a: &[bf16],
@@ -115,10 +121,10 @@ family! {
         if z >= batches as usize {
             return;
         }
-        const A_ALONG_K: bool = matches!(VARIANT.0, Form::Plain);
+        const A_ALONG_K: bool = matches!(VARIANT.0, OperandLayout::Plain);
         let a = Operand { values: a, start: z * stride_a, rows: m, stride: lda, along_k: A_ALONG_K };
         let b = Operand { values: b, start: z * stride_b, rows: n, stride: ldb, along_k: flags & TRANSPOSE_B != 0 };
-        // The grid has a layer along y for each chunk.
+        // grid_dim_y is the number of split-K chunks.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
         let epilogue = Epilogue { bias, bias_start, c, out, pre, start, m, n, ldc, alpha, beta, flags };
@@ -138,17 +144,18 @@ family! {
             compute::<A_ALONG_K, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
         }
     }
-    // SAFETY: every batch of `a` and `b` lies inside its argument; every matrix of a batch and chunk lies inside `out` (and `c`, `pre`,
-    // `bias` where they are used), and none overlaps another. `sums` has a row of n for each of them, where it is used. A chunk of k begins with a stage. For what lies beyond rows, columns or k a
-    // thread reads nothing and writes nothing.
+    // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and
+    // chunk lies inside `out` (and `c`, `pre`, `bias` where they are used), and none overlaps
+    // another. `sums`, where it is used, has a row of n for each of them. A chunk of k begins with
+    // a stage. A thread reads and writes nothing past the end of the rows, the columns or k.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| {
         let (form, tile) = VARIANT;
-        let of_a = if form == Form::Plain { 0 } else { TRANSPOSE_A };
+        let of_a = if form == OperandLayout::Plain { 0 } else { TRANSPOSE_A };
         let chunks = sum_chunks!(p);
         check_factors!(p, of_a | p.flags & TRANSPOSE_B);
         check_outputs!(p, chunks);
         if p.flags & SUM_B != 0 {
-            let sums_b = form == Form::Transposed && size_of::<S>() == size_of::<f32>();
+            let sums_b = form == OperandLayout::Transposed && size_of::<S>() == size_of::<f32>();
             Violation::unless(sums_b, "flags", "sums of B only beside a transposed A, into f32", p.flags)?;
             Violation::unless(p.flags & TRANSPOSE_B == 0, "flags", "B as [k, n] where it is summed", p.flags)?;
             Violation::unless(p.m > 0, "m", "at least one where B is summed", p.m)?;
@@ -162,12 +169,13 @@ family! {
 
 const SPLITS: Splits = Splits { tiles: &[[128, 128, 15]], ends: 333, partial: 150, least: 512, step: DEPTH as usize };
 
-/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+/// The k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three. If the
+/// product is not split, it is all of k, and at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     SPLITS.chunk(m, n, k)
 }
 
-/// The tiles. Either type of output has all of them.
+/// The tiles. Both output types have all of them.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const TILES: [Tile; 3] = [T64X64, T128X128, T128X256];

@@ -1,19 +1,25 @@
-//! Matrix multiply by matrix instructions: as [`matmul`](super::matmul), with factors rounded to TF32 or BF16.
+//! Matrix multiply on tensor cores: [`matmul`](super::matmul) with operands rounded to TF32 or
+//! BF16.
 //!
-//! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and sums are f32, but a GPU's matrix instruction adds
-//! several products at once. So a result lies within a stated bound of the exact one, and its bits may differ from the emulator's (see
+//! `out = epilogue(alpha op(round(A)) op(round(B)) + bias + beta C)`. Products are exact and
+//! accumulate in f32, but a GPU's mma instruction adds several products at once. A result therefore
+//! lies within a stated bound of the exact one, and its bits may differ from the emulator's (see
 //! [`mma`](crate::mma)). On one device the bits do not depend on the tile, the grid or the run.
 //!
-//! The kernels of [`precision`](super::precision) round both operands beforehand, to fragments. A block copies stages of both to shared
-//! memory, several ahead of the one in use. Warps read them as factors and multiply, as in NVIDIA's CUTLASS.
+//! The kernels of [`precision`](super::precision) first round both operands and pack them as
+//! fragments. A block copies stages of both operands to shared memory, several stages ahead of the
+//! one in use. Warps read the fragments into registers and multiply, as in NVIDIA's CUTLASS.
 //!
 //! ```text
-//! global memory: fragments     -- operand.rs -->  stage: 2 steps of k   -- operand.rs -->  factors in registers
-//!   of 32 rows x 8 words            16 bytes        of A's rows, then        16 bytes        of a warp's 32 x 32 blocks
-//!                                   a thread        of B's columns           a lane       -- mma.rs -->  sums  -- epilogue -->  out
+//! global memory: fragments  -- operand.rs ->  stage: 2 steps of k  -- operand.rs ->  fragments in
+//!   of 32 rows x 8 words         16 bytes       of A's rows, then      16 bytes       registers,
+//!                                a thread       of B's columns         a lane       of a warp's
+//!                                                                                   32 x 32 blocks
+//! fragments  -- mma.rs ->  accumulators  -- epilogue ->  out
 //! ```
-//! Parameters are those of [`matmul`](super::matmul), without transposes and leading dimensions of the operands: A's rows are m, B's rows
-//! are n. `stride_a` and `stride_b` count words. Where k has several chunks, `chunk` is a multiple of a step's elements.
+//! The parameters are those of [`matmul`](super::matmul), without the operands' transposes and
+//! leading dimensions. A's rows are m, and B's rows are n. `stride_a` and `stride_b` count words.
+//! If k is split into several chunks, `chunk` is a multiple of the elements in a step.
 
 mod block;
 mod operand;
@@ -42,10 +48,11 @@ pub const T128X128: Tile = Tile { warps: [2, 2], blocks: [2, 2], cost: Cost::new
 /// 128 x 256, 256 threads.
 pub const T128X256: Tile = Tile { warps: [2, 4], blocks: [2, 2], cost: Cost::new(61, 52, 30000) };
 
-/// The grid that covers `[m, n]` with tiles: along y a layer for each chunk, along z one for each batch.
+/// Returns the grid that covers `[m, n]` with tiles: y indexes the split-K chunk, z the batch.
 ///
-/// Why it suffices: all fragments of each batch of `a` and `b` lie inside the argument, on boundaries of 16 bytes. A chunk begins with a
-/// fragment. Outputs are as in [`matmul`](super::matmul).
+/// Why these checks suffice: all fragments of each batch of `a` and `b` lie inside the argument, on
+/// 16-byte boundaries. A chunk begins with a fragment. Outputs are checked as in
+/// [`matmul`](super::matmul).
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident, $tile:expr) => {{
@@ -73,7 +80,7 @@ macro_rules! grid {
 }
 
 family! {
-    /// A multiply of rounded factors; the parameters are the module's.
+    /// Multiplies rounded operands. The module's documentation describes the parameters.
     matmul_tensor(variant: (Reduced, Tile) as VARIANT) {
         /// TF32, 64 x 64, 128 threads.
         matmul_tf32_64x64 = (Reduced::Tf32, T64X64), type F = Tf32;
@@ -117,7 +124,7 @@ family! {
         if z >= batches as usize {
             return;
         }
-        // The grid has a layer along y for each chunk.
+        // grid_dim_y is the number of split-K chunks.
         let (chunks, chunk_index) = (thread::grid_dim_y() as usize, thread::block_idx_y());
         let Chunk { first, end, .. } = Chunk::new(k, chunk, chunk_index);
         let (start, bias_start) = ((z * chunks + chunk_index as usize) * stride_c, z * stride_bias);
@@ -135,14 +142,15 @@ family! {
             finish(problem, TILE, sums);
         }
     }
-    // SAFETY: the comment on `grid!` says why.
+    // SAFETY: the comment on `grid!` shows that the checks suffice.
     contract unsafe { block: VARIANT.1.threads(), shared: VARIANT.1.shared_bytes() } |p| grid!(p, F, VARIANT.1)
 }
 
 const SPLITS: Splits =
     Splits { tiles: &[[64, 128, 24], [128, 128, 36]], ends: 125, partial: 150, least: 256, step: 64 };
 
-/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+/// The k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three. If the
+/// product is not split, it is all of k, and at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     SPLITS.chunk(m, n, k)

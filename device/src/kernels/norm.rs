@@ -1,22 +1,25 @@
-//! RMSNorm over the columns of each row, with a residual added first, forward and backward (Zhang and Sennrich, 2019).
+//! RMSNorm over the columns of each row, after an optional residual is added, forward and backward
+//! (Zhang and Sennrich, 2019).
 //!
-//! Forward gives each row its lanes, see [`warp`](crate::warp). Backward also sums over rows, for the gain. A block has a chunk of
-//! rows; its threads form groups, a group has one row at a time:
+//! Forward gives each row its own lanes; see [`warp`](crate::warp). Backward also sums over rows,
+//! for the gain. A block has a chunk of rows. Its threads form groups, and a group processes one
+//! row at a time:
 //!
 //! ```text
-//! cols = 128: 8 lanes a row, 16 groups of 8 threads    shared memory, a row of sums a group      finish
-//!   group 0     threads   0..7     rows  0, 16, 32, ..   | columns 0..127 |    thread t adds columns 4 t .. 4 t + 3
-//!   group 1     threads   8..15    rows  1, 17, 33, ..   | columns 0..127 |    of all groups, ascending  ->  dgain[chunk]
+//! cols = 128: 8 lanes a row, 16 groups of 8 threads    shared memory, a row of sums a group
+//!   group 0     threads   0..7     rows  0, 16, 32, ..   | columns 0..127 |
+//!   group 1     threads   8..15    rows  1, 17, 33, ..   | columns 0..127 |
 //!   ..                                                    ..
 //!   group 15    threads 120..127   rows 15, 31, 47, ..   | columns 0..127 |
+//! finish: thread t adds columns 4 t .. 4 t + 3 of all groups, ascending  ->  dgain[chunk]
 //!
-//! of a row: dx in the row's own lanes; in the group's row of sums, each lane adds x s dy to its own columns
+//! per row: dx in the row's own lanes; each lane adds x s dy to its columns of the group's sums
 //! ```
-//! Rows that registers cannot hold (more than 1024 columns, or no multiple of four) are read twice: once by their lanes for the
-//! factors of dx, then by columns, up to 1024 at a time.
+//! Rows that registers cannot hold have more than 1024 columns, or not a multiple of four. They are
+//! read twice: once by their lanes for the factors of dx, then by columns, up to 1024 at a time.
 //!
-//! Invariant: the order of a row's sums follows from its length alone; that of a column's sums from the number of rows and the
-//! row's length.
+//! Invariant: the order of a row's sums depends only on its length. The order of a column's sums
+//! depends only on the number of rows and their length.
 
 use crate::block::{divide, stay_rolled};
 use crate::rescale;
@@ -32,9 +35,12 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `h = x + residual`, `y[r, c] = h[r, c] s[r] gain[c]`, `s[r] = 1 / sqrt(mean_c h[r, c]^2 + epsilon)`; `x`, `residual`, `h`, `y`:
-    /// `[rows, cols]`, `gain`: `[cols]`, `inverse_rms` (s): `[rows]`. Where `residual` is empty, h is x, and is not written. What is normalised
-    /// is h as it is stored. Overwrites its outputs.
+    /// Computes `h = x + residual`, `y[r, c] = h[r, c] s[r] gain[c]`, with `s[r] = 1 / sqrt(mean_c
+    /// h[r, c]^2 + epsilon)`.
+    ///
+    /// Shapes: `x`, `residual`, `h`, `y`: `[rows, cols]`, `gain`: `[cols]`, `inverse_rms` (s):
+    /// `[rows]`. If `residual` is empty, h is x and is not written. The norm uses h as rounded for
+    /// storage. Overwrites its outputs.
     rms_norm_forward<S: Stored> { rms_norm_forward_f32: f32; rms_norm_forward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -47,11 +53,12 @@ family! {
         inverse_rms: *mut f32,
     ) {
         let Some(row) = Row::new(x.len(), cols) else { return };
-        // SAFETY: the row lies inside the arguments; its lanes stay together.
+        // SAFETY: the row lies inside the arguments; its lanes stay converged.
         unsafe { with_held!(row, cols, forward(x, residual, gain, cols, epsilon, h, y, inverse_rms)) }
     }
-    // SAFETY: `x` has whole rows of `cols`, `y` is as long, so are `residual` and `h` where there is one; `gain` has one row, and `inverse_rms`
-    // one element for each row. A thread touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `cols`, `y` is as long, and so are `residual` and `h` if used.
+    // `gain` has one row, and `inverse_rms` one element for each row. A thread accesses a row only
+    // if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         if !k.residual.is_empty() {
@@ -79,7 +86,8 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     y: *mut S,
     inverse_rms: *mut f32,
 ) {
-    // SAFETY: the row lies inside the arguments, and its lanes are together here, as the caller promises.
+    // SAFETY: the row lies inside the arguments, and its lanes are converged here, as the caller
+    // guarantees.
     unsafe {
         let mut held = Share::<HELD, _>::new(row, x, row.start, cols, 0.0);
         if !residual.is_empty() {
@@ -90,7 +98,7 @@ unsafe fn forward<const HELD: usize, S: Stored>(
                 held.hold(at, value);
             });
         }
-        // What is not held is added again.
+        // Values that are not held in registers are added again.
         macro_rules! row_value {
             ($at:ident, $column:ident, $part:ident) => {
                 if HELD > 0 || residual.is_empty() {
@@ -126,15 +134,15 @@ unsafe fn forward<const HELD: usize, S: Stored>(
     }
 }
 
-/// Shared bytes of the backward pass: the sums, and a factor for each row.
+/// The shared memory of the backward pass in bytes: the sums, and a factor for each row.
 #[cfg(not(target_arch = "nvptx64"))]
 const BACKWARD_BYTES: u32 = (SUMS + MAX_ROWS) as u32 * 4;
-/// `add`: the gradient of x is added to what `dx` holds.
+/// A flag of `add`: the gradient of x is added to the content of `dx`.
 pub const ADD_DX: u32 = 1;
-/// `add`: add the gradient of the gain to what `dgain` holds.
+/// A flag of `add`: the gradient of the gain is added to the content of `dgain`.
 pub const ADD_DGAIN: u32 = 2;
 
-/// What a block of the backward pass works on.
+/// The work of one block of the backward pass.
 #[derive(Clone, Copy)]
 struct Backward<'k, S> {
     x: &'k [S],
@@ -153,24 +161,26 @@ struct Backward<'k, S> {
 }
 
 impl<S: Stored> Backward<'_, S> {
-    /// The coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`. Where a
-    /// row is rescaled, all of them and dx are.
+    /// Returns the coefficient of x in dx: `dot`, which is `sum_c dy gain x`, times `s^3 / cols`.
+    /// If a row is rescaled, all of these and dx are.
     #[inline(always)]
     fn x_coefficient(self, dot: f32, scale: f32) -> f32 {
-        // s^3 alone could overflow where this product does not.
+        // s^3 could overflow where this product does not.
         dot * scale / self.cols as f32 * scale * scale
     }
 
-    /// The rows of this thread's group, from `row` on. Its lanes read each row once and hold it: they write dx, and sum their
-    /// columns for the gain.
+    /// Processes the rows of this thread's group, from `row` on. Its lanes read each row once and
+    /// hold it in registers. They write dx, and sum their columns for the gain.
     ///
     /// # Safety
-    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call it together.
+    /// The rows lie inside the arguments and suit `HELD`, which is not 0. The lanes of a row call
+    /// it together.
     #[inline(always)]
     unsafe fn held<const HELD: usize>(self, mut row: Row) {
         let Self { cols, .. } = self;
         let group = (row.number - self.rows.first) * width(cols);
-        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are together here, as the caller promises.
+        // SAFETY: the rows lie inside the arguments and suit `HELD`, and their lanes are converged
+        // here, as the caller guarantees.
         unsafe {
             for_each_vector!(HELD, row, cols, |_at, column, _part| {
                 self.sums.set4((group + column) as u32, F4::splat(0.0));
@@ -193,7 +203,7 @@ impl<S: Stored> Backward<'_, S> {
                     let (x_here, dy_here) = (x.get(at, column, part) * F4::splat(factor), dy.get(at, column, part));
                     x.hold(at, x_here);
                     let dy_gain = dy_here * F4::load_part(self.gain, column, part, 0.0);
-                    // Sums in registers would leave room for fewer threads.
+                    // Sums in registers would lower the occupancy.
                     let sum = self.sums.get4((group + column) as u32);
                     self.sums.set4((group + column) as u32, sum.fma(x_here * F4::splat(scale), dy_here));
                     dot = dot.fma(dy_gain, x_here);
@@ -216,7 +226,8 @@ impl<S: Stored> Backward<'_, S> {
         }
     }
 
-    /// The same for rows of any length. The block reads them twice: by their lanes for the factors, then by columns.
+    /// Processes rows of any length. The block reads them twice: by their lanes for the factors,
+    /// then by columns.
     ///
     /// # Safety
     /// The rows lie inside the arguments. All threads of the block call it together.
@@ -224,7 +235,8 @@ impl<S: Stored> Backward<'_, S> {
     unsafe fn read_twice(self, coefficients: SharedTile<f32>) {
         let Self { x, gain, cols, .. } = self;
         let at_once = groups_of(cols);
-        // SAFETY: the rows lie inside the arguments, and all threads are here, as the caller promises.
+        // SAFETY: the rows lie inside the arguments, and all threads of the block execute this, as
+        // the caller guarantees.
         unsafe {
             let mut next = Row::after(self.rows.first, x.len(), cols);
             while let Some(row) = next
@@ -271,7 +283,7 @@ impl<S: Stored> Backward<'_, S> {
         }
     }
 
-    /// The gradient of y at an index: the sum of its parts, ascending.
+    /// Returns the gradient of y at an index: the sum of its parts, ascending.
     #[inline(always)]
     unsafe fn dy(self, index: usize, part: Part) -> F4 {
         // SAFETY: each part is as long as x, in which the index lies.
@@ -311,14 +323,17 @@ impl<S: Stored> Backward<'_, S> {
 }
 
 family! {
-    /// `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] = sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
+    /// Computes `dx[r, c] = s g[c] - x[r, c] s^3 / cols sum_c g[c] x[r, c]`, and `dgain[i, c] =
+    /// sum_r x[r, c] s dy[r, c]` over the rows r of chunk i.
     ///
-    /// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays. `x`, `dx`: `[rows, cols]`, `dy`:
-    /// `[parts, rows, cols]`, `gain`: `[cols]`, `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
-    /// [`sum_rows`](struct@crate::reduce::sum_rows) adds the rows of `dgain` up.
+    /// Here `s = inverse_rms[r]`, `g[c] = dy[r, c] gain[c]`, and dy is the sum of `parts` arrays.
+    /// Shapes: `x`, `dx`: `[rows, cols]`, `dy`: `[parts, rows, cols]`, `gain`: `[cols]`,
+    /// `inverse_rms`: `[rows]`, `dgain`: `[ceil(rows / chunk), cols]`.
+    /// [`sum_rows`](struct@crate::reduce::sum_rows) reduces the rows of `dgain`.
     ///
-    /// A block has one chunk of [`chunk_of`] rows. It first sums the rows of one number mod [`groups_of`], ascending,
-    /// then these sums, ascending. Overwrites `dx` and `dgain`, or adds to them, as `add` says.
+    /// A block has one chunk of [`chunk_of`] rows. It first sums the rows with equal number mod
+    /// [`groups_of`], ascending, then these sums, ascending. Overwrites `dx` and `dgain`, or adds
+    /// to those that `add` selects.
     rms_norm_backward<S: Stored> { rms_norm_backward_f32: f32; rms_norm_backward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -333,8 +348,8 @@ family! {
         dgain: *mut f32,
     ) {
         let rows = RowChunk::of_block(chunk, inverse_rms.len());
-        // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the lengths of `x`, which the others share.
-        // Every thread comes to every barrier.
+        // SAFETY: the tiles fill the declared shared memory. Rows and columns are compared with the
+        // length of `x`, which the others share. Every thread reaches every barrier.
         unsafe {
             let sums = SharedTile::new(0, SUMS as u32);
             let coefficients = SharedTile::new(SUMS as u32 * 4, MAX_ROWS as u32);
@@ -354,8 +369,9 @@ family! {
             rows.finish(sums, 0, cols, add & ADD_DGAIN != 0, dgain);
         }
     }
-    // SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain` has one row, and `inverse_rms` one
-    // element for each row. `chunk` is a number of rows for which shared memory has room, and `dgain` has a row for each chunk.
+    // SAFETY: `x` has whole rows of `cols`, `dx` is as long, `dy` is `parts` times as long, `gain`
+    // has one row, and `inverse_rms` one element for each row. The shared memory has room for
+    // `chunk` rows, and `dgain` has a row for each chunk.
     contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("gain", k.cols, k.gain.len())?;

@@ -1,22 +1,25 @@
-//! Rounding of the operands of multiplies to TF32 or BF16, as they lie or transposed, into fragments.
+//! Rounding of matmul operands to TF32 or BF16, plain or transposed, into packed fragments.
 //!
-//! A [`fragment`](crate::mma) has 32 rows of eight words of k. A warp makes the fragments of a square of 32 x 32 elements. Lane `4
-//! g + t` rounds words `2 t` and `2 t + 1` of four rows from [`Side::first`] on. It writes them where lane `4 g + t` of a multiply
-//! reads them, 16 bytes at a time.
+//! A [`fragment`](crate::mma) has 32 rows of eight words of k. A warp packs the fragments of a
+//! square of 32 x 32 elements. Lane `4 g + t` rounds words `2 t` and `2 t + 1` of four rows from
+//! [`Side::first`] on. It writes them where lane `4 g + t` of a multiply reads them, 16 bytes at a
+//! time.
 //!
 //! ```text
-//! k of a square    0 .. 7    8 .. 15   16 .. 23   24 .. 31       k of a step that lane 4 g + t rounds
-//!   TF32           step 0     step 1     step 2     step 3         t = 0     1      2       3
-//!   BF16           step 0 ..             step 1 ..           TF32   0..1   2..3   4..5    6..7
-//! in rows r .. r + 3, where r = Side::first(g)               BF16   0..3   4..7   8..11  12..15
+//! k of a square  0 .. 7    8 .. 15   16 .. 23   24 .. 31      k of a step that lane 4 g + t rounds
+//!   TF32         step 0     step 1     step 2     step 3        t = 0     1      2       3
+//!   BF16         step 0 ..             step 1 ..          TF32   0..1   2..3   4..5    6..7
+//! in rows r .. r + 3, where r = Side::first(g)            BF16   0..3   4..7   8..11  12..15
 //!
-//! out, 256 words each   | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. |   then the next batch
-//! a fragment            | quad 0 of lane 0 | .. | of lane 31 | quad 1 of lane 0 | .. | of lane 31 |
-//!                         rows r, r + 1                        rows r + 2, r + 3
+//! out, 256 words each  | rows 0..31: step 0 | step 1 | .. | rows 32..63: step 0 | .. | next batch
+//! a fragment           | quad 0 of lane 0 | .. | of lane 31 | quad 1 of lane 0 | .. | of lane 31 |
+//!                        rows r, r + 1                        rows r + 2, r + 3
 //! ```
-//! Where both forms of a square are wanted, as it lies and transposed, two neighbouring warps make them. So memory is read once.
+//! If both forms of a square are wanted, plain and transposed, two neighboring warps pack them, so
+//! memory is read once.
 //!
-//! Invariant: an element is rounded as [`Format`] says, whatever stands beside it. Beyond the rows and k there are zeros.
+//! Invariant: an element is rounded as [`Format`] defines, independent of its neighbors. Fragments
+//! are zero past the rows and k.
 
 use crate::block::divide;
 use crate::family;
@@ -34,14 +37,15 @@ use cuda_std::warp;
 
 const BLOCK: u32 = 256;
 const WARPS: usize = (BLOCK / LANES) as usize;
-/// Rows and columns of a square of elements.
+/// The rows and columns of a square of elements.
 const SQUARE: usize = ROWS as usize;
 
-/// A form of fragments: k runs along the operand's rows.
+/// The plain form of fragments: k runs along the operand's rows.
 const ALONG: usize = 0;
-/// The other form: k runs across the operand's rows.
+/// The transposed form: k runs across the operand's rows.
 const ACROSS: usize = 1;
-/// What `sides` says of an operand's fragments of one form, in two bits: for A, for B, or 0 for not wanted.
+/// The value in `sides` of an operand's fragments of one form, in two bits: for A, for B, or 0 if
+/// not wanted.
 ///
 /// ```text
 /// bits of sides    11 10    9 8     7 6    5 4     3 2    1 0
@@ -52,7 +56,7 @@ const LEFT: u32 = 1;
 #[cfg(not(target_arch = "nvptx64"))]
 const RIGHT: u32 = 2;
 
-/// The bits of one operand.
+/// Returns the bits of one operand.
 #[inline(always)]
 const fn bits(sides: u32, operand: u32) -> u32 {
     sides >> (4 * operand) & 15
@@ -62,7 +66,7 @@ const fn side(bits: u32, form: usize) -> u32 {
     bits >> (2 * form) & 3
 }
 
-/// The grid: what [`check`] finds of all three operands.
+/// Returns the grid, from the [`check`] of all three operands.
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! grid {
     ($p:ident, $format:ident) => {{
@@ -92,12 +96,13 @@ macro_rules! grid {
 }
 
 family! {
-    /// Rounds up to three operands of multiplies. Each has `rows` x `cols` elements, `ld` from row to row, in batches that are `stride`
-    /// apart.
+    /// Rounds up to three matmul operands. Each has `rows` x `cols` elements, with row stride `ld`,
+    /// in batches with stride `stride`.
     ///
-    /// `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a batch. `across`: those of the
-    /// transposed, `ceil(cols / 32) ceil(rows / 8)`. A fragment of BF16 has 16 elements along k, in pairs; the first of a pair is
-    /// in the lower half. `sides`: which fragments are wanted, and for which side of a product.
+    /// `along`: fragments whose k runs along the rows, for TF32 `ceil(rows / 32) ceil(cols / 8)` a
+    /// batch. `across`: those of the transposed operand, `ceil(cols / 32) ceil(rows / 8)`. A
+    /// fragment of BF16 has 16 elements along k, in pairs, with the first of a pair in the lower
+    /// half. `sides`: which fragments are wanted, and for which side of a product.
     round(format: Reduced as FORMAT) {
         /// To TF32.
         round_to_tf32 = Reduced::Tf32, type F = Tf32;
@@ -150,14 +155,14 @@ family! {
         // SAFETY: the contract has accepted the operand, and the turn is one of its own.
         unsafe { work.round::<F>(turn) };
     }
-    // SAFETY: `check` has found every batch of an operand inside its argument. For each form that `sides` names, the output holds
-    // exactly the fragments. A warp beyond the last turn returns.
+    // SAFETY: `check` has found every batch of an operand inside its argument. For each form that
+    // `sides` names, the output holds exactly the fragments. A warp past the last turn returns.
     contract unsafe { block: BLOCK, shared: 0 } |p| grid!(p, F)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl<'a> round<'a> {
-    /// The launch that rounds these operands to a format.
+    /// Returns the launch that rounds these operands to a format.
     pub fn of(format: Reduced, [mut a, mut b, mut c]: [Rounding<'a>; 3]) -> Self {
         let ([a_along, a_across], of_a) = a.wanted();
         let ([b_along, b_across], of_b) = b.wanted();
@@ -193,8 +198,9 @@ impl<'a> round<'a> {
     }
 }
 
-/// One operand of a launch: `batches` of `rows` x `cols` elements, `ld` from row to row, `stride` from batch to batch. For each
-/// form that is wanted: where its fragments go, and on which side of the product they stand.
+/// One operand of a launch: `batches` of `rows` x `cols` elements, with row stride `ld` and batch
+/// stride `stride`. For each wanted form, it has the destination of the fragments, and their side
+/// of the product.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Default)]
 #[allow(missing_docs, reason = "named as the kernels' parameters")]
@@ -211,7 +217,7 @@ pub struct Rounding<'a> {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl<'a> Rounding<'a> {
-    /// Where the fragments go, and this operand's bits of `sides`.
+    /// Returns the destinations of the fragments, and this operand's bits of `sides`.
     fn wanted(&mut self) -> ([PointerMut<'a, u32>; 2], u32) {
         let mut sides = 0;
         let outs = [(ALONG, self.along.take()), (ACROSS, self.across.take())].map(|(form, wanted)| match wanted {
@@ -225,7 +231,7 @@ impl<'a> Rounding<'a> {
     }
 }
 
-/// One operand, as a thread sees it: batches of rows and columns.
+/// One operand, from the point of view of one thread: batches of rows and columns.
 #[derive(Clone, Copy)]
 struct RoundingWork<'p> {
     x: &'p [f32],
@@ -234,27 +240,27 @@ struct RoundingWork<'p> {
     ld: usize,
     batches: usize,
     stride: usize,
-    /// Its bits of `sides`.
+    /// The operand's bits of `sides`.
     sides: u32,
 }
 
-/// Steps of k in a square.
+/// Returns the k steps in a square.
 #[inline(always)]
 const fn steps_of_square<F: Format>() -> usize {
     SQUARE / F::PER_STEP as usize
 }
 
-/// What a lane reads of a square: the elements of two words, of four rows, in each step.
+/// A lane's elements of a square: two words of four rows, in each step.
 type SquareElements = [[[f32; 4]; 4]; 4];
 
 impl RoundingWork<'_> {
-    /// Whether the fragments of a form are wanted.
+    /// True if the fragments of a form are wanted.
     #[inline(always)]
     fn wants(&self, form: usize) -> bool {
         side(self.sides, form) != 0
     }
 
-    /// The warps that the operand needs: one for each square and form.
+    /// Returns the warps that the operand needs: one for each square and form.
     #[inline(always)]
     fn turns(&self) -> usize {
         let forms = usize::from(self.wants(ALONG)) + usize::from(self.wants(ACROSS));
@@ -262,7 +268,8 @@ impl RoundingWork<'_> {
         self.batches * down * along * forms
     }
 
-    /// Does the work of the `turn`th warp: one form of one square's fragments. There are fewer than 2^32 turns.
+    /// Packs one form of one square's fragments: the work of the `turn`th warp. There are fewer
+    /// than 2^32 turns.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -310,7 +317,8 @@ impl RoundingWork<'_> {
             if step < steps_of_square::<F>() && first + step < steps {
                 let [upper, lower] = side.quads(elements[step].map(F::words));
                 let at = at + step * FRAGMENT as usize;
-                // SAFETY: `out` has room for the fragment, as the contract has checked. Words are moved as they are.
+                // SAFETY: the contract has checked that `out` has room for the fragment. Words are
+                // moved bit by bit.
                 unsafe {
                     F4(upper.map(f32::from_bits)).store(out.cast::<f32>(), at);
                     F4(lower.map(f32::from_bits)).store(out.cast::<f32>(), at + FRAGMENT as usize / 2);
@@ -319,11 +327,12 @@ impl RoundingWork<'_> {
         });
     }
 
-    /// The elements of two words, from `p` on in each step of a square, of four rows from `row` on. Here the elements of a row lie side
-    /// by side. `WHOLE`: the square lies inside the operand, and its vectors on their boundaries.
+    /// Reads the elements of two words, from `p` on in each step of a square, of four rows from
+    /// `row` on. The elements of a row are contiguous. `WHOLE`: the square lies inside the operand,
+    /// and its vectors are aligned.
     ///
     /// # Safety
-    /// As above.
+    /// The contract has accepted the operand.
     #[inline(always)]
     unsafe fn along<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [end, k] = self.extents;
@@ -335,7 +344,8 @@ impl RoundingWork<'_> {
                     let from = batch * self.stride + (row + i) * self.ld + p;
                     let wanted = 2 * F::PER_WORD as usize;
                     let count = if WHOLE || k - p >= wanted { wanted } else { k - p };
-                    // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
+                    // SAFETY: the contract has checked that the existing part of the row lies
+                    // inside `x`.
                     unsafe {
                         if count == 2 && (WHOLE || from.is_multiple_of(2)) {
                             let [first, second] = load_pair(self.x, from);
@@ -352,10 +362,11 @@ impl RoundingWork<'_> {
         elements
     }
 
-    /// The same, where the rows lie side by side.
+    /// Reads the elements of two words like [`along`](Self::along), if the elements of a column are
+    /// contiguous.
     ///
     /// # Safety
-    /// As above.
+    /// The contract has accepted the operand.
     #[inline(always)]
     unsafe fn across<F: Format, const WHOLE: bool>(&self, batch: usize, row: usize, p: usize) -> SquareElements {
         let [k, end] = self.extents;
@@ -368,7 +379,8 @@ impl RoundingWork<'_> {
                     let from = batch * self.stride + p * self.ld + row;
                     let whole = WHOLE || (end - row >= F4::LEN && from.is_multiple_of(F4::LEN));
                     let part = if whole { Part::Whole } else { Part::first(end - row) };
-                    // SAFETY: the part of the row that exists lies inside `x`, as the contract has checked.
+                    // SAFETY: the contract has checked that the existing part of the row lies
+                    // inside `x`.
                     let four = unsafe { F4::load_part(self.x, from, part, 0.0) };
                     unroll_on_gpu!(of < 4 => { elements[step][of][i] = four.0[of]; });
                 }
@@ -378,7 +390,7 @@ impl RoundingWork<'_> {
     }
 }
 
-/// What the contract checks of one operand. Returns the warps that it needs.
+/// Checks one operand for the contract. Returns the warps that it needs.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check<F: Format>(
     [argument, along, across]: [&'static str; 3],

@@ -1,16 +1,21 @@
-//! RMSNorm over each head of q and of k, with gains of their own (Henry et al., "Query-Key Normalization for Transformers", 2020),
-//! forward and backward. v is left as it is.
+//! RMSNorm over each head of q and of k, each with its own gains (Henry et al., "Query-Key
+//! Normalization for Transformers", 2020), forward and backward. v is unchanged.
 //!
-//! q, k and v are rows of `width` columns, one for each head of each token, and a row's number tells what it is:
+//! q, k and v are rows of `width` columns, one for each head of each token. A row's number
+//! determines its part:
 //!
 //! ```text
-//! packed     row: | q0 | q1 | q2 | q3 | k0 | k1 | v0 | v1 |  then those of the next token       number mod heads of q, k and v
-//! stacked    all rows of q, then all of k, then all of v                                        number / a third of all rows
+//! packed   row: | q0 | q1 | q2 | q3 | k0 | k1 | v0 | v1 |  then those of the next token
+//!               the part follows from: number mod heads of q, k and v
+//! stacked  all rows of q, then all of k, then all of v
+//!               the part follows from: number / a third of all rows
 //! ```
-//! Forward gives each row its lanes, see [`warp`](crate::warp). Backward also sums over rows, for the gains: a group of lanes has every
-//! g-th row of a chunk, and holds a sum for each gain of its columns (see [`row_chunk`](crate::row_chunk)).
+//! Forward gives each row its own lanes; see [`warp`](crate::warp). Backward also sums over rows,
+//! for the gains. A group of lanes has every g-th row of a chunk, and holds a sum for each gain of
+//! its columns (see [`row_chunk`](crate::row_chunk)).
 //!
-//! Invariant: the order of a row's sums follows from its width alone; that of the sums for a gain from the numbers of rows and columns.
+//! Invariant: the order of a row's sums depends only on its width. The order of the sums for a gain
+//! depends only on the numbers of rows and columns.
 
 use crate::block::{divide, stay_rolled};
 use crate::row_chunk::{BLOCK, RowChunk, groups_of};
@@ -21,20 +26,22 @@ use crate::{family, for_each_vector, rescale};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// The widest head: what the lanes of a row hold.
+/// The columns of the widest head: as many as the lanes of a row hold.
 pub const MAX_WIDTH: usize = 256;
-/// Vectors of a row that a lane holds.
+/// The vectors of a row that a lane holds.
 const HELD: usize = 4;
-/// Shared bytes of the backward pass: the sums of all threads, for the gains of q and of k.
+/// The shared memory of the backward pass in bytes: the sums of all threads, for the gains of q and
+/// of k.
 const BACKWARD_BYTES: u32 = 2 * BLOCK * (HELD * F4::LEN) as u32 * 4;
 
-/// What a row is: of q (0), k (1) or v (2).
+/// Returns the part that a row belongs to: q (0), k (1) or v (2).
 ///
 /// # Safety
-/// No number is 0.
+/// No argument except `row` and `stacked` is 0.
 #[inline(always)]
 unsafe fn part_of(row: usize, rows: usize, heads: u32, kv_heads: u32, stacked: u32) -> u32 {
-    // SAFETY: as the caller promises; a third of the rows is not 0 where there is a row.
+    // SAFETY: the caller guarantees that no divisor is 0; a third of the rows is not 0 if there is
+    // a row.
     unsafe {
         if stacked != 0 {
             return divide(row, rows / 3).0 as u32;
@@ -51,12 +58,12 @@ unsafe fn part_of(row: usize, rows: usize, heads: u32, kv_heads: u32, stacked: u
 }
 
 family! {
-    /// `y[r, c] = x[r, c] s[r] gains[part, c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 + epsilon)`, for the rows of q (`part` 0) and k (1). Those of v
-    /// are copied, with s = 1.
+    /// Computes `y[r, c] = x[r, c] s[r] gains[part, c]`, `s[r] = 1 / sqrt(mean_c x[r, c]^2 +
+    /// epsilon)`, for the rows of q (`part` 0) and k (1). Rows of v are copied, with s = 1.
     ///
-    /// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), `gains`: those of q
-    /// and, `distance` (a multiple of four) behind them, those of k; `inverse_rms` (s): an element
-    /// for each row. Overwrites `y` and `inverse_rms`.
+    /// `x`, `y`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward).
+    /// `gains`: those of q, and `distance` (a multiple of four) elements further those of k.
+    /// `inverse_rms` (s): an element for each row. Overwrites `y` and `inverse_rms`.
     qk_norm_forward<S: Stored> { qk_norm_forward_f32: f32; qk_norm_forward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -72,7 +79,8 @@ family! {
     ) {
         let cols = width as usize;
         let Some(row) = Row::new(x.len(), cols) else { return };
-        // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay together. The numbers are not 0.
+        // SAFETY: the row lies inside `x`, `y` and `inverse_rms`, and its lanes stay converged. The
+        // sizes are not 0.
         unsafe {
             let part = part_of(row.number, inverse_rms_rows(x.len(), cols), heads, kv_heads, stacked);
             let mut held = [F4::splat(0.0); HELD];
@@ -104,8 +112,9 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `width`, those of all heads of a whole number of tokens; `y` is as long, `gains` has two rows, and
-    // `inverse_rms` an element for each row. A thread touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `width`, those of all heads of a whole number of tokens. `y` is
+    // as long, `gains` has two rows, and `inverse_rms` an element for each row. A thread accesses a
+    // row only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
         Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
@@ -118,26 +127,30 @@ family! {
     }
 }
 
-/// Rows of `cols` in so many elements.
+/// Returns the number of rows of `cols` in `length` elements.
 ///
 /// # Safety
 /// `cols` is not 0.
 #[inline(always)]
 unsafe fn inverse_rms_rows(length: usize, cols: usize) -> usize {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees it.
     unsafe { divide(length, cols).0 }
 }
 
 family! {
-    /// The gradients of [`qk_norm_forward`](struct@qk_norm_forward), from `dx`, which holds that of y and becomes that of x:
+    /// Computes the gradients of [`qk_norm_forward`](struct@qk_norm_forward). `dx` holds the
+    /// gradient of y and becomes that of x:
     ///
     /// ```text
-    /// dx[r, c] = s (g[c] - x[r, c] s^2 / width sum_c g[c] x[r, c])     with g[c] = dy[r, c] gains[part, c]; for v, dx = dy
-    /// dgains[i, part, c] = sum_r x[r, c] s dy[r, c]                     over the rows r of chunk i that are of this part
+    /// dx[r, c] = s (g[c] - x[r, c] s^2 / width sum_c g[c] x[r, c])
+    ///   with g[c] = dy[r, c] gains[part, c]; for v, dx = dy
+    /// dgains[i, part, c] = sum_r x[r, c] s dy[r, c]
+    ///   over the rows r of chunk i that are of this part
     /// ```
-    /// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains; [`sum_rows`](struct@crate::reduce::sum_rows) adds its rows up. A block has one chunk of
-    /// [`chunk_of`](crate::row_chunk::chunk_of) rows. It first sums the rows of one number mod [`groups_of`], ascending, then these sums, ascending. Changes
-    /// `dx`, overwrites `dgains`.
+    /// `dgains`: `[ceil(rows / chunk), distance + width]`, 0 between the gains.
+    /// [`sum_rows`](struct@crate::reduce::sum_rows) reduces its rows. A block has one chunk of
+    /// [`chunk_of`](crate::row_chunk::chunk_of) rows. It first sums the rows with equal number mod
+    /// [`groups_of`], ascending, then these sums, ascending. Changes `dx`, and overwrites `dgains`.
     qk_norm_backward<S: Stored> { qk_norm_backward_f32: f32; qk_norm_backward_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -155,8 +168,8 @@ family! {
         let cols = width as usize;
         let rows = RowChunk::of_block(chunk, inverse_rms.len());
         let mut sums = [[F4::splat(0.0); HELD]; 2];
-        // SAFETY: the rows lie inside the arguments; their lanes stay together, and every thread comes to the barrier. The tile fills the declared
-        // shared memory.
+        // SAFETY: the rows lie inside the arguments. Their lanes stay converged, and every thread
+        // reaches the barrier. The tile fills the declared shared memory.
         unsafe {
             let mut next = Row::after(rows.first, x.len(), cols);
             while let Some(row) = next
@@ -177,7 +190,7 @@ family! {
                         sums[1][at] = sums[1][at].fma(normal, dy);
                     }
                 });
-                // s^3 alone could overflow where this product does not.
+                // s^3 could overflow where this product does not.
                 let coefficient = row.sum(dot) * scale / cols as f32 * scale * scale;
                 if part < 2 {
                     for_each_vector!(HELD, row, cols, |at, column, present| {
@@ -217,7 +230,8 @@ family! {
             }
         }
     }
-    // SAFETY: as for `qk_norm_forward`; `dx` is as long as `x`, `chunk` is a number of rows, and `dgains` has two rows for each chunk.
+    // SAFETY: the argument for `qk_norm_forward` holds here too. `dx` is as long as `x`, `chunk` is
+    // a number of rows, and `dgains` has two rows for each chunk.
     contract unsafe { block: BLOCK, shared: BACKWARD_BYTES } |k| {
         let rows = rows_in(k.x.len(), [k.heads, k.kv_heads, k.width, k.stacked])?;
         Violation::unless(k.distance >= k.width, "distance", "at least `width`", k.distance)?;
@@ -233,7 +247,7 @@ family! {
     }
 }
 
-/// The rows of q, k and v in so many elements, or what is wrong with the numbers.
+/// Returns the number of rows of q, k and v in `length` elements, or the violation.
 #[cfg(not(target_arch = "nvptx64"))]
 fn rows_in(length: usize, [heads, kv_heads, width, stacked]: [u32; 4]) -> Result<usize, cuda_std::launch::Violation> {
     use cuda_std::launch::{Size, Violation};

@@ -1,21 +1,23 @@
-//! Reductions: sums over columns, rows or everything, the squared norm, maxima and the place of a row's maximum.
+//! Reductions: sums over columns, over rows and over everything, the squared norm, maxima and the
+//! argmax of a row.
 //!
-//! Over columns a row's lanes reduce it, see [`warp`](crate::warp). Over rows or everything, one launch leaves one row or one value
-//! of each chunk, [`row_chunk`](crate::block::row_chunk) rows or 4096 elements ([`CHUNK`](crate::block::CHUNK)). Launches are
-//! repeated until one is left.
+//! A row's lanes reduce it over its columns; see [`warp`](crate::warp). Over rows or everything,
+//! one launch reduces each chunk to one row or one value. A chunk is
+//! [`row_chunk`](crate::block::row_chunk) rows or 4096 elements ([`CHUNK`](crate::block::CHUNK)).
+//! The launch is repeated until one row or value remains.
 //!
 //! ```text
-//! sum_rows, 3000 x 80: chunks of 128 rows              sum_all, 10 000 000 elements
-//!                   columns 0..31  32..63  64..79        block 0      0 .. 4095
-//!   rows    0..127      block 0       1       2          block 1   4096 .. 8191
-//!   rows  128..255            3       4       5          ..
-//!   ..                                                   2442 blocks  ->  2442 values  ->  1 block  ->  1 value
-//!   rows 2944..2999          69      70      71
-//! -> 24 x 80: one chunk -> blocks 0, 1, 2 -> 1 x 80      a block's tile and its tree: see `block.rs`
+//! sum_rows, 3000 x 80: chunks of 128 rows          sum_all, 10 000 000 elements
+//!                   columns 0..31  32..63  64..79    block 0      0 .. 4095
+//!   rows    0..127      block 0       1       2      block 1   4096 .. 8191
+//!   rows  128..255            3       4       5      ..
+//!   ..                                               2442 blocks -> 2442 values -> 1 block
+//!   rows 2944..2999          69      70      71        -> 1 value
+//! -> 24 x 80: one chunk -> blocks 0, 1, 2 -> 1 x 80  a block's tile and its tree: see `block.rs`
 //! ```
-//! With `accumulate` 1 a sum is added to what `out` holds. With 0 it overwrites.
+//! If `accumulate` is 1, a sum is added to the content of `out`. If it is 0, the sum overwrites it.
 //!
-//! Invariant: every tree follows from the lengths alone.
+//! Invariant: every tree depends only on the lengths.
 
 use crate::block::{ColumnTile, REDUCTION_BYTES, block_combine, chunk_fold};
 use crate::tile::SharedTile;
@@ -26,12 +28,12 @@ use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
 
 family! {
-    /// `out[r] = scale sum_c x[r, c]`; `x`: `[rows, cols]`, `out`: `[rows]`.
+    /// Computes `out[r] = scale sum_c x[r, c]`. Shapes: `x`: `[rows, cols]`, `out`: `[rows]`.
     sum_columns<S: Stored> { sum_columns_f32: f32; sum_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, scale: f32, accumulate: u32, out: *mut f32) {
         let Some(row) = Row::new(x.len(), cols) else { return };
         let mut sum = F4::splat(0.0);
-        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
             for_each_vector!(row, cols, |column, part| {
                 sum = sum + F4::load_part(x, row.start + column, part, 0.0);
@@ -42,7 +44,8 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread accesses a row
+    // only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("out", rows, k.out.len())?;
@@ -51,12 +54,14 @@ family! {
 }
 
 family! {
-    /// `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, in the order of a
-    /// [`ColumnTile`](crate::block::ColumnTile); `x`: `[rows, cols]`, `out`: `[ceil(rows / chunk), cols]`.
+    /// Computes `out[i, c]` = scale times the sum of `x[r, c]` over the rows r of chunk i, in the
+    /// order of a [`ColumnTile`](crate::block::ColumnTile). Shapes: `x`: `[rows, cols]`, `out`:
+    /// `[ceil(rows / chunk), cols]`.
     sum_rows<S: Stored> { sum_rows_f32: f32; sum_rows_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, chunk: usize, scale: f32, accumulate: u32, out: *mut f32) {
         let mut sum = F4::splat(0.0);
-        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and its places inside `out`. No thread returns early.
+        // SAFETY: the contract checks `cols`. The tile's columns lie inside `x`, and its outputs
+        // inside `out`. No thread returns early.
         unsafe {
             let tile = ColumnTile::new(x.len(), cols, chunk);
             for_each_row!(tile, |index, part| {
@@ -67,8 +72,9 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns, and chunks end where an index can.
-    // `out` has a row for each chunk. The shared bytes are what the tile's sums fill.
+    // SAFETY: `x` has whole rows of `cols`. The grid of `ColumnTile` covers exactly their columns,
+    // and every chunk's end is a valid index. `out` has a row for each chunk. The tile's sums fill
+    // the shared memory.
     contract unsafe { block: crate::block::BLOCK, shared: ColumnTile::BYTES } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         let grid = ColumnTile::grid(rows, k.cols, k.chunk)?;
@@ -78,10 +84,11 @@ family! {
 }
 
 family! {
-    /// `out[i]` = scale times the sum of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
+    /// Computes `out[i]` = scale times the sum of chunk i of x, 4096 elements. Shapes: `x`: `[n]`,
+    /// `out`: `[ceil(n / 4096)]`.
     sum_all<S: Stored> { sum_all_f32: f32; sum_all_bf16: bf16; }
     unsafe fn(x: &[S], scale: f32, accumulate: u32, out: *mut f32) {
-        // SAFETY: a block has a place in `out`; all of its threads come here.
+        // SAFETY: a block has an element in `out`; all of its threads reach this.
         unsafe {
             let sum = chunk_fold(x, F4::splat(0.0), 0.0, add);
             let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
@@ -90,7 +97,8 @@ family! {
             }
         }
     }
-    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    // SAFETY: a block reads the part of its own chunk inside `x`, and writes the chunk's element of
+    // `out`.
     contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
         Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
         Grid::cover(k.x.len(), crate::block::CHUNK)
@@ -98,11 +106,11 @@ family! {
 }
 
 family! {
-    /// `out[i]` = sum of the squares of chunk i of x, 4096 elements; `x`: `[n]`, `out`: `[ceil(n / 4096)]`. [`sum_all`](struct@sum_all)
-    /// adds these up. Overwrites `out`.
+    /// Computes `out[i]` = sum of the squares of chunk i of x, 4096 elements. Shapes: `x`: `[n]`,
+    /// `out`: `[ceil(n / 4096)]`. [`sum_all`](struct@sum_all) reduces these. Overwrites `out`.
     squared_norm<S: Stored> { squared_norm_f32: f32; squared_norm_bf16: bf16; }
     unsafe fn(x: &[S], out: *mut f32) {
-        // SAFETY: a block has a place in `out`; all of its threads come here.
+        // SAFETY: a block has an element in `out`; all of its threads reach this.
         unsafe {
             let sum = chunk_fold(x, F4::splat(0.0), 0.0, |sum, x| GpuFloat::mul_add(x, x, sum));
             let total = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), sum4(sum), add);
@@ -111,7 +119,8 @@ family! {
             }
         }
     }
-    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    // SAFETY: a block reads the part of its own chunk inside `x`, and writes the chunk's element of
+    // `out`.
     contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
         Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
         Grid::cover(k.x.len(), crate::block::CHUNK)
@@ -119,11 +128,11 @@ family! {
 }
 
 family! {
-    /// `out[i]` = maximum of chunk i of x, 4096 elements, NaN if it holds one; `x`: `[n]`, `out`: `[ceil(n / 4096)]`.
-    /// Overwrites `out`.
+    /// Computes `out[i]` = maximum of chunk i of x, 4096 elements, or NaN if the chunk has one.
+    /// Shapes: `x`: `[n]`, `out`: `[ceil(n / 4096)]`. Overwrites `out`.
     max_all<S: Stored> { max_all_f32: f32; max_all_bf16: bf16; }
     unsafe fn(x: &[S], out: *mut f32) {
-        // SAFETY: a block has a place in `out`; all of its threads come here.
+        // SAFETY: a block has an element in `out`; all of its threads reach this.
         unsafe {
             let largest = chunk_fold(x, F4::splat(f32::NEG_INFINITY), f32::NEG_INFINITY, max);
             let largest = block_combine(SharedTile::new(0, REDUCTION_BYTES / 4), max4(largest), max);
@@ -132,7 +141,8 @@ family! {
             }
         }
     }
-    // SAFETY: a block reads its own chunk as far as `x` has it, and writes the element that `out` has for each chunk.
+    // SAFETY: a block reads the part of its own chunk inside `x`, and writes the chunk's element of
+    // `out`.
     contract unsafe { block: crate::block::BLOCK, shared: REDUCTION_BYTES } |k| {
         Violation::unless_length("out", k.x.len().div_ceil(crate::block::CHUNK), k.out.len())?;
         Grid::cover(k.x.len(), crate::block::CHUNK)
@@ -140,13 +150,13 @@ family! {
 }
 
 family! {
-    /// `out[r] = max_c x[r, c]`, NaN if the row holds one; `x`: `[rows, cols]`, `out`: `[rows]`. Overwrites
-    /// `out`.
+    /// Computes `out[r] = max_c x[r, c]`, or NaN if the row has one. Shapes: `x`: `[rows, cols]`,
+    /// `out`: `[rows]`. Overwrites `out`.
     max_columns<S: Stored> { max_columns_f32: f32; max_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, out: *mut f32) {
         let Some(row) = Row::new(x.len(), cols) else { return };
         let mut largest = F4::splat(f32::NEG_INFINITY);
-        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
             for_each_vector!(row, cols, |column, part| {
                 largest = largest.zip(F4::load_part(x, row.start + column, part, f32::NEG_INFINITY), max);
@@ -157,7 +167,8 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread accesses a row
+    // only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
         Violation::unless_length("out", rows, k.out.len())?;
@@ -166,13 +177,14 @@ family! {
 }
 
 family! {
-    /// `out[r]` = the first c with `x[r, c] = max_c x[r, c]`; a NaN counts as the largest, as in PyTorch; `x`:
-    /// `[rows, cols]`, cols below 2^32, `out`: `[rows]`. Overwrites `out`.
+    /// Computes `out[r]` = the first c with `x[r, c] = max_c x[r, c]`. A NaN counts as the largest,
+    /// as in PyTorch. Shapes: `x`: `[rows, cols]`, cols below 2^32, `out`: `[rows]`. Overwrites
+    /// `out`.
     argmax_columns<S: Stored> { argmax_columns_f32: f32; argmax_columns_bf16: bf16; }
     unsafe fn(x: &[S], cols: usize, out: *mut u32) {
         let Some(row) = Row::new(x.len(), cols) else { return };
         let mut best = 0;
-        // SAFETY: the row lies inside `x` and `out`; its lanes stay together.
+        // SAFETY: the row lies inside `x` and `out`; its lanes stay converged.
         unsafe {
             for_each_vector!(row, cols, |column, part| {
                 let x = F4::load_part(x, row.start + column, part, 0.0).0;
@@ -189,7 +201,8 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread touches a row only where it begins inside `x`.
+    // SAFETY: `x` has whole rows of `cols`, and `out` has one for each; a thread accesses a row
+    // only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         Violation::unless(k.cols <= u32::MAX as usize, "cols", "less than 2^32", k.cols)?;
         let rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;

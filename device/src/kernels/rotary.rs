@@ -1,17 +1,19 @@
-//! Rotary positions (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021), by pairs of columns i and
-//! i + width / 2, as in GPT-NeoX and Llama.
+//! Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+//! Embedding", 2021). It pairs columns i and i + width / 2, as GPT-NeoX and Llama do.
 //!
-//! Pair i of a token at position t turns by `t base^(-2 i / width)` radians. The angle is a fraction of a turn in fixed point, 64 bits
-//! behind the point. There a product with the position loses nothing but whole turns:
+//! Pair i of a token at position t rotates by `t base^(-2 i / width)` radians. The angle is a
+//! fraction of a turn in 64-bit fixed point. A product with the position is exact there, except
+//! that whole turns are dropped:
 //!
 //! ```text
 //! 1 / (2 pi)                     0.0010100010111110..   turns at position 1, of pair 0
 //! times base^(-2 / width)^i      0.0000000101101010..   of pair i
 //! times the position          (1)0.1110001011010100..   what is left is exact
 //! ```
-//! So a far position costs no accuracy, there is no table, and a layer needs no memory. Sine and cosine are within 2 ulp.
+//! A distant position therefore costs no accuracy, and a layer needs neither a table nor memory.
+//! Sine and cosine are within 2 ulp.
 //!
-//! Invariant: integers alone decide the angle, so every device has the same.
+//! Invariant: the angle is computed in integers only, so every device has the same one.
 
 use crate::block::divide;
 use crate::vector::F4;
@@ -19,19 +21,22 @@ use crate::{family, unroll};
 use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
 
-/// Threads of a block.
+/// The threads of a block.
 const BLOCK: u32 = 128;
-/// 2^64 / (2 pi): the turns of one radian.
+/// 2^64 / (2 pi): one radian in units of 2^-64 turns.
 const RADIAN: u64 = 0x28be_60db_9391_054a;
 /// 2 pi / 2^64 in two parts.
 const TURN_HI: f32 = f32::from_bits(0x20c9_0fdb);
 const TURN_LO: f32 = f32::from_bits(0x943b_bd2e);
 
 family! {
-    /// Turns each pair of columns of q and k, `(x, y)`, to `(x cos - y sin, y cos + x sin)`; with `back` not 0, by the opposite angle.
+    /// Rotates each pair of columns `(x, y)` of q and k to `(x cos - y sin, y cos + x sin)`. If
+    /// `back` is not 0, it rotates by the opposite angle.
     ///
-    /// `x`, `out`: q, k and v as for [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width` columns. Token t has the position
-    /// `offset + t`. Pair i turns by `ratio^i` radians at each position, `ratio` in units of 2^-64. v is copied, unless `out` is `x` itself.
+    /// `x`, `out`: q, k and v as for
+    /// [`flash_forward`](struct@crate::flash_attention::flash_forward), with heads of `width`
+    /// columns. Token t has the position `offset + t`. Pair i rotates by `ratio^i` radians per
+    /// position, with `ratio` in units of 2^-64. v is copied, unless `out` is `x` itself.
     /// Overwrites `out`.
     rotary<S: Stored> { rotary_f32: f32; rotary_bf16: bf16; }
     unsafe fn(
@@ -49,7 +54,8 @@ family! {
     ) {
         let half = width as usize / 2;
         let index = thread::block_idx_x() as usize * BLOCK as usize + thread::thread_idx_x() as usize;
-        // SAFETY: the contract has checked that no number is 0, and that `x` and `out` hold all heads of all tokens of the samples.
+        // SAFETY: the contract has checked that no size is 0, and that `x` and `out` hold all heads
+        // of all tokens of the samples.
         unsafe {
             let (row, quad) = divide(index, half / F4::LEN);
             if row >= samples as usize * tokens as usize {
@@ -73,7 +79,7 @@ family! {
                 let start = if stacked == 0 {
                     (row * (rotated + kv_heads) as usize + head as usize) * width as usize
                 } else {
-                    // Heads of q, k and v are as many.
+                    // There are as many heads of q as of k and of v.
                     let part = if head < heads {
                         0
                     } else if head < 2 * heads {
@@ -94,8 +100,8 @@ family! {
             }
         }
     }
-    // SAFETY: `x` and `out` hold the heads of q, k and v of each token. A thread touches its own columns of each head of its own token, and
-    // only where there is such a token.
+    // SAFETY: `x` and `out` hold the heads of q, k and v of each token. A thread accesses only its
+    // own columns of each head of its own token, and only if that token exists.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
         Violation::unless(k.heads > 0, "heads", "at least 1", k.heads)?;
@@ -112,7 +118,7 @@ family! {
     }
 }
 
-/// The upper half of a product of two words.
+/// Returns the upper half of a product of two words.
 #[inline(always)]
 fn times(a: u64, b: u64) -> u64 {
     const LOW: u64 = u32::MAX as u64;
@@ -121,7 +127,7 @@ fn times(a: u64, b: u64) -> u64 {
     a1 * b1 + (middle >> 32) + ((a0 * b1 + (middle & LOW)) >> 32)
 }
 
-/// `ratio^exponent`, in units of 2^-64.
+/// Returns `ratio^exponent`, in units of 2^-64.
 #[inline(always)]
 fn power(ratio: u64, exponent: u32) -> u64 {
     let (mut product, mut square, mut left) = (u64::MAX, ratio, exponent);
@@ -135,10 +141,11 @@ fn power(ratio: u64, exponent: u32) -> u64 {
     product
 }
 
-/// Cosine and sine of an angle in units of 2^-64 turns.
+/// Returns cosine and sine of an angle in units of 2^-64 turns.
 ///
-/// The nearest quarter of a turn is taken off. What is left, up to an eighth either way, becomes radians; sine and cosine of these are
-/// Cephes' polynomials (Moshier, `sinf.c`), whose own error is below 2^-27.
+/// The nearest quarter turn is subtracted. The rest, up to an eighth in either direction, is
+/// converted to radians. Its sine and cosine are Cephes' polynomials (Moshier, `sinf.c`), whose own
+/// error is below 2^-27.
 #[inline(always)]
 fn cos_sin(angle: u64) -> (f32, f32) {
     let fma = GpuFloat::mul_add;

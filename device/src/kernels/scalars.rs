@@ -1,33 +1,35 @@
-//! The scalar functions of `math.rs` over a range of bit patterns: `examples/scalars` proves them with this kernel.
+//! The scalar functions of `math.rs` over a range of bit patterns. `examples/scalars` verifies them
+//! with this kernel.
 //!
-//! Invariant: a thread makes its inputs from its index, so a run over all 2^32 of them uploads nothing.
+//! Invariant: a thread derives its inputs from its index, so a run over all 2^32 inputs uploads
+//! nothing.
 
 use crate::math;
 use crate::vector::F4;
 use crate::{contract, for_own_vector, map4};
 use cuda_std::prelude::*;
 
-/// [`math::exp`], as the kernel's `function`.
+/// The kernel's `function` for [`math::exp`].
 pub const EXP: u32 = 0;
-/// [`math::log`].
+/// The kernel's `function` for [`math::log`].
 pub const LOG: u32 = 1;
-/// [`math::tanh`].
+/// The kernel's `function` for [`math::tanh`].
 pub const TANH: u32 = 2;
-/// [`math::gelu`].
+/// The kernel's `function` for [`math::gelu`].
 pub const GELU: u32 = 3;
-/// [`math::gelu_derivative`].
+/// The kernel's `function` for [`math::gelu_derivative`].
 pub const GELU_DERIVATIVE: u32 = 4;
-/// [`math::rsqrt`].
+/// The kernel's `function` for [`math::rsqrt`].
 pub const RSQRT: u32 = 5;
-/// [`math::sigmoid`].
+/// The kernel's `function` for [`math::sigmoid`].
 pub const SIGMOID: u32 = 6;
-/// [`math::silu`].
+/// The kernel's `function` for [`math::silu`].
 pub const SILU: u32 = 7;
-/// [`math::gelu_exact`].
+/// The kernel's `function` for [`math::gelu_exact`].
 pub const GELU_EXACT: u32 = 8;
 
-/// `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is one of the numbers above and names f.
-/// `y`: `[length]`. Overwrites `y`.
+/// Computes `y[i] = f(x)`, where the bits of `x` are `first + i stride`, modulo 2^32. `function` is
+/// one of the constants above and selects f. Shapes: `y`: `[length]`. Overwrites `y`.
 #[kernel]
 pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, stride: u32) {
     for_own_vector!(length, |index, part| {
@@ -50,7 +52,8 @@ pub unsafe fn scalars(y: *mut f32, length: usize, function: u32, first: u32, str
     });
 }
 
-// SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is that of `y`.
+// SAFETY: a thread writes only the four elements from its own index on that lie below `length`,
+// which is that of `y`.
 contract! { unsafe scalars { block: crate::block::BLOCK } |k| {
     Violation::unless_length("y", k.length, k.y.len())?;
     Violation::unless(k.function <= GELU_EXACT, "function", "a number of this module", k.function)?;

@@ -1,7 +1,8 @@
-//! SGD with momentum (Sutskever et al., 2013, as PyTorch computes it), with clipping by the global norm.
+//! SGD with momentum (Sutskever et al., 2013, as PyTorch computes it), with clipping by the global
+//! norm.
 //!
-//! Invariant: everything that changes from step to step is in the `hyper` slot on the device. So a launch can be recorded once and
-//! replayed.
+//! Invariant: everything that changes from step to step is in the `hyper` slot on the device, so a
+//! captured launch can be replayed.
 
 use crate::update::{Weights, clip_factor, group_settings};
 use crate::vector::{F4, Part, load};
@@ -9,32 +10,35 @@ use crate::{contract, for_own_vector};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// Places in the `hyper` slot.
+/// The layout of the `hyper` slot.
 pub mod slot {
     /// The learning rate of this step.
     pub const LEARNING_RATE: usize = 0;
-    /// The part of the last step's velocity that stays.
+    /// The fraction of the last step's velocity that is kept.
     pub const MOMENTUM: usize = 1;
-    /// The weight decay: the gradient grows by this part of the weight.
+    /// The weight decay: this fraction of the weight is added to the gradient.
     pub const WEIGHT_DECAY: usize = 2;
-    /// The global norm to which gradients are clipped. 0: no clipping.
+    /// The global norm to which gradients are clipped. 0 means no clipping.
     pub const MAX_NORM: usize = 3;
-    /// Not 0: the step looks ahead (Nesterov).
+    /// The Nesterov flag: if not 0, the step looks ahead.
     pub const NESTEROV: usize = 4;
-    /// Floats in the slot.
+    /// The number of floats in the slot.
     pub const LEN: usize = 5;
 }
 
-/// One step of SGD with momentum over one flat region, in PyTorch's order of operations, with a dampening of 0:
+/// Runs one step of SGD with momentum over one flat region, in PyTorch's order of operations, with
+/// a dampening of 0:
 ///
 /// ```text
 /// g = gradient * min(1, max_norm / (sqrt(squared_norm) + 1e-6)) + weight_decay * w
 /// velocity = momentum * velocity + g
-/// w = w - learning_rate * velocity                      or, with Nesterov's, learning_rate * (g + momentum * velocity)
+/// w = w - learning_rate * velocity
+///   or, with Nesterov's: w = w - learning_rate * (g + momentum * velocity)
 /// ```
-/// `weights`, `gradients`, `velocity`: `[n]`; `hyper`: `[5]`, see [`slot`]; `squared_norm`: `[1]`, of all gradients. Each line
-/// ends in a fused multiply-add. `copy`: `[n]`, of the new weights, each rounded once; where `copied` is 0 it is empty, and not written. Updates
-/// `weights` and `velocity`, overwrites `copy`.
+/// Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[5]`, see [`slot`], `squared_norm`:
+/// `[1]`, of all gradients. Each line ends in a fused multiply-add. `copy`: `[n]`, the new weights,
+/// each rounded once. If `copied` is 0, `copy` is empty and not written. Updates `weights` and
+/// `velocity`, and overwrites `copy`.
 #[kernel]
 pub unsafe fn sgd(
     weights: *mut f32,
@@ -46,7 +50,8 @@ pub unsafe fn sgd(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the settings of one group.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `hyper` has the
+        // settings of one group.
         unsafe {
             update(
                 Weights { weights, copy, copied },
@@ -60,8 +65,9 @@ pub unsafe fn sgd(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `velocity` and a copy are as long.
-// Besides these it reads places of `hyper` and the one element of `squared_norm`.
+// SAFETY: a thread accesses only the four elements from its own index on that lie inside
+// `gradients`. `weights`, `velocity` and a copy are as long. It also reads elements of `hyper` and
+// the one element of `squared_norm`.
 contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
@@ -71,8 +77,9 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// [`sgd`](struct@sgd) with settings by group. `hyper`: `[groups, 5]`, `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements.
-/// Elements whose group does not exist become NaN.
+/// Runs [`sgd`](struct@sgd) with settings by parameter group. Shapes: `hyper`: `[groups, 5]`,
+/// `groups`: `[ceil(n / 64)]`, the group of each run of 64 elements. Elements whose group does not
+/// exist become NaN.
 #[kernel]
 pub unsafe fn sgd_groups(
     weights: *mut f32,
@@ -85,8 +92,9 @@ pub unsafe fn sgd_groups(
     squared_norm: &[f32],
 ) {
     for_own_vector!(gradients.len(), |index, part| {
-        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the group of its run. Where
-        // `group_settings` says that settings start, `hyper` has whole ones.
+        // SAFETY: the vector lies inside `gradients`, and the others are as long. `groups` has the
+        // group of its run. `group_settings` returns an index at which `hyper` has a whole group's
+        // settings.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
             let settings = Settings::load(hyper, start, squared_norm);
@@ -102,9 +110,10 @@ pub unsafe fn sgd_groups(
     });
 }
 
-// SAFETY: a thread touches the four elements from its own index on, as far as `gradients` has them; `weights`, `velocity` and a copy are as long,
-// and `groups` has a group for each 64 of them. It reads `hyper` only where that has all settings of a group: of the first one, if the
-// group does not exist.
+// SAFETY: a thread accesses only the four elements from its own index on that lie inside
+// `gradients`. `weights`, `velocity` and a copy are as long, and `groups` has a group for each 64
+// of them. It reads `hyper` only at a whole group's settings: those of the first group, if the
+// element's group does not exist.
 contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     Violation::unless_length("weights", k.gradients.len(), k.weights.len())?;
     Weights::copies(k.gradients.len(), k.copied, k.copy.len())?;
@@ -114,7 +123,7 @@ contract! { unsafe sgd_groups { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.gradients.len())
 }}
 
-/// A group's settings, as the update uses them.
+/// A group's settings, in the form that the update uses.
 #[derive(Clone, Copy)]
 struct Settings {
     learning_rate: f32,
@@ -125,14 +134,14 @@ struct Settings {
 }
 
 impl Settings {
-    /// The settings that start at `start`.
+    /// Loads the settings that start at `start`.
     ///
     /// # Safety
     /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
     #[inline(always)]
     #[track_caller]
     unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
-        // SAFETY: each place is one of the group's, as the caller promises.
+        // SAFETY: the caller guarantees that the group's settings lie inside `hyper`.
         unsafe {
             Self {
                 learning_rate: load(hyper, start + slot::LEARNING_RATE),
@@ -148,7 +157,7 @@ impl Settings {
 /// Updates the thread's vector.
 ///
 /// # Safety
-/// The vector lies inside each of the three, and inside the copy if there is one.
+/// The vector lies inside each of the three arrays, and inside the copy if there is one.
 #[inline(always)]
 #[track_caller]
 unsafe fn update(
@@ -160,7 +169,7 @@ unsafe fn update(
     part: Part,
 ) {
     let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
-    // SAFETY: the vector lies inside each of them, as the caller promises.
+    // SAFETY: the caller guarantees that the vector lies inside each array.
     unsafe {
         let w_old = weights.load(index, part);
         let velocity_old = F4::load_part_raw(velocity, index, part, 0.0);

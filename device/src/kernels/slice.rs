@@ -1,6 +1,6 @@
-//! A part of each row copied to a part of each row of another array: slices, and what is concatenated.
+//! Copies of a part of each row to a part of each row of another array: slices and concatenation.
 //!
-//! Invariant: an element is moved as it is, whatever it holds; what lies beside the part is not touched.
+//! Invariant: an element is moved bit by bit. Elements outside the part are not accessed.
 
 use crate::block::BLOCK;
 use crate::window::Window;
@@ -9,7 +9,8 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `out[out_start + r out_stride + c] = x[start + r stride + c]` for r below `rows` and c below `cols`. Overwrites these of `out`.
+    /// Computes `out[out_start + r out_stride + c] = x[start + r stride + c]` for r below `rows`
+    /// and c below `cols`. Overwrites these elements of `out`.
     copy_rows<S: Stored> { copy_rows_f32: f32; copy_rows_bf16: bf16; }
     unsafe fn(
         x: &[S],
@@ -27,7 +28,8 @@ family! {
             unsafe { to.store(from.load(x, index, part), out, index, part) };
         });
     }
-    // SAFETY: `x` and `out` have the elements of their windows, and the grid covers the elements of one.
+    // SAFETY: `x` and `out` have the elements of their windows, and the grid covers the elements of
+    // one.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         Window { cols: k.cols, stride: k.stride, start: k.start }.check("x", k.rows, k.x.len())?;
         Window { cols: k.cols, stride: k.out_stride, start: k.out_start }.check("out", k.rows, k.out.len())?;

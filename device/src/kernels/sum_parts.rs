@@ -1,4 +1,4 @@
-//! The sum of equal parts in a binary tree: how the gradients of several shards become one.
+//! The sum of equal parts in a binary tree, which combines the gradients of several shards.
 //!
 //! ```text
 //! parts    0   1   2   3   4   5   6   7          [count, pitch], count a power of two
@@ -9,28 +9,29 @@
 //!                 \             /
 //!                        +                        out: [length]
 //! ```
-//! Invariant: the tree follows from the number of parts alone. A subtree that somebody has summed before may stand for its parts: the
-//! bits are the same.
+//! Invariant: the tree depends only on the number of parts. A subtree that was summed beforehand
+//! may replace its parts, and the bits are the same.
 
 use crate::vector::{F4, Part};
 use crate::{contract, for_own_vector, unroll_on_gpu};
 use cuda_std::prelude::*;
 
-/// Levels of the tree, at most: of 64 parts.
+/// The maximum number of levels of the tree, for 64 parts.
 const LEVELS: usize = 6;
 
-/// `out[i]` = the sum of `parts[s, i]` over s, in a binary tree; `parts`: `[count, pitch]`, `out`: `[length]`, `length` at most `pitch`.
-/// `count` is a power of two, at most 64. Overwrites `out`.
+/// Computes `out[i]` = the sum of `parts[s, i]` over s, in a binary tree. Shapes: `parts`: `[count,
+/// pitch]`, `out`: `[length]`, `length` at most `pitch`. `count` is a power of two, at most 64.
+/// Overwrites `out`.
 #[kernel]
 pub unsafe fn sum_parts(parts: &[f32], count: usize, pitch: usize, length: usize, out: *mut f32) {
     for_own_vector!(length, |index, part| {
-        // SAFETY: the vector lies inside `out`, and at its place in each part.
+        // SAFETY: the vector lies inside `out`, and inside each part.
         unsafe { sum_of_vectors(parts, count, pitch, index, part).store_part(out, index, part) };
     });
 }
 
-// SAFETY: a thread touches its own vector, as far as `length` goes; `out` is as long, and so is each part. A part starts at a multiple of
-// four, as a vector does.
+// SAFETY: a thread accesses only its own vector up to `length`. `out` is as long, and so is each
+// part. A part starts at a multiple of four, as a vector does.
 contract! { unsafe sum_parts { block: crate::block::BLOCK } |k| {
     Violation::unless(matches!(k.count, 1 | 2 | 4 | 8 | 16 | 32 | 64), "count", "a power of two up to 64", k.count)?;
     Violation::unless_aligned("pitch", k.pitch, F4::LEN)?;
@@ -40,7 +41,8 @@ contract! { unsafe sum_parts { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid::<f32>(k.length)
 }}
 
-/// The tree over one vector of each part. What stands at a level waits there for its neighbour, as the digits of a binary counter do.
+/// Sums one vector of each part in the tree. A partial sum waits at its level for its neighbor,
+/// like the carry of a binary counter.
 ///
 /// # Safety
 /// The vector lies inside each part, and each part inside `parts`.
@@ -51,7 +53,7 @@ unsafe fn sum_of_vectors(parts: &[f32], count: usize, pitch: usize, index: usize
     let mut sum = F4::splat(0.0);
     let mut number = 0;
     while number < count {
-        // SAFETY: `number` is below `count`, so the vector lies inside, as the caller promises.
+        // SAFETY: `number` is below `count`, so the vector lies inside, as the caller guarantees.
         sum = unsafe { F4::load_part(parts, number * pitch + index, part, 0.0) };
         let mut carries = true;
         unroll_on_gpu!(level < LEVELS => {

@@ -4,13 +4,14 @@
 //! cols = 8, thread t has four elements of y (or dy), from 4 t on:
 //!              sample 0                 sample 1
 //!   columns    0..3      4..7           0..3      4..7
-//!   token 0    t 0       t 1            t 2       t 3         a thread goes down the tokens of its columns
-//!   token 1    t 0       t 1            t 2       t 3
+//!   token 0    t 0       t 1            t 2       t 3      a thread loops over the tokens
+//!   token 1    t 0       t 1            t 2       t 3      of its columns
 //!   ..
 //! ```
-//! Where `cols` is no multiple of four, a thread takes its elements one by one: they may belong to several samples.
+//! If `cols` is not a multiple of four, a thread processes its elements one by one, because they
+//! may belong to several samples.
 //!
-//! Invariant: tokens are summed in ascending order, whatever the shape.
+//! Invariant: tokens are summed in ascending order for every shape.
 
 use crate::block::divide;
 use crate::stored::Stored;
@@ -20,13 +21,14 @@ use cuda_std::prelude::*;
 use half::bf16;
 
 family! {
-    /// `y[b, c] = (sum_t x[b, t, c]) / tokens`; `x`: `[batch, tokens, cols]`, `y`: `[batch, cols]` of `length` elements.
-    /// Overwrites `y`.
+    /// Computes `y[b, c] = (sum_t x[b, t, c]) / tokens`. Shapes: `x`: `[batch, tokens, cols]`, `y`:
+    /// `[batch, cols]` of `length` elements. Overwrites `y`.
     mean_tokens_forward<S: Stored> { mean_tokens_forward_f32: f32; mean_tokens_forward_bf16: bf16; }
     unsafe fn(x: &[S], tokens: usize, cols: usize, length: usize, y: *mut S) {
         let divisor = tokens as f32;
         for_own_vector!(length, |index, part| {
-            // SAFETY: the vector lies inside `y`. Its element `[b, c]` reads x[b, .., c], which the contract has checked.
+            // SAFETY: the vector lies inside `y`. Its element `[b, c]` reads x[b, .., c], which the
+            // contract has checked.
             unsafe {
                 if cols.is_multiple_of(F4::LEN) {
                     let mut at = first_token(index, tokens, cols);
@@ -64,8 +66,9 @@ family! {
             }
         });
     }
-    // SAFETY: a thread writes the four elements from its own index on, as far as `length` goes, which is the length of `y`. `y` has
-    // whole rows of `cols`, and `x` is `tokens` times as long, so the `tokens` elements of each lie inside `x`.
+    // SAFETY: a thread writes only the four elements from its own index on that lie below `length`,
+    // which is the length of `y`. `y` has whole rows of `cols`, and `x` is `tokens` times as long,
+    // so the `tokens` elements of each lie inside `x`.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
         crate::warp::rows_in("y", k.length, k.cols)?;
@@ -76,12 +79,14 @@ family! {
 }
 
 family! {
-    /// `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `[batch, tokens, cols]`. Overwrites `dx`.
+    /// Computes `dx[b, t, c] = dy[b, c] / tokens`; `dy`: `[batch, cols]`, `dx`: `[batch, tokens,
+    /// cols]`. Overwrites `dx`.
     mean_tokens_backward<S: Stored> { mean_tokens_backward_f32: f32; mean_tokens_backward_bf16: bf16; }
     unsafe fn(dy: &[S], tokens: usize, cols: usize, dx: *mut S) {
         let divisor = tokens as f32;
         for_own_vector!(dy.len(), |index, part| {
-            // SAFETY: the vector lies inside `dy`. Its element `[b, c]` writes dx[b, .., c], which the contract has checked.
+            // SAFETY: the vector lies inside `dy`. Its element `[b, c]` writes dx[b, .., c], which
+            // the contract has checked.
             unsafe {
                 if cols.is_multiple_of(F4::LEN) {
                     let share = F4::load(dy, index) / F4::splat(divisor);
@@ -109,8 +114,9 @@ family! {
             }
         });
     }
-    // SAFETY: a thread reads the four elements from its own index on, as far as `dy` has them. `dy` has whole rows of `cols`, and `dx`
-    // is `tokens` times as long, so the `tokens` elements of each lie inside `dx`.
+    // SAFETY: a thread reads only the four elements from its own index on that lie inside `dy`.
+    // `dy` has whole rows of `cols`, and `dx` is `tokens` times as long, so the `tokens` elements
+    // of each lie inside `dx`.
     contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
         Violation::unless(k.tokens > 0, "tokens", "at least 1", k.tokens)?;
         crate::warp::rows_in("dy", k.dy.len(), k.cols)?;
@@ -119,13 +125,13 @@ family! {
     }
 }
 
-/// The index of `x[b, 0, c]` in `[batch, tokens, cols]` for the index `place` of `[b, c]`.
+/// Returns the index of `x[b, 0, c]` in `[batch, tokens, cols]` for the index `place` of `[b, c]`.
 ///
 /// # Safety
 /// `cols` is not 0.
 #[inline(always)]
 unsafe fn first_token(place: usize, tokens: usize, cols: usize) -> usize {
-    // SAFETY: `cols` is not 0, as the caller promises.
+    // SAFETY: `cols` is not 0, as the caller guarantees.
     let (sample, column) = unsafe { divide(place, cols) };
     sample * tokens * cols + column
 }

@@ -1,6 +1,7 @@
-//! Matrices transposed, one after another; and any two extents that change places.
+//! Transposes of a batch of matrices, and swaps of any two dimensions.
 //!
-//! A block turns a square of 32 x 32 elements in shared memory, so that both its reads and its writes run along rows:
+//! A block transposes a square of 32 x 32 elements in shared memory, so that both its reads and its
+//! writes run along rows:
 //!
 //! ```text
 //! x: lane = column            shared memory, pitch 33: banks      y: lane = row of x
@@ -12,7 +13,7 @@
 //! warp 0  r8                  a warp writes a row and reads       warp 0  c8
 //! ..                          a column: 32 banks, both times      ..
 //! ```
-//! Invariant: an element is moved as it is, whatever it holds; but a NaN of BF16 may get another payload.
+//! Invariant: an element is moved bit by bit, except that a BF16 NaN may change its payload.
 
 use crate::block::{BLOCK, divide};
 use crate::stored::Stored;
@@ -23,22 +24,25 @@ use crate::{family, for_each_vector, with_held};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// Rows and columns of a block's square.
+/// The rows and columns of a block's square.
 const SIDE: usize = LANES as usize;
-/// Elements from one row of the square to the next in shared memory: one more than it holds, so that a column lies in 32 banks.
+/// The elements from one row of the square to the next in shared memory. One pad per row makes a
+/// column cover all 32 banks.
 const PITCH: u32 = LANES + 1;
-/// Elements of the square there, with the one unused in each row.
+/// The elements of the square in shared memory, including the pad of each row.
 const SQUARE: u32 = LANES * PITCH;
-/// Rows that a block moves at once.
+/// The rows that a block moves at once.
 const WARPS: u32 = BLOCK / LANES;
 
 family! {
-    /// `y[m, c, r] = x[m, r, c]`; `x`: `[matrices, rows, cols]`, `y`: `[matrices, cols, rows]`. Overwrites `y`.
+    /// Computes `y[m, c, r] = x[m, r, c]`. Shapes: `x`: `[matrices, rows, cols]`, `y`: `[matrices,
+    /// cols, rows]`. Overwrites `y`.
     transpose<S: Stored> { transpose_f32: f32; transpose_bf16: bf16; }
     unsafe fn(x: &[S], rows: usize, cols: usize, y: *mut S) {
         let (lane, warp) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
-        // SAFETY: the contract checks that neither extent is 0, and that `x` and `y` hold the elements of every matrix. No thread
-        // touches anything beyond its rows and columns. Both indices into the square are below 32.
+        // SAFETY: the contract checks that neither dimension is 0, and that `x` and `y` hold the
+        // elements of every matrix. Every access is inside the rows and columns. Both indices into
+        // the square are below 32.
         unsafe {
             let (before, across) = divide(thread::block_idx_x() as usize, cols.div_ceil(SIDE));
             let (matrix, down) = divide(before, rows.div_ceil(SIDE));
@@ -65,8 +69,9 @@ family! {
             }
         }
     }
-    // SAFETY: `x` has whole matrices of `rows` x `cols`, neither of which is 0, and `y` is as long. Each block has one square of one
-    // matrix, and there are as many squares as blocks. The shared bytes are the square's.
+    // SAFETY: `x` has whole matrices of `rows` x `cols`, neither of which is 0, and `y` is as long.
+    // Each block has one square of one matrix, and there are as many squares as blocks. The square
+    // fills the shared memory.
     contract unsafe { block: BLOCK, shared: SQUARE * 4 } |k| {
         Violation::unless(k.rows > 0, "rows", "at least 1", k.rows)?;
         let all_rows = crate::warp::rows_in("x", k.x.len(), k.cols)?;
@@ -77,13 +82,14 @@ family! {
 }
 
 family! {
-    /// `y[n, j, m, i, c] = x[n, i, m, j, c]`, i below `first`, m below `between`, j below `second`: two extents change places, and whole rows of
-    /// `cols` move. Overwrites `y`, which is as long as `x`.
+    /// Computes `y[n, j, m, i, c] = x[n, i, m, j, c]`, i below `first`, m below `between`, j below
+    /// `second`. It swaps two dimensions, and moves whole rows of `cols`. Overwrites `y`, which is
+    /// as long as `x`.
     swap_extents<S: Stored> { swap_extents_f32: f32; swap_extents_bf16: bf16; }
     unsafe fn(x: &[S], first: usize, between: usize, second: usize, cols: usize, y: *mut S) {
         let Some(row) = Row::new(x.len(), cols) else { return };
-        // SAFETY: no extent is 0. The row of `y` lies inside it, and so does the one of `x`, which is as long and has as many rows. The
-        // row's lanes stay together.
+        // SAFETY: no dimension is 0. The row of `y` lies inside it, and so does the row of `x`,
+        // which is as long and has as many rows. The row's lanes stay converged.
         unsafe {
             let (rest, i) = divide(row.number, first);
             let (rest, m) = divide(rest, between);
@@ -92,8 +98,8 @@ family! {
             with_held!(row, cols, moved(x, from * cols, cols, y))
         }
     }
-    // SAFETY: `x` is whole blocks of first x between x second rows of `cols`, none of them 0, and `y` is as long; a thread touches a row of `y`
-    // only where it begins inside `x`.
+    // SAFETY: `x` is whole blocks of first x between x second rows of `cols`, none of them 0, and
+    // `y` is as long. A thread accesses a row of `y` only if it begins inside `x`.
     contract unsafe { block: crate::warp::ROW_BLOCK, shared: 0 } |k| {
         let all = Size::of(k.first).times(k.between).times(k.second);
         Violation::unless(!all.is(0), "first, between, second", "at least 1 each", all)?;
@@ -104,10 +110,11 @@ family! {
 }
 
 /// # Safety
-/// The row lies inside `y`, and `cols` elements from `start` inside `x`; its lanes call it together.
+/// The row lies inside `y`, and `cols` elements from `start` inside `x`; its lanes call it
+/// together.
 #[inline(always)]
 unsafe fn moved<const HELD: usize, S: Stored>(row: Row, x: &[S], start: usize, cols: usize, y: *mut S) {
-    // SAFETY: both rows lie inside their arrays, as is asked.
+    // SAFETY: both rows lie inside their arrays, as the caller guarantees.
     unsafe {
         let values = Share::<HELD, _>::new(row, x, start, cols, 0.0);
         for_each_vector!(HELD, row, cols, |at, column, part| {

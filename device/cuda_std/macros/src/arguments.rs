@@ -1,4 +1,4 @@
-//! The struct that holds what a launch passes, with the names and types of a kernel's parameters.
+//! The argument struct of a launch, with the names and types of a kernel's parameters.
 //!
 //! Invariant: its words are those of the parameters, in their order.
 
@@ -9,7 +9,7 @@ use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{Attribute, Field, FnArg, Ident, Token, Visibility, braced, parenthesized, token};
 
-/// What `arguments!` is given.
+/// The input of `arguments!`.
 pub(super) struct Family {
     documents: Vec<Attribute>,
     visibility: Visibility,
@@ -50,13 +50,13 @@ impl Family {
     }
 }
 
-/// Whether one of the parameters is memory, which the struct borrows.
+/// True if one of the parameters is memory, which the struct borrows.
 pub(super) fn borrow(parameters: &[Parameter]) -> bool {
     parameters.iter().any(|parameter| !matches!(parameter.kind, Kind::Scalar(_)))
 }
 
-/// The struct of the parameters, and how it is packed; `stored`: a type that parameters have and the launch chooses; `choice`: a field
-/// of it that no kernel is passed.
+/// Generates the struct of the parameters and its packing. `stored` is a type parameter that the
+/// launch selects. `choice` is a field that is not passed to the kernel.
 pub(super) fn typed(
     documents: &[Attribute],
     visibility: &Visibility,
@@ -92,7 +92,8 @@ pub(super) fn typed(
         #[derive(Debug)]
         #visibility struct #name #declared { #choice #(#fields),* }
 
-        // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` two words, anything else one.
+        // SAFETY: each field packs itself, and only types of `launch` can: a `Slice` as two words,
+        // anything else as one.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl #bounded #launch::Arguments for #name #named {
             const NAME: &'static str = #text;

@@ -1,20 +1,26 @@
-//! Refuses what `std` computes for an `f32` and a kernel must not: `x.exp()`, `f32::exp(x)` and their like.
+//! Rejects the `f32` functions of `std` that a kernel must not use: `x.exp()`, `f32::exp(x)` and
+//! the like.
 //!
-//! On a CPU they compile: they are the C library's, with bits of their own on each machine. `core`, all that a GPU has, lacks them, so the
-//! mistake would be heard of by whoever builds for one, first. Read are tokens, what stands in another macro's call among them. Invariant:
-//! names alone decide, since a macro sees no types.
+//! On a CPU they compile to the C library's functions, whose bits differ between machines. `core`,
+//! all that a GPU has, lacks them, so without this check the mistake would only surface in a GPU
+//! build. The check reads tokens, including those in another macro's call.
+//!
+//! Invariant: only names decide, because a macro sees no types.
 
 use proc_macro2::{Delimiter, Ident, TokenStream as Tokens, TokenTree};
 use syn::Error;
 
-/// What `std` has of `f32` and `f64`, and `core` has not, but for what IEEE 754 rounds correctly.
+/// The functions that `std` has for `f32` and `f64` but `core` does not, except those that IEEE 754
+/// rounds correctly.
 const FOREIGN: [&str; 26] = [
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "exp", "exp2", "exp_m1",
     "hypot", "ln", "ln_1p", "log", "log10", "log2", "powf", "powi", "sin", "sin_cos", "sinh", "tan", "tanh",
 ];
 
+/// Rejects a kernel's body that uses such a function.
+///
 /// # Errors
-/// Where a method of such a name is called, or one of `f32` or `f64` is named.
+/// Fails at a method call with such a name, and at such a function of `f32` or `f64`.
 pub(crate) fn refuse(body: Tokens) -> syn::Result<()> {
     let tokens: Vec<TokenTree> = body.into_iter().collect();
     for (at, token) in tokens.iter().enumerate() {
@@ -33,7 +39,7 @@ fn is_foreign(name: &Ident) -> bool {
     FOREIGN.iter().any(|foreign| name == foreign)
 }
 
-/// Whether the name at `at` is a method's, in a call. `0..exp(x)` is none.
+/// True if the name at `at` is that of a method in a call. `0..exp(x)` is not one.
 fn is_called(tokens: &[TokenTree], at: usize) -> bool {
     let called =
         matches!(tokens.get(at + 1), Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis);
@@ -43,7 +49,7 @@ fn is_called(tokens: &[TokenTree], at: usize) -> bool {
     }
 }
 
-/// Whether the name at `at` follows `f32::` or `f64::`.
+/// True if the name at `at` follows `f32::` or `f64::`.
 fn is_of_float(tokens: &[TokenTree], at: usize) -> bool {
     let [.., TokenTree::Ident(float), first, second] = &tokens[..at] else { return false };
     (float == "f32" || float == "f64") && is(first, ':') && is(second, ':')

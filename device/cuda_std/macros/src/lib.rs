@@ -1,9 +1,12 @@
-//! `#[kernel]`: one function, an entry point on the GPU, a function and a typed argument list on the CPU.
+//! `#[kernel]`: expands one function into a PTX entry point on the GPU, or a function and a typed
+//! argument list on the CPU.
 //!
 //! The attribute takes no arguments, as in rust-cuda, so that the same source compiles with both.
-//! Invariant: parameters reach the function in the same order and width on every device. A slice is a pointer
-//! and a length, everything else is one 8-byte word. And the word `unsafe` is the author's: what these macros write for him
-//! that is unsafe, a module that forbids unsafe code refuses.
+//!
+//! Invariant: parameters reach the function in the same order and width on every device. A slice is
+//! a pointer and a length, and everything else is one 8-byte word. The author must write the word
+//! `unsafe`: a module that forbids unsafe code also rejects the unsafe code that these macros
+//! generate.
 
 #![warn(clippy::disallowed_methods)]
 
@@ -18,13 +21,15 @@ use syn::{Attribute, Error, FnArg, Ident, ItemFn, Pat, ReturnType, Type, parse_m
 
 /// Makes a `pub unsafe fn` a kernel.
 ///
-/// On NVPTX it becomes a PTX entry of the same name, `&[T]` being passed as pointer and length. On a CPU the
-/// function stays, and a struct of the same name holds its arguments for a launch: `&[T]` becomes
-/// `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a, T>`, scalars stay.
-/// The struct is inert until the kernel's `Contract` says how many threads it takes and what it may touch.
+/// On NVPTX it becomes a PTX entry of the same name, with `&[T]` passed as pointer and length. On a
+/// CPU the function remains, and a struct of the same name holds its arguments for a launch. `&[T]`
+/// becomes `Slice<'a, T>`, `*const T` becomes `Pointer<'a, T>`, `*mut T` becomes `PointerMut<'a,
+/// T>`, and scalars are unchanged. The struct is plain data. The kernel's `Contract` defines its
+/// number of threads and the memory that it may access.
 ///
-/// In its body `x.exp()`, `f32::exp(x)` and other functions that the standard library alone has are refused: `kernels::math` is meant. What
-/// a kernel calls is not read; there the build for a GPU says *no method named `exp` found for type `f32`*.
+/// In its body `x.exp()`, `f32::exp(x)` and other functions that only the standard library has are
+/// rejected. Use `kernels::math` instead. The functions that a kernel calls are not checked. There
+/// the GPU build reports *no method named `exp` found for type `f32`*.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     let item = parse_macro_input!(item as ItemFn);
@@ -39,17 +44,19 @@ pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {
     expand(&item).unwrap_or_else(Error::into_compile_error).into()
 }
 
-/// `written_unsafe!(unsafe)`: an empty unsafe block where the author wrote the word. The compiler's lint `unsafe_code` does not
-/// look into what a macro of another crate writes; this has the author's place, so the lint sees it there.
+/// Expands `written_unsafe!(unsafe)` to an empty unsafe block at the author's `unsafe`. The
+/// compiler's lint `unsafe_code` ignores the code that another crate's macro generates. This block
+/// has the author's span, so the lint applies.
 #[proc_macro]
 pub fn written_unsafe(input: TokenStream) -> TokenStream {
     let word = parse_macro_input!(input as syn::Token![unsafe]);
     quote_spanned!(word.span=> #[allow(unused_unsafe)] const _: () = unsafe {};).into()
 }
 
-/// `arguments! { pub struct matmul { tile: Tile } (a: &[f32], out: *mut f32) }`: the struct that `#[kernel]` makes of a function with
-/// these parameters, for a family of kernels that all have them. What stands in braces chooses one; no kernel is passed it. `struct
-/// tanh<S> (x: &[S], y: *mut S)` is the same for a family whose kernels differ in the type S.
+/// Expands to the struct that `#[kernel]` makes of a function with these parameters, for a family
+/// of kernels that share them: `arguments! { pub struct matmul { tile: Tile } (a: &[f32], out: *mut
+/// f32) }`. The field in braces selects a kernel, and is not passed to it. `struct tanh<S> (x:
+/// &[S], y: *mut S)` does the same for a family whose kernels differ in the type S.
 #[proc_macro]
 pub fn arguments(input: TokenStream) -> TokenStream {
     parse_macro_input!(input as arguments::Family).expand().unwrap_or_else(Error::into_compile_error).into()
@@ -89,18 +96,20 @@ fn expand(item: &ItemFn) -> syn::Result<Tokens> {
         return Err(Error::new(signature.generics.span(), "a kernel cannot be generic: its name is its PTX entry"));
     }
     let parameters = signature.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
-    // What makes the call sound is the same for every kernel: say it once, where the kernel is documented at all.
+    // The safety requirement is the same for every kernel, so it is generated once, if the kernel
+    // is documented at all.
     let documents: Vec<Attribute> = item.attrs.iter().filter(|a| a.path().is_ident("doc")).cloned().collect();
     let mut item = item.clone();
     if !documents.is_empty() {
         item.attrs.push(
             syn::parse_quote!(#[doc = "\n# Safety\nA launch calls it, with arguments that its contract accepted."]),
         );
-        // clippy reads the sections of the source alone.
+        // clippy reads only the sections in the source.
         item.attrs.push(syn::parse_quote!(#[allow(clippy::missing_safety_doc)]));
     }
     let item = &item;
-    // Said beside the kernel and not in its place, so that nothing else is said for want of it.
+    // Emitted next to the kernel and not in its place, so that a rejected kernel causes no further
+    // errors.
     let refused = foreign_math::refuse(item.block.to_token_stream()).err().map(Error::into_compile_error);
     let gpu = on_gpu(item, &parameters);
     let cpu = on_cpu(item, &documents, &parameters);
@@ -166,7 +175,8 @@ fn on_gpu(item: &ItemFn, parameters: &[Parameter]) -> Tokens {
         #visibility unsafe extern "ptx-kernel" fn #name(#(#flat),*) {
             #[inline(always)]
             unsafe fn body(#inputs) #body
-            // SAFETY: first thing in the kernel. The host passes a pointer and its length, as the contract has checked.
+            // SAFETY: this is the first statement in the kernel. The host passes a pointer and its
+            // length, as the contract has checked.
             unsafe {
                 ::cuda_std::grid::begin();
                 body(#(#arguments),*)
@@ -196,8 +206,8 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
         quote!(#launch::unpack::#read(words, #at))
     });
     let unpacked: Vec<Tokens> = unpacked.collect();
-    // Outputs are taken, and looked up, once for all threads of the block that follow each other; the rest stays where it is,
-    // and needs no place on the stack of a thread that waits.
+    // Outputs are unpacked and looked up once for all consecutive threads of the block. The other
+    // arguments stay in the packed words, and need no stack space of a thread that waits.
     let is_output = |parameter: &Parameter| matches!(parameter.kind, Kind::PointerMut(_));
     let output = |at: usize| format_ident!("output{at}");
     let arguments = parameters.iter().zip(&unpacked).enumerate();
@@ -211,7 +221,8 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
     let outputs = outputs.map(|(at, (_, unpacked))| {
         let output = output(at);
         quote! {
-            // SAFETY: the emulator passes the words that this kernel's `pack` wrote; a place is where it put the argument.
+            // SAFETY: the emulator passes the words that this kernel's `pack` wrote, and reads each
+            // argument at the index where `pack` stored it.
             let #output = unsafe { #unpacked };
             ::cuda_std::emulator::access::look_up(#output);
         }
@@ -219,8 +230,9 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
     let threads = quote! {
         #(#outputs)*
         while block.begin() {
-            // SAFETY: the emulator passes the words that this kernel's `pack` wrote, for a grid that its contract accepted with
-            // them, and their memory is borrowed for the launch: `Versions` asks no less. A place is where `pack` put the argument.
+            // SAFETY: the emulator passes the words that this kernel's `pack` wrote, for a grid
+            // that its contract accepted with them. `Versions` requires that their memory is
+            // borrowed for the launch. Each argument is read at the index where `pack` stored it.
             unsafe { #name(#(#arguments),*) }
             block.end();
         }
@@ -235,33 +247,35 @@ fn on_cpu(item: &ItemFn, documents: &[Attribute], parameters: &[Parameter]) -> T
 
         #[cfg(not(target_arch = "nvptx64"))]
         const _: () = {
-            // Compiled three times for x86-64, twice elsewhere: a fused multiply-add is one instruction where the processor has it, a call where
-            // not; vectors are as wide as the processor's; and what watches memory is compiled in, or out.
+            // Compiled three times for x86-64, and twice elsewhere. A fused multiply-add is one
+            // instruction if the processor has it, otherwise a call. Vectors are as wide as the
+            // processor's. Race detection is compiled in or out.
             #[cfg(any(target_arch = "x86_64", miri))]
             unsafe fn portable(words: *const u64, block: &::cuda_std::emulator::Block) {
                 #threads
             }
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma"))]
             unsafe fn fused(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: this is `Versions::fused`, which runs only where nothing is watched.
+                // SAFETY: this is `Versions::fused`, which runs only without race detection.
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl")]
             unsafe fn wide(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: this is `Versions::wide`, which runs only where nothing is watched.
+                // SAFETY: this is `Versions::wide`, which runs only without race detection.
                 unsafe { ::cuda_std::emulator::access::assume_watched(false) };
                 #threads
             }
             #[cfg(not(target_arch = "x86_64"))]
             unsafe fn watched(words: *const u64, block: &::cuda_std::emulator::Block) {
-                // SAFETY: this is `Versions::watched`, which runs only where the launch is watched.
+                // SAFETY: this is `Versions::watched`, which runs only with race detection.
                 unsafe { ::cuda_std::emulator::access::assume_watched(true) };
                 #threads
             }
 
-            // SAFETY: `threads` reads the words in the order and at the places of the parameters, as `pack` writes them.
+            // SAFETY: `threads` reads the words in the order and at the indices of the parameters,
+            // as `pack` writes them.
             unsafe impl #launch::Kernel for #name #elided {
                 const VERSIONS: #launch::Versions = #launch::Versions {
                     #[cfg(any(target_arch = "x86_64", miri))]

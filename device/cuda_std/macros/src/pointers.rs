@@ -1,16 +1,19 @@
-//! Instruments what a kernel does through its own pointers: the emulator hears of each access before it happens.
+//! Instruments a kernel's accesses through its own pointers: the emulator checks each access before
+//! it happens.
 //!
-//! A kernel may write `*out.add(i) = value` instead of `store(out, i, value)`. On the CPU the place becomes
-//! `*access::element(Kind::Write, out, i)`, which judges it first. Seen are elements of parameters that are pointers: `*p.add(i)`
-//! and `p.add(i).write(..)`, with `offset` and the `wrapping_` forms; not what stands in another macro's call. Invariant: what
-//! is computed stays the same.
+//! A kernel may write `*out.add(i) = value` instead of `store(out, i, value)`. On the CPU the place
+//! becomes `*access::element(Kind::Write, out, i)`, which checks it first. Instrumented are
+//! accesses to elements of pointer parameters: `*p.add(i)` and `p.add(i).write(..)`, with `offset`
+//! and the `wrapping_` forms. Accesses in another macro's call are not instrumented.
+//!
+//! Invariant: the results are unchanged.
 
 use proc_macro2::{Span, TokenStream as Tokens};
 use quote::quote_spanned;
 use syn::visit_mut::{VisitMut, visit_expr_mut};
 use syn::{BinOp, Block, Expr, ExprMethodCall, Ident, UnOp, parse_quote};
 
-/// The kernel's body, in which accesses to elements of `pointers` are instrumented.
+/// Returns the kernel's body with instrumented accesses to elements of `pointers`.
 pub(crate) fn instrumented(body: &Block, pointers: &[&Ident]) -> Block {
     let mut body = body.clone();
     Instrument { pointers }.visit_block_mut(&mut body);
@@ -39,7 +42,7 @@ impl VisitMut for Instrument<'_> {
 }
 
 impl Instrument<'_> {
-    /// Where `expr` is `*pointer.add(index)`.
+    /// Instruments `expr` if it is `*pointer.add(index)`.
     fn instrument_place(&self, expr: &mut Expr, kind: &str) {
         if let Expr::Unary(unary) = expr
             && matches!(unary.op, UnOp::Deref(_))
@@ -48,7 +51,7 @@ impl Instrument<'_> {
         }
     }
 
-    /// Where `expr` is `pointer.add(index)`.
+    /// Instruments `expr` if it is `pointer.add(index)`.
     fn instrument(&self, expr: &mut Expr, kind: &str) {
         let Expr::MethodCall(ExprMethodCall { receiver, method, args, .. }) = expr else { return };
         let (Expr::Path(path), 1) = (&**receiver, args.len()) else { return };

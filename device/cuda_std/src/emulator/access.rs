@@ -1,10 +1,12 @@
-//! What device code tells the emulator about memory before it touches it.
+//! The emulator's checks of memory accesses, called before device code accesses memory.
 //!
-//! Code that moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: `vector.rs` and `tile.rs` of `device/src` do.
-//! An access that is not told is not judged here; `guards.rs` compares the bytes around outputs.
+//! Code that moves memory for kernels calls [`global`], [`slice()`] and [`shared`]: `vector.rs` and
+//! `tile.rs` of `device/src` do. An access that does not call them is not checked here, but
+//! `guards.rs` compares the bytes around outputs.
 //!
-//! Invariant: [`assume_watched`] tells the compiler of each entry point whether it is watched for races. In an entry point that is not
-//! watched, only the bounds of pointers are checked. A wrong access does not return.
+//! Invariant: in each entry point, [`assume_watched`] informs the compiler if race detection is on.
+//! In an entry point without it, only the bounds of pointers are checked. A faulty access does not
+//! return.
 
 use super::arguments::Span;
 use super::bounds::{Bounds, Reach, SHIFT, Slot};
@@ -16,37 +18,39 @@ use std::mem::offset_of;
 use std::ops::Range;
 use std::panic::{Location, resume_unwind};
 
-/// How the emulator judges the kernel threads that an OS thread runs next.
+/// The checks for the kernel threads that an OS thread runs next.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Watch {
-    /// 1: for races too. 0: for bounds alone.
+    /// The race detection flag. 1 checks for races too, and 0 only checks bounds.
     pub(super) watched: u64,
     pub(super) bounds: *const Bounds,
 }
 
-/// No launch, no bounds.
+/// The checks outside a launch: no bounds.
 pub(super) const NOBODY: Watch = Watch { watched: 0, bounds: &Bounds::NONE };
 
 thread_local! {
     static WATCH: Cell<Watch> = const { Cell::new(NOBODY) };
 }
 
-/// Sets how the emulator judges the kernel threads that this OS thread runs next. The bounds must live until the next call.
+/// Sets the checks for the kernel threads that this OS thread runs next. The bounds must live until
+/// the next call.
 #[inline(never)]
 pub(super) fn watch(watch: Watch) {
     WATCH.set(watch);
 }
 
-/// Where this OS thread's own lies. `with` would be a call where codegen units are not optimised together, as in profile `dev`: the
-/// compiler could not take two looks for the same, and each of a kernel's versions would hold the code for all.
+/// Returns the address of this OS thread's checks. `with` would be a call where codegen units are
+/// not optimized together, as in profile `dev`. The compiler could then not merge two reads, and
+/// each of a kernel's versions would contain the code for all.
 #[inline(always)]
 fn thread_watch() -> *mut Watch {
     WATCH.try_with(Cell::as_ptr).unwrap_or(std::ptr::null_mut())
 }
 
-/// Whether the running kernel thread is watched for races. Within one call of a kernel the compiler takes every look for the
-/// same.
+/// True if race detection is on for the running kernel thread. Within one call of a kernel the
+/// compiler merges all reads of it.
 #[inline(always)]
 fn is_watched() -> bool {
     let word = thread_watch().cast::<u64>();
@@ -55,8 +59,9 @@ fn is_watched() -> bool {
         clippy::pointers_in_nomem_asm_block,
         reason = "the word is constant for as long as two looks can be merged"
     )]
-    // SAFETY: reads one word that lives as long as the OS thread. `nomem` claims more than is true: that no write to memory changes the
-    // outcome. No write of a kernel does. Only `watch` sets the word, between kernel calls, in a function that is never inlined.
+    // SAFETY: the assembly reads one word that lives as long as the OS thread. `nomem` claims more
+    // than is true: that no write to memory changes the result. No write of a kernel does. Only
+    // `watch` sets the word, between kernel calls, in a function that is never inlined.
     unsafe {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         asm!("mov {0}, qword ptr [{1}]", lateout(reg) watched, in(reg) word, options(pure, nomem, nostack, preserves_flags));
@@ -70,8 +75,9 @@ fn is_watched() -> bool {
     watched != 0
 }
 
-/// How far the launch's argument that begins at `base` reaches. Nothing where none begins there. Within one call of a kernel the compiler
-/// merges all looks into one, as it does with assembly that has one result.
+/// Returns the reach of the launch's argument that begins at `base`, or none if no argument begins
+/// there. Within one call of a kernel the compiler merges all lookups, as it does with assembly
+/// that has one result.
 #[inline(always)]
 fn reach(base: u64) -> Reach {
     const { assert!(offset_of!(Bounds, factor) == 0 && offset_of!(Bounds, slots) == 8) };
@@ -82,8 +88,9 @@ fn reach(base: u64) -> Reach {
         clippy::pointers_in_nomem_asm_block,
         reason = "the words are constant for as long as two looks can be merged"
     )]
-    // SAFETY: reads a word of this OS thread, as in `is_watched`, and the `Bounds` to which it points. They live, unchanged, as long as
-    // kernels run, as `watch` asks. The highest bits of the product are the number of a slot.
+    // SAFETY: the assembly reads a word of this OS thread, as in `is_watched`, and the `Bounds` to
+    // which it points. `watch` requires that they live, unchanged, as long as kernels run. The
+    // highest bits of the product are a slot's index.
     unsafe {
         let reach: u64;
         #[cfg(target_arch = "x86_64")]
@@ -119,13 +126,14 @@ fn reach(base: u64) -> Reach {
         Reach(reach)
     }
     #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
-    // SAFETY: as for the assembly above.
+    // SAFETY: the argument for the assembly above holds here too.
     unsafe {
         (*(*watch).bounds).reach(base)
     }
 }
 
-/// Elements from `base` on that a kernel may touch, as far as they are known without a search.
+/// Returns the number of elements from `base` on that a kernel may access, if it is known without a
+/// search.
 #[inline(always)]
 fn length<T>(kind: Kind, base: *const T) -> usize {
     let reach = reach(base as u64);
@@ -136,29 +144,33 @@ fn length<T>(kind: Kind, base: *const T) -> usize {
     bytes / size_of::<T>().max(1)
 }
 
-/// Looks up how far an output reaches, at the start of an entry point. The compiler then uses the outcome for every access.
+/// Looks up the reach of an output, at the start of an entry point. The compiler then uses the
+/// result for every access.
 #[inline(always)]
 pub fn look_up<T>(base: *mut T) {
     let _reach = reach(base as u64).0;
-    // SAFETY: an assembly comment. It uses the outcome: else the compiler would drop it before it merges it with others.
+    // SAFETY: the assembly is only a comment. It uses the result; otherwise the compiler would drop
+    // it before it merges it with others.
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     unsafe {
         asm!("/* {0} */", in(reg) _reach, options(nomem, nostack, preserves_flags));
     }
 }
 
-/// Tells the compiler, at the start of a kernel's entry point, whether this is the one for launches that are watched for races.
+/// Tells the compiler, at the start of a kernel's entry point, whether race detection is on for its
+/// launches.
 ///
 /// # Safety
-/// `watched` says truly whether the running kernel thread is watched for races.
+/// `watched` is true if and only if race detection is on for the running kernel thread.
 #[inline(always)]
 pub unsafe fn assume_watched(watched: bool) {
-    // SAFETY: as the caller promises: `Runner::run` chooses a version that suits the word that it sets.
+    // SAFETY: the caller guarantees it: `Runner::run` selects a version that matches the word that
+    // it sets.
     unsafe { core::hint::assert_unchecked(is_watched() == watched) }
 }
 
-/// The running thread is about to touch `base[index..index + count]` in global memory. `base` is a pointer that the launch passed.
-/// The access must stay inside that argument.
+/// Checks an access of the running thread to `base[index..index + count]` in global memory. `base`
+/// is a pointer that the launch passed. The access must stay inside that argument.
 #[inline(always)]
 #[track_caller]
 pub fn global<T>(kind: Kind, base: *const T, index: usize, count: usize) {
@@ -167,11 +179,11 @@ pub fn global<T>(kind: Kind, base: *const T, index: usize, count: usize) {
     }
 }
 
-/// A pointer that a kernel may follow, of either kind.
+/// A pointer of either mutability that a kernel may dereference.
 pub trait Follow: Copy {
-    /// `self` and `index` elements more, wherever that is. First the emulator judges the running thread's `kind` of access there. A
-    /// pointer that points into no argument of the launch is not judged: it may point to shared memory, or to the thread's own
-    /// memory.
+    /// Returns `self.add(index)`, after the emulator has checked the running thread's `kind` of
+    /// access there. A pointer into no argument of the launch is not checked: it may point to
+    /// shared memory, or to the thread's own memory.
     fn element(self, kind: Kind, index: usize) -> Self;
 }
 
@@ -191,7 +203,8 @@ macro_rules! follow {
 }
 follow! { *const T *mut T }
 
-/// What `#[kernel]` makes of `pointer.add(index)`, where the kernel follows it.
+/// Checks an access. `#[kernel]` replaces `pointer.add(index)` by it where the kernel dereferences
+/// the result.
 #[inline(always)]
 #[track_caller]
 pub fn element<P: Follow>(kind: Kind, pointer: P, index: usize) -> P {
@@ -201,13 +214,15 @@ pub fn element<P: Follow>(kind: Kind, pointer: P, index: usize) -> P {
 #[cold]
 #[inline(never)]
 fn touch_element(kind: Kind, span: Span, location: &'static Location<'static>) {
-    // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
+    // SAFETY: a block that is set is alive, because this is its kernel thread. The reference is not
+    // kept.
     if unsafe { CURRENT.get().as_ref() }.is_some_and(|block| block.knows(span.base)) {
         touch_global(kind, span, location);
     }
 }
 
-/// The running thread is about to read `x[index..index + count]`. The caller compares the range with the slice's length.
+/// Checks a read of `x[index..index + count]` by the running thread. The caller compares the range
+/// with the slice's length.
 #[inline(always)]
 #[track_caller]
 pub fn slice<T>(x: &[T], index: usize, count: usize) {
@@ -220,17 +235,18 @@ pub fn slice<T>(x: &[T], index: usize, count: usize) {
 #[inline(never)]
 fn touch_global(kind: Kind, span: Span, location: &'static Location<'static>) {
     let block = CURRENT.get();
-    // Outside a launch a vector moves the host's own memory. The emulator knows nothing about that.
+    // Outside a launch a vector moves the host's own memory, which the emulator does not check.
     if span.bytes > 0 && !block.is_null() {
-        // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
+        // SAFETY: a block that is set is alive, because this is its kernel thread. The reference is
+        // not kept.
         let outcome = unsafe { &*block }.touch_global(kind, span, location);
         outcome.unwrap_or_else(|cause| resume_unwind(Box::new(cause)));
     }
 }
 
-/// The running thread is about to move the elements from `base[index]` on in one access, at global
-/// or shared memory. Its address must be a multiple of `align` bytes, a power of two. This is
-/// judged in every build.
+/// Checks the alignment of an access of the running thread that moves the elements from
+/// `base[index]` on at once, in global or shared memory. The address must be a multiple of `align`
+/// bytes, a power of two. This check is in every build.
 #[inline(always)]
 #[track_caller]
 pub fn at_once<T>(kind: Kind, base: *const T, index: usize, align: usize) {
@@ -245,12 +261,14 @@ pub fn at_once<T>(kind: Kind, base: *const T, index: usize, align: usize) {
 fn misaligned(kind: Kind, address: usize, align: usize, location: &'static Location<'static>) -> ! {
     let block = CURRENT.get();
     assert!(!block.is_null(), "a vector at {address:#x}, which is no multiple of {align} bytes");
-    // SAFETY: a block that is set is alive: this is its kernel thread. The reference is not kept.
+    // SAFETY: a block that is set is alive, because this is its kernel thread. The reference is not
+    // kept.
     let cause = unsafe { &*block }.misaligned(kind, address, align, location);
     resume_unwind(Box::new(cause))
 }
 
-/// The running thread is about to touch `tile[index..index + count]` in shared memory. The tile has `len` elements.
+/// Checks an access of the running thread to `tile[index..index + count]` in shared memory. The
+/// tile has `len` elements.
 #[inline(always)]
 #[track_caller]
 pub fn shared<T>(kind: Kind, tile: *const T, len: u32, index: u32, count: u32) {

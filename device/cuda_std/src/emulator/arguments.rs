@@ -1,7 +1,9 @@
-//! The tensors that a launch was given: which of them an access means, where that one ends, and what its elements remember.
+//! The tensors of a launch: the argument that an access belongs to, its bounds, and the shadow
+//! cells of its elements.
 //!
-//! Invariant: an access belongs to the argument from whose pointer the kernel computed its address, never to a neighbour that happens to
-//! lie there. Only arguments that a watched launch may write have cells. What is only read cannot race.
+//! Invariant: an access belongs to the argument from whose pointer the kernel computed its address,
+//! never to a neighbor that happens to lie there. Only arguments that a watched launch may write
+//! have cells, because a read-only argument cannot race.
 
 use super::bounds::Bounds;
 use super::clock::Now;
@@ -13,40 +15,43 @@ use crate::launch::{Entry, Extent, Words};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Elements whose cells share a lock.
+/// The elements whose cells share a lock.
 const STRIPE: usize = 1024;
 
 /// The arguments of one launch, shared by its blocks.
 pub(super) struct Arguments {
-    /// The kernel, where what it touches is counted.
+    /// The kernel's name, if accesses are counted.
     counted: Option<&'static str>,
-    /// How far each argument reaches, for a quick look.
+    /// The reach of each argument, for fast lookup.
     pub(super) bounds: Bounds,
-    /// The longest first, so that an empty argument never stands for another one at the same address.
+    /// The arguments, longest first, so that an empty argument never hides another one at the same
+    /// address.
     arguments: Vec<Argument>,
 }
 
 struct Argument {
     name: &'static str,
     extent: Extent,
-    /// By stripe. An empty stripe has not been touched. There are none where the launch is not watched, or only reads the argument.
+    /// The cells by stripe. An empty stripe has not been accessed. There are none if the launch is
+    /// not watched, or only reads the argument.
     cells: Vec<Mutex<Vec<Cell>>>,
-    /// None where nothing is counted.
+    /// The accessed bytes. None if nothing is counted.
     touched: Bytes,
 }
 
-/// The bytes that a thread is about to touch.
+/// The bytes that a thread is about to access.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
-    /// The pointer that the kernel computes with.
+    /// The pointer from which the kernel computes the address.
     pub(super) base: usize,
-    /// Bytes from there. It wraps where an index is negative.
+    /// The offset in bytes from there. It wraps for a negative index.
     pub(super) offset: usize,
     pub(super) bytes: usize,
 }
 
 impl Span {
-    /// `count` elements from `index` on, for a kernel that computes with `base`.
+    /// Returns the span of `count` elements from `index` on, for a kernel that computes from
+    /// `base`.
     pub(super) fn new<T>(base: *const T, index: usize, count: usize) -> Self {
         let bytes = count.saturating_mul(size_of::<T>());
         Self { base: base as usize, offset: index.wrapping_mul(size_of::<T>()), bytes }
@@ -67,7 +72,8 @@ impl Arguments {
         Self { counted, bounds: Bounds::new(words.extents()), arguments }
     }
 
-    /// Ok when an access stays inside its argument. Else: where it goes, and where it may go.
+    /// Returns Ok if an access stays inside its argument, otherwise the place that it accesses and
+    /// the range that it may access.
     pub(super) fn inside(&self, span: Span, kind: Kind) -> Result<(), (Place, Range<i64>)> {
         self.argument_of(span, kind).map(drop)
     }
@@ -85,12 +91,12 @@ impl Arguments {
         Ok(argument)
     }
 
-    /// Whether `base` is a pointer of the launch, or points into an argument.
+    /// True if `base` is a pointer of the launch, or points into an argument.
     pub(super) fn know(&self, base: usize) -> bool {
         self.of(base, Kind::Read).is_some()
     }
 
-    /// `address` as an element of the nearest argument, if there is any.
+    /// Returns `address` as an element of the nearest argument, if there is any.
     pub(super) fn nearest(&self, address: usize) -> Option<Place> {
         let distance = |argument: &&Argument| {
             let start = argument.extent.address as usize;
@@ -100,12 +106,13 @@ impl Arguments {
         full.min_by_key(distance).map(|argument| argument.place(address))
     }
 
-    /// Notes an access, or says what is wrong with it.
+    /// Records an access, or returns its fault.
     pub(super) fn touch(&self, span: Span, kind: Kind, now: &Now<'_>) -> Result<(), Wrong> {
         let argument = self.argument_of(span, kind).map_err(|(place, bounds)| Wrong::Outside { place, bounds })?;
         let address = span.base.wrapping_add(span.offset);
         argument.touched.touch(address - argument.extent.address as usize, span.bytes);
-        // Several arguments may name the same memory. Its cells belong to the one that may be written.
+        // Several arguments may refer to the same memory. Its cells belong to the argument that may
+        // be written.
         let Some(written) = self.arguments.iter().find(|argument| argument.is_written_at(address)) else {
             return Ok(());
         };
@@ -117,7 +124,7 @@ impl Arguments {
         })
     }
 
-    /// The argument whose pointer is `base`, or else the one into which `base` points.
+    /// Returns the argument whose pointer is `base`, otherwise the one into which `base` points.
     fn of(&self, base: usize, kind: Kind) -> Option<&Argument> {
         let mut able = self.arguments.iter().filter(|argument| kind == Kind::Read || argument.extent.written);
         let inside = able.clone().find(|argument| argument.contains(base));
@@ -136,7 +143,7 @@ impl Drop for Arguments {
 }
 
 impl Argument {
-    /// The element at an address, inside or not.
+    /// Returns the element at an address, inside the argument or not.
     fn place(&self, address: usize) -> Place {
         let bytes = address.wrapping_sub(self.extent.address as usize) as i64;
         Place::Argument { name: self.name, element: bytes.div_euclid(self.extent.element_bytes.max(1) as i64) }

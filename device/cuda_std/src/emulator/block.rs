@@ -1,12 +1,15 @@
-//! One block: its place, its shared memory, and the scheduler that carries its threads from wait to wait.
+//! One block: its index, its shared memory, and the scheduler that runs its threads from wait to
+//! wait.
 //!
 //! ```text
-//! a thread:  Fresh --begins--> runs --waits--> Waiting --all have come--> Ready --its turn--> runs --ends--> Done
+//! a thread:  Fresh --begins--> runs --waits--> Waiting --all have arrived--> Ready
+//!            Ready --its turn--> runs --ends--> Done
 //!
-//! shared memory, on a cache line:   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
+//! shared memory, on a cache line:
+//!   | 256 bytes red zone | the launch's bytes, as NaN | 256 bytes red zone, and up to 15 more |
 //! ```
-//! Invariant: at most one thread of a block runs at a time. A thread goes on only when every thread that it waits for has come to
-//! the same operation at the same source line.
+//! Invariant: at most one thread of a block runs at a time. A thread resumes only when every thread
+//! that it waits for has reached the same operation at the same source line.
 
 use super::access::{self, Watch};
 use super::arguments::{Arguments, Span};
@@ -27,19 +30,19 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Bytes before and after the shared memory that no thread may change.
+/// The bytes before and after the shared memory that no thread may change.
 const RED_ZONE_BYTES: usize = 256;
 const RED_ZONE: u8 = 0xa5;
-/// Fills fresh shared memory, which then reads as NaN.
+/// The fill of fresh shared memory, which then reads as NaN.
 const POISON: u8 = 0xff;
 
-/// What all blocks of a launch share.
+/// The state that all blocks of a launch share.
 pub(super) struct Launch<'l> {
     pub(super) entry: &'l Entry,
     pub(super) grid: Grid,
     pub(super) words: &'l Words,
     pub(super) arguments: Arc<Arguments>,
-    /// Whether the launch is watched for races.
+    /// True if race detection is on for the launch.
     pub(super) watched: bool,
     /// The seed of the threads' order.
     pub(super) shuffle: Option<u64>,
@@ -51,91 +54,93 @@ impl Launch<'_> {
     }
 }
 
-/// A block in flight, as its threads see it.
+/// A running block, from the point of view of its threads.
 pub struct Block {
     grid: Grid,
     index: [u32; 3],
     pub(super) threads: u32,
     shared: *mut u8,
     shared_bytes: usize,
-    /// The kernel's code: it runs threads that have not started.
+    /// The kernel's code, which runs threads that have not started.
     pub(super) code: Threads,
     is_wide: bool,
     pub(super) words: *const u64,
-    /// The thread that runs now.
+    /// The thread that currently runs.
     running: Cell<u32>,
-    /// Threads that have started; further ones may start below `start_before`.
+    /// The number of threads that have started. Further ones may start below `start_before`.
     started: Cell<u32>,
     start_before: Cell<u32>,
-    /// The threads' order, where it is not ascending.
+    /// The threads' order, if it is not ascending.
     order: Option<RefCell<Order>>,
     pub(super) yielder: Cell<*const Yielder<(), ()>>,
     pub(super) states: RefCell<Vec<State>>,
-    /// The plain barrier to which the first thread has come since the scheduler last looked; below, how many stand at that one.
+    /// The plain barrier that the first thread has reached since the scheduler last checked.
+    /// `gathered` counts the threads at that barrier.
     gathering: Cell<Option<&'static Location<'static>>>,
     pub(super) gathered: Cell<u32>,
-    /// What each thread brought to the collective that was resolved last, or what it got from it.
+    /// The value that each thread brought to the last resolved collective, or its result.
     pub(super) exchange: RefCell<Vec<u64>>,
-    /// Barriers that all threads have passed.
+    /// The number of barriers that all threads have passed.
     epoch: Cell<u32>,
-    /// The launch's arguments. A plain pointer: the blocks' OS threads would compete for a reference count.
+    /// The launch's arguments. It is a plain pointer, because the blocks' OS threads would contend
+    /// for a reference count.
     arguments: *const Arguments,
     detector: Option<RefCell<Detector>>,
-    /// Whether a thread has panicked.
+    /// True if a thread has panicked.
     pub(super) panicked: Cell<bool>,
     pub(super) traps: Rc<Traps>,
 }
 
 impl Block {
-    /// The running thread's place. Kernels are launched with one-dimensional blocks.
+    /// Returns the running thread's index. Kernels are launched with one-dimensional blocks.
     #[inline(always)]
     pub fn thread_idx(&self) -> [u32; 3] {
         [self.running.get(), 0, 0]
     }
 
-    /// The block's place in the grid.
+    /// Returns the block's index in the grid.
     #[inline(always)]
     pub fn block_idx(&self) -> [u32; 3] {
         self.index
     }
 
-    /// Threads in the block.
+    /// Returns the threads in the block.
     #[inline(always)]
     pub fn block_dim(&self) -> [u32; 3] {
         [self.threads, 1, 1]
     }
 
-    /// Blocks in the grid.
+    /// Returns the blocks in the grid.
     #[inline(always)]
     pub fn grid_dim(&self) -> [u32; 3] {
         [self.grid.x, self.grid.y, self.grid.z]
     }
 
-    /// The running thread's lane.
+    /// Returns the running thread's lane.
     #[inline(always)]
     pub fn lane(&self) -> u32 {
         self.running.get() % WARP
     }
 
-    /// Whether the code is the version for registers of 16 floats.
+    /// True if the code is the version for registers of 16 floats.
     #[inline(always)]
     pub(super) fn is_wide(&self) -> bool {
         self.is_wide
     }
 
-    /// The start of the shared memory.
+    /// Returns the start of the shared memory.
     #[inline(always)]
     pub fn shared_start(&self) -> *mut u8 {
         self.shared
     }
 
-    /// Bytes of shared memory.
+    /// Returns the bytes of shared memory.
     #[inline(always)]
     pub fn shared_bytes(&self) -> usize {
         self.shared_bytes
     }
 
-    /// The lanes of the running thread's warp that have not ended.
+    /// Returns the lanes of the running thread's warp that have not ended.
     pub fn active_lanes(&self) -> u32 {
         let first = self.running.get() / WARP * WARP;
         let states = self.states.borrow();
@@ -145,7 +150,7 @@ impl Block {
         })
     }
 
-    /// Judges what the running thread is about to do in global memory.
+    /// Checks the running thread's access to global memory.
     pub(super) fn touch_global(
         &self,
         kind: Kind,
@@ -163,12 +168,12 @@ impl Block {
         })
     }
 
-    /// The running thread's access.
+    /// Returns a description of the running thread's access.
     fn access(&self, kind: Kind, location: &'static Location<'static>) -> Access {
         Access { kind, block: self.index, thread: self.running.get(), epoch: self.epoch.get(), location }
     }
 
-    /// The fault of an access whose address is no multiple of `align` bytes.
+    /// Returns the fault of an access whose address is not a multiple of `align` bytes.
     pub(super) fn misaligned(
         &self,
         kind: Kind,
@@ -186,17 +191,17 @@ impl Block {
         unsafe { &*self.arguments }
     }
 
-    /// Whether a pointer is one of the launch's, or points into one of its arguments.
+    /// True if a pointer is one of the launch's, or points into one of its arguments.
     pub(super) fn knows(&self, base: usize) -> bool {
         self.arguments().know(base)
     }
 
-    /// An address as the kernel knows it.
+    /// Returns an address in terms of the kernel's arguments.
     pub(super) fn place(&self, address: usize) -> Place {
         self.arguments().nearest(address).unwrap_or(Place::Address(address as u64))
     }
 
-    /// Judges what the running thread is about to do in shared memory.
+    /// Checks the running thread's access to shared memory.
     pub(super) fn touch_shared(
         &self,
         kind: Kind,
@@ -208,7 +213,7 @@ impl Block {
         detector.borrow_mut().shared(self.running.get(), kind, tile, bytes, location)
     }
 
-    /// The threads that take part in a collective go on; `thread` is one of them.
+    /// Called when the participating threads of a collective resume. `thread` is one of them.
     pub(super) fn met(&self, collective: Collective, thread: u32) {
         if collective.mask().is_none() {
             self.epoch.set(self.epoch.get().wrapping_add(1));
@@ -218,23 +223,25 @@ impl Block {
         }
     }
 
-    /// Suspends the running thread until its collective is resolved. Always inlined: the processor predicts a return wrongly after a
-    /// switch of stacks. What comes before the switch is not: kernels wait in hundreds of places.
+    /// Suspends the running thread until its collective is resolved. It is always inlined, because
+    /// the processor mispredicts a return after a stack switch. The code before the switch is not
+    /// inlined: kernels wait in hundreds of places.
     #[inline(always)]
     pub(super) fn wait(&self, collective: Collective, value: u64, location: &'static Location<'static>) -> u64 {
         self.come(collective, value, location);
         let yielder = self.yielder.get();
-        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread, which is alive: it runs.
+        // SAFETY: the scheduler set the yielder of the coroutine that carries this thread. The
+        // coroutine is alive, because it runs.
         unsafe { (*yielder).suspend(()) };
         match collective {
-            // It brings nothing.
+            // A barrier has no value.
             Collective::Barrier => 0,
             Collective::Shuffle { source, .. } => self.brought(source.into()),
             _ => self.brought(self.running.get() % WARP),
         }
     }
 
-    /// Notes what the running thread brings to its collective.
+    /// Records the running thread's arrival at its collective, and its value.
     #[inline(never)]
     fn come(&self, collective: Collective, value: u64, location: &'static Location<'static>) {
         let thread = self.running.get();
@@ -256,20 +263,22 @@ impl Block {
         panic!("Miri cannot change stacks: a kernel that waits does not run under it");
     }
 
-    /// What `lane` of the running thread's warp brought to the collective that was resolved last.
+    /// Returns the value that `lane` of the running thread's warp brought to the last resolved
+    /// collective.
     #[inline(always)]
     pub(super) fn brought(&self, lane: u32) -> u64 {
         self.exchange.borrow()[(self.running.get() / WARP * WARP + lane) as usize]
     }
 
-    /// The same of several lanes.
+    /// Returns the values that several lanes of the running thread's warp brought to the last
+    /// resolved collective.
     #[inline(always)]
     pub(super) fn brought_by(&self, lanes: Range<u32>) -> Ref<'_, [u64]> {
         let first = self.running.get() / WARP * WARP;
         Ref::map(self.exchange.borrow(), |all| &all[(first + lanes.start) as usize..(first + lanes.end) as usize])
     }
 
-    /// Counts the running thread among those that stand at one plain barrier.
+    /// Counts the running thread among those that wait at one plain barrier.
     fn gather(&self, location: &'static Location<'static>) {
         let gathered = self.gathered.get();
         if gathered == 0 {
@@ -280,27 +289,27 @@ impl Block {
         }
     }
 
-    /// Draws another order for the next round, where the threads' order is a drawn one.
+    /// Draws another order for the next round, if the threads' order is random.
     fn shuffle(&self) {
         if let Some(order) = &self.order {
             order.borrow_mut().draw();
         }
     }
 
-    /// The thread that comes at `place` in this round, where the order is drawn.
+    /// Returns the thread at `place` in this round, if the order is random.
     #[cold]
     #[inline(never)]
     fn drawn(&self, place: u32) -> u32 {
         self.order.as_ref().map_or(place, |order| order.borrow().at(place))
     }
 
-    /// The thread that comes at `place` in this round.
+    /// Returns the thread at `place` in this round.
     #[inline(always)]
     fn thread_at(&self, place: u32) -> u32 {
         if self.order.is_none() { place } else { self.drawn(place) }
     }
 
-    /// Makes a thread that has not started the running one. False: none is left.
+    /// Makes a thread that has not started the running one. Returns false if none is left.
     #[inline(always)]
     pub fn begin(&self) -> bool {
         let place = self.started.get();
@@ -312,15 +321,16 @@ impl Block {
         true
     }
 
-    /// The running thread has come to its end.
+    /// Records that the running thread has ended.
     #[inline(always)]
     pub fn end(&self) {
-        // The thread may have waited since it began, so `running` may not be the one that started last.
+        // The thread may have waited since it began, so `running` may differ from the thread that
+        // started last.
         self.states.borrow_mut()[self.running.get() as usize] = State::Done;
     }
 }
 
-/// While this lives, `current` answers with the block.
+/// A guard: while it lives, `current` returns the block.
 struct Entered;
 
 impl Entered {
@@ -338,17 +348,17 @@ impl Drop for Entered {
     }
 }
 
-/// A cache line. A vector access to memory that begins on one is an access to as few lines as can be.
+/// A cache line. Memory that begins on one is accessed with the fewest lines per vector.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Runs blocks on one OS thread. Keeps coroutines and shared memory from block to block.
+/// A runner of blocks on one OS thread. It keeps coroutines and shared memory from block to block.
 pub(super) struct Runner {
     carriers: Vec<Carrier>,
-    /// The carriers that carry no thread: their places in `carriers`.
+    /// The indices in `carriers` of carriers without a thread.
     idle: Vec<usize>,
-    /// By thread: the carrier of a thread that waits.
+    /// The carrier of each waiting thread, by thread.
     carrier_of: Vec<usize>,
     shared: Vec<Line>,
     states: Vec<State>,
@@ -374,7 +384,7 @@ impl Runner {
     /// Runs block `index` of the grid.
     ///
     /// # Safety
-    /// The launch's words are the arguments of its entry, and name memory that is alive.
+    /// The launch's words are the arguments of its entry, and refer to memory that is alive.
     pub(super) unsafe fn run(&mut self, launch: &Launch<'_>, index: u64) -> Result<(), Fault> {
         let Launch { entry, grid, words, arguments, watched, shuffle } = launch;
         let mut states = std::mem::take(&mut self.states);
@@ -411,7 +421,8 @@ impl Runner {
         };
         let entered = Entered::new(&block);
         let outcome = self.schedule(&block).and_then(|()| self.check_red_zones(&block));
-        // From here on no thread of the block can ask for the block or wait, also not while it is unwound.
+        // From here on no thread of the block can access the block or wait, not even while it is
+        // unwound.
         drop(entered);
         if outcome.is_err() {
             // Carriers may hold suspended threads. Dropping them unwinds those threads' frames.
@@ -430,14 +441,15 @@ impl Runner {
     }
 
     fn run_threads(&mut self, block: &Block) -> Result<(), (u32, Cause)> {
-        // A warp's lanes exchange their values before the next warp goes on. The fewer stacks are in use at a time, the more of them
-        // stay in the cache. A shuffled block goes on in its own order instead, over all its threads.
+        // A warp's lanes exchange their values before the next warp runs. The fewer stacks are in
+        // use at a time, the more of them stay in the cache. A shuffled block instead runs all its
+        // threads in its own order.
         let group = if block.order.is_some() { block.threads } else { WARP };
         let mut waits = false;
         loop {
             for first in (0..block.threads).step_by(group as usize) {
                 let threads = first..(first + group).min(block.threads);
-                // Where the first warp did not wait, the other threads follow it without a stop.
+                // If the first warp did not wait, the other threads follow it without a stop.
                 block.start_before.set(if waits || first == 0 { threads.end } else { block.threads });
                 waits |= self.turn(block, threads.clone());
                 while waits && resolve_lanes(block, threads.clone()) {
@@ -452,7 +464,7 @@ impl Runner {
         }
     }
 
-    /// Lets the threads at `places` go on, as far as they can. Returns whether one waits then.
+    /// Resumes the threads at `places`, until each waits or ends. Returns true if one waits.
     fn turn(&mut self, block: &Block, places: Range<u32>) -> bool {
         let mut waits = false;
         for place in places {
@@ -471,7 +483,8 @@ impl Runner {
         waits
     }
 
-    /// Lets a carrier run. Keeps it for the thread that waits on it then, or else for another use. Returns whether a thread waits on it.
+    /// Runs a carrier. If a thread then waits on it, keeps the carrier for that thread, otherwise
+    /// for another use. Returns true if a thread waits on it.
     #[inline(always)]
     fn carry(&mut self, block: &Block, carrier: usize) -> bool {
         self.carriers[carrier].resume(block);
@@ -485,12 +498,13 @@ impl Runner {
         waits
     }
 
-    /// Poisoned shared memory of `bytes` between two red zones.
+    /// Returns poisoned shared memory of `bytes` between two red zones.
     fn shared_memory(&mut self, bytes: usize) -> *mut u8 {
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
         self.shared.resize(self.shared.len().max(total.div_ceil(size_of::<Line>())), Line([0; _]));
         let start = self.shared.as_mut_ptr().cast::<u8>();
-        // SAFETY: the vector holds at least `total` bytes, and the three parts follow each other within them.
+        // SAFETY: the vector holds at least `total` bytes, and the three parts follow each other
+        // within them.
         unsafe {
             start.write_bytes(RED_ZONE, RED_ZONE_BYTES);
             start.add(RED_ZONE_BYTES).write_bytes(POISON, bytes);
@@ -502,10 +516,11 @@ impl Runner {
     fn check_red_zones(&self, block: &Block) -> Result<(), (u32, Cause)> {
         let bytes = block.shared_bytes;
         let total = bytes.next_multiple_of(16) + 2 * RED_ZONE_BYTES;
-        // SAFETY: the vector holds at least `total` initialised bytes, and no thread of the block is left.
+        // SAFETY: the vector holds at least `total` initialized bytes, and no thread of the block
+        // is left.
         let memory = unsafe { std::slice::from_raw_parts(self.shared.as_ptr().cast::<u8>(), total) };
         for zone in [0..RED_ZONE_BYTES, RED_ZONE_BYTES + bytes..total] {
-            // Compares a whole zone at once, and looks for the place only where it was hit.
+            // Compares a whole zone at once, and searches for the byte only if it was hit.
             let intact = [RED_ZONE; RED_ZONE_BYTES + 16];
             if memory[zone.clone()] != intact[..zone.len()] {
                 let hit = memory[zone.clone()].iter().position(|&byte| byte != RED_ZONE).expect("a byte differs");
@@ -517,7 +532,7 @@ impl Runner {
     }
 }
 
-/// The version of a kernel for this processor, and whether it has registers of 16 floats.
+/// Returns the version of a kernel for this processor, and true if it has registers of 16 floats.
 fn version(versions: &Versions, watched: bool) -> (Threads, bool) {
     #[cfg(miri)]
     return (versions.portable, false);

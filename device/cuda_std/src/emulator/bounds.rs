@@ -1,16 +1,18 @@
-//! How far each pointer of a launch reaches: a hash table that a few instructions look the pointer up in.
+//! The reach of each pointer of a launch: a hash table whose lookup takes a few instructions.
 //!
-//! Invariant: a slot that names a base holds the bytes that the launch may read and write from there on.
-//! [`Arguments`](super::arguments) judges a base without a slot: a pointer that the kernel has moved, or that is not the launch's.
+//! Invariant: a slot that holds a base also holds the bytes that the launch may read and write from
+//! there on. [`Arguments`](super::arguments) checks a base without a slot: a pointer that the
+//! kernel has moved, or that is not the launch's.
 
 use crate::launch::Extent;
 
-/// The number of slots, as a power of two: several times as many as a launch has pointers.
+/// The number of slots, as a power of two: several times the number of a launch's pointers.
 const SLOT_BITS: u32 = 6;
-/// A base's product, shifted right by so many bits, is the number of its slot.
+/// The right shift that turns a base's product into the index of its slot.
 pub(super) const SHIFT: u32 = u64::BITS - SLOT_BITS;
 
-/// The reach of each pointer. Assembly in [`access`](super::access) reads it by the offsets of its fields.
+/// The reach of each pointer. Assembly in [`access`](super::access) reads it by its fields'
+/// offsets.
 #[repr(C)]
 pub(super) struct Bounds {
     /// The factor of every base: the highest bits of the product are its slot.
@@ -18,7 +20,7 @@ pub(super) struct Bounds {
     pub(super) slots: [Slot; 1 << SLOT_BITS],
 }
 
-/// A base that a kernel computes with, and how far it reaches.
+/// A base from which a kernel computes addresses, and its reach.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Slot {
@@ -26,7 +28,7 @@ pub(super) struct Slot {
     pub(super) reach: Reach,
 }
 
-/// Bytes from a base on, and whether a kernel may only read them.
+/// The number of bytes from a base on, and a flag for read-only memory.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(super) struct Reach(pub(super) u64);
@@ -35,13 +37,13 @@ impl Reach {
     const NONE: Self = Self(0);
     const READ_ONLY: u64 = 1 << 63;
 
-    /// Bytes that may be read.
+    /// Returns the bytes that may be read.
     #[inline(always)]
     pub(super) fn readable(self) -> usize {
         (self.0 & !Self::READ_ONLY) as usize
     }
 
-    /// Bytes that may be written.
+    /// Returns the bytes that may be written.
     #[inline(always)]
     pub(super) fn writable(self) -> usize {
         if self.0 & Self::READ_ONLY == 0 { self.0 as usize } else { 0 }
@@ -49,11 +51,11 @@ impl Reach {
 }
 
 impl Bounds {
-    /// The bounds outside a launch: nothing is known.
+    /// The bounds outside a launch, without entries.
     pub(super) const NONE: Self = Self { factor: 0, slots: [Slot { base: 0, reach: Reach::NONE }; _] };
 
     pub(super) fn new(extents: &[Extent]) -> Self {
-        // The golden ratio; other odd numbers, where that gives two bases one slot.
+        // The golden ratio, or another odd number if that maps two bases to one slot.
         let factors = (0..64).map(|at| 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(2 * at + 1));
         let mut bounds = Self::NONE;
         for factor in factors {
@@ -62,19 +64,19 @@ impl Bounds {
                 return bounds;
             }
         }
-        // No factor does: some base has no slot, and each of its accesses costs more.
+        // No factor works: some base has no slot, and each of its accesses is slower.
         bounds
     }
 
-    /// What the assembly in [`access`](super::access) finds.
+    /// Returns the result of the assembly in [`access`](super::access).
     #[cfg_attr(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)), cfg(test))]
     pub(super) fn reach(&self, base: u64) -> Reach {
         let slot = &self.slots[slot_of(base, self.factor)];
         if slot.base == base { slot.reach } else { Reach::NONE }
     }
 
-    /// Adds a pointer. Returns whether there was a slot for it. Where one base may be both written and read, the slot keeps the
-    /// part that may be written. A read beyond that part takes longer.
+    /// Adds a pointer. Returns true if there was a slot for it. If one base may be both written and
+    /// read, the slot keeps the part that may be written. A read past that part is slower.
     fn add(&mut self, extent: &Extent) -> bool {
         let bytes = extent.bytes() as u64;
         let slot = &mut self.slots[slot_of(extent.address, self.factor)];
@@ -90,7 +92,7 @@ impl Bounds {
     }
 }
 
-/// The number of a base's slot.
+/// Returns the index of a base's slot.
 fn slot_of(base: u64, factor: u64) -> usize {
     (base.wrapping_mul(factor) >> SHIFT) as usize
 }

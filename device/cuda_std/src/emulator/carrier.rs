@@ -1,6 +1,6 @@
-//! The coroutines on which a block's threads run, and what a panic on one means.
+//! The coroutines on which a block's threads run, and the interpretation of their panics.
 //!
-//! Invariant: a carrier that was not dropped either carries one suspended thread, or waits for the next thread.
+//! Invariant: a live carrier either carries one suspended thread, or waits for the next thread.
 
 use super::block::Block;
 use super::fault::Cause;
@@ -39,8 +39,9 @@ mod coroutine {
                     loop {
                         current(|block| block.yielder.set(yielder));
                         yielder.suspend(());
-                        // SAFETY: the caller of `Machine::launch` promised that the words are this kernel's arguments. `Runner::run`
-                        // chose a version that this processor can run.
+                        // SAFETY: the caller of `Machine::launch` guaranteed that the words are
+                        // this kernel's arguments. `Runner::run` selected a version that this
+                        // processor can run.
                         current(|block| unsafe { (block.code)(block.words, block) });
                     }
                 }),
@@ -65,7 +66,8 @@ mod coroutine {
     }
 }
 
-/// Miri runs no assembly, so stacks cannot be switched: a thread that waits is an error.
+/// The stub for Miri, which runs no assembly, so stacks cannot be switched: a thread that waits is
+/// an error.
 #[cfg(miri)]
 mod plain {
     use super::{Block, Traps};
@@ -78,13 +80,14 @@ mod plain {
         }
 
         pub(in super::super) fn resume(&mut self, block: &Block) {
-            // SAFETY: as on a coroutine: the words are this kernel's arguments, and every processor can run this version.
+            // SAFETY: the words are this kernel's arguments, as on a coroutine, and every processor
+            // can run this version.
             unsafe { (block.code)(block.words, block) };
         }
     }
 }
 
-/// What a kernel's panic means.
+/// Converts a kernel's panic to the cause of a fault.
 pub(super) fn cause(panic: Box<dyn Any + Send>) -> Cause {
     let panic = match panic.downcast::<Cause>() {
         Ok(cause) => return *cause,
@@ -92,7 +95,7 @@ pub(super) fn cause(panic: Box<dyn Any + Send>) -> Cause {
     };
     let text = panic.downcast_ref::<String>().cloned();
     let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
-    // The value of a kernel's panic may panic when it is dropped.
+    // The payload of a kernel's panic may panic when it is dropped.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(another);
     }

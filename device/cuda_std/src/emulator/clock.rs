@@ -1,35 +1,38 @@
-//! What happened before what within a block. A barrier orders all threads of the block, a warp barrier the lanes that meet there.
+//! The happens-before order within a block. A barrier orders all threads of the block, and a warp
+//! barrier the lanes that meet there.
 //!
-//! Each barrier counts up the epoch. Each warp barrier counts up the time of its warp. Each lane knows up to which time it follows
-//! each other lane of its warp (a vector clock; Fidge and Mattern, 1988).
+//! Each barrier increments the epoch, and each warp barrier increments the time of its warp. Each
+//! lane stores up to which time it follows each other lane of its warp (a vector clock; Fidge and
+//! Mattern, 1988).
 //!
 //! ```text
-//! one warp                              time    lane 0 follows lane 1 before     lane 2 follows lane 0 before
-//! start                                  0                 0                                0
-//! sync_warp(lanes 0, 1)                  1                 1                                0
-//! sync_warp(lanes 1, 2)                  2                 1                                1       through lane 1
+//! one warp                 time   lane 0 follows lane 1 before   lane 2 follows lane 0 before
+//! start                     0                0                              0
+//! sync_warp(lanes 0, 1)     1                1                              0
+//! sync_warp(lanes 1, 2)     2                1                              1       through lane 1
 //! ```
-//! Shuffles and votes are not told here: they exchange values and order no memory.
+//! Shuffles and votes are not recorded here: they exchange values and do not order memory.
 //!
-//! Invariant: an access follows another exactly if CUDA promises that it sees it.
+//! Invariant: an access follows another if and only if CUDA guarantees that it observes the other.
 
 use super::WARP;
 use super::site::Site;
 use core::num::NonZeroU32;
 
-/// By lane of a warp: whoever has this follows the accesses that the lane made before this time.
+/// The times by lane of a warp: its holder follows the accesses that the lane made before this
+/// time.
 type Seen = [u32; WARP as usize];
 
 const NOTHING_SEEN: &Seen = &[0; WARP as usize];
 
-/// When an access happened, who made it, and where.
+/// The time, the thread and the source line of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
-    /// The block's place in the grid, x first.
+    /// The block's index in the grid, x first.
     pub(super) block: u32,
-    /// Barriers of the block so far, plus one.
+    /// The number of the block's barriers so far, plus one.
     pub(super) epoch: NonZeroU32,
-    /// Warp barriers of the warp so far.
+    /// The number of the warp's barriers so far.
     time: u32,
     pub(super) thread: u16,
     pub(super) site: Site,
@@ -44,7 +47,7 @@ impl Stamp {
         u32::from(self.thread) % WARP
     }
 
-    /// Whether one warp made both, with no barrier of any kind between them.
+    /// True if one warp made both accesses, with no barrier of any kind between them.
     #[inline]
     pub(super) fn same_moment(self, other: Self) -> bool {
         self.epoch == other.epoch && self.time == other.time && self.same_warp(other)
@@ -55,13 +58,13 @@ impl Stamp {
         self.warp() == other.warp() && self.block == other.block
     }
 
-    /// This access by another lane of the warp.
+    /// Returns this access by another lane of the warp.
     pub(super) fn by_lane(self, lane: u32) -> Self {
         Self { thread: (self.warp() * WARP + lane) as u16, ..self }
     }
 }
 
-/// An access that happens now.
+/// An access at the current time.
 #[derive(Clone, Copy)]
 pub(super) struct Now<'c> {
     pub(super) stamp: Stamp,
@@ -69,7 +72,7 @@ pub(super) struct Now<'c> {
 }
 
 impl Now<'_> {
-    /// Whether this access sees what the `earlier` one did.
+    /// True if this access observes the effect of the `earlier` one.
     #[inline]
     pub(super) fn follows(&self, earlier: Stamp) -> bool {
         let now = self.stamp;
@@ -84,9 +87,9 @@ impl Now<'_> {
 pub(super) struct Clock {
     block: u32,
     epoch: NonZeroU32,
-    /// By warp.
+    /// The times by warp.
     times: Vec<u32>,
-    /// By thread. Empty until the first warp barrier.
+    /// The vector clocks by thread. Empty until the first warp barrier.
     seen: Vec<Seen>,
 }
 
@@ -95,12 +98,12 @@ impl Clock {
         Self { block, epoch: NonZeroU32::MIN, times: vec![0; threads.div_ceil(WARP) as usize], seen: Vec::new() }
     }
 
-    /// Every thread of the block has come to a barrier.
+    /// Records a barrier that every thread of the block has reached.
     pub(super) fn barrier(&mut self) {
         self.epoch = self.epoch.checked_add(1).expect("a block passes fewer than 2^32 barriers");
     }
 
-    /// The lanes in `mask` of a warp have come to a warp barrier.
+    /// Records a warp barrier that the lanes in `mask` of a warp have reached.
     pub(super) fn warp_barrier(&mut self, warp: u32, mask: u32) {
         self.seen.resize(self.times.len() * WARP as usize, *NOTHING_SEEN);
         let time = &mut self.times[warp as usize];
@@ -121,7 +124,7 @@ impl Clock {
         }
     }
 
-    /// An access of a thread at this moment.
+    /// Returns an access of a thread at the current time.
     #[inline]
     pub(super) fn now(&self, thread: u32, site: Site) -> Now<'_> {
         let time = self.times[(thread / WARP) as usize];

@@ -1,7 +1,9 @@
-//! One block's view of a watched launch: its clocks, the cells of its shared memory, and the launch's arguments.
+//! The race detector of one block of a watched launch: its clocks, the cells of its shared memory,
+//! and the launch's arguments.
 //!
-//! Invariant: an access that returns `Ok` lies inside what the kernel was given. It reads no shared memory that the block has not
-//! written. It follows every conflicting access before it.
+//! Invariant: an access that returns `Ok` lies inside the memory that the kernel was given. It
+//! reads only shared memory that the block has written, and follows every earlier conflicting
+//! access.
 
 use super::WARP;
 use super::arguments::{Arguments, Span};
@@ -15,32 +17,32 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-/// Bytes of shared memory that share a cell.
+/// The bytes of shared memory that share a cell.
 const WORD: usize = 4;
 
-/// Watches the threads of one block.
+/// The race detector of one block's threads.
 pub(super) struct Detector {
     arguments: Arc<Arguments>,
     grid: Grid,
     clock: Clock,
-    /// By word.
+    /// The cells by word.
     shared: Vec<Cell>,
     shared_bytes: usize,
     sites: Sites,
 }
 
-/// What is wrong with an access.
+/// The fault of an access.
 pub(super) enum Wrong {
-    /// It lies outside the memory that it belongs to.
+    /// The access lies outside the memory that it belongs to.
     Outside { place: Place, bounds: Range<i64> },
-    /// It reads shared memory that the block has not written.
+    /// The access reads shared memory that the block has not written.
     Unwritten { place: Place },
-    /// Nothing orders it after an earlier one.
+    /// The access is not ordered after an earlier one.
     Conflict { place: Place, conflict: Conflict },
 }
 
 impl Detector {
-    /// The detector of block `index` of the grid.
+    /// Returns the detector of block `index` of the grid.
     pub(super) fn new(arguments: Arc<Arguments>, entry: &Entry, grid: Grid, index: u64) -> Self {
         let block = u32::try_from(index).expect("a watched launch has fewer than 2^32 blocks");
         let shared_bytes = entry.shared_bytes as usize;
@@ -54,19 +56,19 @@ impl Detector {
         }
     }
 
-    /// All threads that take part in a collective have come to it; `thread` is one of them.
+    /// Called when all participating threads have reached a collective. `thread` is one of them.
     pub(super) fn met(&mut self, collective: Collective, thread: u32) {
         match collective {
             Collective::Barrier | Collective::BarrierCount | Collective::BarrierAnd | Collective::BarrierOr => {
                 self.clock.barrier();
             }
             Collective::Warp(mask) => self.clock.warp_barrier(thread / WARP, mask),
-            // These exchange values. CUDA promises no order of memory for them.
+            // These exchange values. CUDA guarantees no memory order for them.
             Collective::Ballot(_) | Collective::Gather(_) | Collective::Shuffle { .. } => {}
         }
     }
 
-    /// Judges an access to global memory.
+    /// Checks an access to global memory.
     pub(super) fn global(
         &mut self,
         thread: u32,
@@ -78,7 +80,8 @@ impl Detector {
         self.arguments.touch(span, kind, &now).map_err(|wrong| wrong.cause(self.grid, kind, now.stamp))
     }
 
-    /// Judges an access to `bytes` of the shared memory, which the kernel computes as part of `tile`.
+    /// Checks an access to `bytes` of the shared memory, which the kernel computes as part of
+    /// `tile`.
     pub(super) fn shared(
         &mut self,
         thread: u32,
@@ -108,7 +111,7 @@ impl Detector {
 }
 
 impl Wrong {
-    /// The fault of a thread whose access of this `kind` at `now` is wrong.
+    /// Returns the fault of a thread whose access of this `kind` at `now` is wrong.
     #[cold]
     fn cause(self, grid: Grid, kind: Kind, now: Stamp) -> Cause {
         let access = |kind, stamp: Stamp| Access {

@@ -1,21 +1,22 @@
-//! Faults: what a kernel did that a GPU would leave undefined.
+//! Faults: behavior of a kernel that is undefined on a GPU.
 
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 
-/// A kernel that broke the rules of the machine, and where.
+/// A kernel's violation of the machine's rules, and its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// The line that launched it. For a captured launch: the line that recorded it.
+    /// The line that launched it. For a captured launch, the line that recorded it.
     pub launched_at: &'static Location<'static>,
-    /// The block's place in the grid. Zeros where the launch as a whole is at fault ([`Cause::Overrun`]).
+    /// The block's index in the grid. Zeros if the launch as a whole is at fault
+    /// ([`Cause::Overrun`]).
     pub block: [u32; 3],
-    /// The thread's place in the block.
+    /// The thread's index in the block.
     pub thread: u32,
-    /// What happened.
+    /// The cause.
     pub cause: Cause,
 }
 
@@ -25,32 +26,35 @@ pub struct Fault {
 pub enum Cause {
     /// The thread panicked: an index out of range, an assertion, an overflow.
     Panic {
-        /// The panic's own words.
+        /// The panic's message.
         message: String,
     },
     /// The thread waits for others that wait elsewhere or have ended.
     Divergence {
-        /// Where the thread waits, as `file:line`.
+        /// The line at which the thread waits, as `file:line`.
         waits_at: String,
-        /// The thread that did not come.
+        /// The thread that did not arrive.
         missing: u32,
-        /// Where that thread is.
+        /// The location of that thread.
         found: String,
     },
     /// The block wrote outside its dynamic shared memory.
     SharedOverrun {
-        /// The first byte that was hit, counted from the start of the shared memory. Negative: before it.
+        /// The first byte that was hit, counted from the start of the shared memory. Negative if it
+        /// lies before it.
         offset: i64,
         /// The bytes that the launch gave the block.
         size: usize,
     },
-    /// A write of which the emulator was not told changed bytes next to an argument. They have been put back.
+    /// A write that bypassed the emulator's checks changed bytes next to an argument. They have
+    /// been restored.
     Overrun {
         /// The argument's name.
         name: &'static str,
-        /// The element that was hit, counted from the argument's start. Negative: before it.
+        /// The element that was hit, counted from the argument's start. Negative if it lies before
+        /// it.
         element: i64,
-        /// Elements of the argument.
+        /// The number of the argument's elements.
         length: usize,
     },
     /// The thread's frames need more stack than the emulator gives a thread.
@@ -58,88 +62,89 @@ pub enum Cause {
         /// The bytes that the emulator gives.
         bytes: usize,
     },
-    /// The thread followed a pointer to where there is no memory.
+    /// The thread dereferenced a pointer to unmapped memory.
     NoMemory {
-        /// Where, as an element of the nearest argument. None where the processor does not tell the address.
+        /// The place, as an element of the nearest argument. None if the processor does not report
+        /// the address.
         place: Option<Place>,
     },
-    /// Two threads used the same memory, at least one of them wrote, and nothing orders the two.
+    /// Two threads accessed the same memory, at least one of them wrote, and nothing orders the
+    /// two.
     Race {
-        /// The memory that both used.
+        /// The memory that both accessed.
         place: Place,
-        /// What happened first, this time.
+        /// The access that happened first in this run.
         earlier: Box<Access>,
-        /// What the faulting thread did.
+        /// The access of the faulting thread.
         later: Access,
     },
-    /// The thread left the tensor, or the part of the shared memory, with which it computes.
+    /// The thread accessed memory outside its tensor, or outside its part of the shared memory.
     OutOfBounds {
-        /// Where it went.
+        /// The place that it accessed.
         place: Place,
-        /// Where it may go: elements of an argument, or bytes of shared memory.
+        /// The range that it may access: elements of an argument, or bytes of shared memory.
         bounds: Range<i64>,
-        /// Its access there.
+        /// The access.
         access: Access,
     },
-    /// The thread moved several elements in one access that does not begin where such an access
-    /// may.
+    /// The thread moved several elements in one access at a misaligned address.
     Misaligned {
-        /// Where it began.
+        /// The place at which the access began.
         place: Place,
-        /// The bytes of which its address must be a multiple.
+        /// The required alignment of its address in bytes.
         align: usize,
-        /// What it did there.
+        /// The access.
         access: Access,
     },
     /// The thread read shared memory that no thread of its block had written.
     Unwritten {
-        /// Where.
+        /// The place that was read.
         place: Place,
         /// The read.
         access: Access,
     },
 }
 
-/// A place in memory, as a kernel knows it.
+/// A place in memory, in terms of the kernel's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// An element of a parameter.
     Argument {
         /// The parameter's name.
         name: &'static str,
-        /// Elements from its start; negative: before it.
+        /// The number of elements from its start. Negative if it lies before it.
         element: i64,
     },
     /// The block's dynamic shared memory.
     Shared {
-        /// Bytes from its start; negative: before it.
+        /// The number of bytes from its start. Negative if it lies before it.
         byte: i64,
     },
     /// Global memory that belongs to no argument of the launch.
     Address(u64),
 }
 
-/// What an access does with memory.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It is read.
+    /// A read.
     Read,
-    /// It is written.
+    /// A write.
     Write,
 }
 
-/// One use of memory by a thread.
+/// One memory access of a thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// Read or written.
+    /// The kind: a read or a write.
     pub kind: Kind,
-    /// The block's place in the grid.
+    /// The block's index in the grid.
     pub block: [u32; 3],
-    /// The thread's place in the block.
+    /// The thread's index in the block.
     pub thread: u32,
-    /// Barriers that the block had passed.
+    /// The number of barriers that the block had passed.
     pub epoch: u32,
-    /// The source line. Where several lanes of a warp read the same memory: the line where one of them did.
+    /// The source line. If several lanes of a warp read the same memory, the line of one of them.
     pub location: &'static Location<'static>,
 }
 

@@ -1,23 +1,26 @@
-//! The bytes around what a launch writes. A kernel that changes them has left an argument, whatever pointer it used.
+//! Guards around the outputs of a launch. A kernel that changes them has written outside an
+//! argument, through any pointer.
 //!
-//! [`access`](super::access) sees the pointers that kernels pass to `vector.rs`. But a kernel may also write through a pointer of
-//! its own.
+//! [`access`](super::access) checks the pointers that kernels pass to `vector.rs`. But a kernel may
+//! also write through a pointer of its own.
 //!
 //! ```text
-//! an allocation   | ..  | compared: 1024 bytes | output | compared | another output | compared: 1024 bytes |  .. |
-//!                                                        fewer, where the next output or the allocation's end is nearer
+//! an allocation  | ..  | 1024 bytes | output | compared | another output | 1024 bytes |  .. |
+//!                       compared             fewer, if the next output or the        compared
+//!                                            allocation's end is nearer
 //! ```
-//! Invariant: after a launch the bytes around its outputs are as they were. Where a kernel changed them they are put back, and the
-//! launch is an error. Nothing is compared where another output begins.
+//! Invariant: after a launch the bytes around its outputs are unchanged. If a kernel changed them,
+//! they are restored, and the launch is an error. The compared bytes end where another output
+//! begins.
 
 use super::fault::Cause;
 use crate::launch::{Entry, Extent, Words};
 use std::ops::Range;
 
-/// Bytes on either side of an output.
+/// The compared bytes on either side of an output.
 const REACH: usize = 1024;
 
-/// What lay around the outputs of a launch before the launch.
+/// The bytes around a launch's outputs, saved before the launch.
 pub(super) struct Guards {
     zones: Vec<Zone>,
     /// The content of all zones.
@@ -33,10 +36,11 @@ struct Zone {
 }
 
 impl Guards {
-    /// `memory` says which range around an address the device has as one allocation.
+    /// Saves the guards. `memory` returns the device's allocation that contains an address.
     ///
     /// # Safety
-    /// The ranges that `memory` names can be read and written as bytes. Until [`Guards::check`] only the launch writes there.
+    /// The ranges that `memory` returns can be read and written as bytes. Until [`Guards::check`]
+    /// only the launch writes there.
     pub(super) unsafe fn new(entry: &Entry, words: &Words, memory: &dyn Fn(u64) -> Option<Range<u64>>) -> Self {
         let outputs = || words.extents().iter().filter(|extent| extent.written && extent.bytes() > 0);
         let mut guards = Self { zones: Vec::new(), before: Vec::new() };
@@ -46,7 +50,7 @@ impl Guards {
             }
             let Some(home) = memory(extent.address) else { continue };
             let [start, end] = ends(&extent);
-            // As far as the next output on either side.
+            // Up to the next output on either side.
             let below = outputs().map(|other| ends(other)[1]).filter(|&other| other <= start);
             let above = outputs().map(|other| ends(other)[0]).filter(|&other| other >= end);
             let from = below.fold((home.start as usize).max(start.saturating_sub(REACH)), usize::max);
@@ -63,10 +67,10 @@ impl Guards {
         guards
     }
 
-    /// Compares, and puts back what the launch changed.
+    /// Compares the guards, and restores the bytes that the launch changed.
     ///
     /// # Errors
-    /// The first element of an argument's surroundings that was changed.
+    /// Returns the first element near an argument that was changed.
     pub(super) fn check(self) -> Result<(), Cause> {
         let mut outcome = Ok(());
         let mut before = &*self.before;
@@ -79,7 +83,7 @@ impl Guards {
                 continue;
             }
             let differs = |at: &usize| now[*at] != saved[*at];
-            // The changed byte that is next to the argument.
+            // The changed byte that is closest to the argument.
             let is_below = start < extent.address as usize;
             let hit = if is_below { (0..bytes).rev().find(differs) } else { (0..bytes).find(differs) };
             let byte = start as i64 + hit.unwrap_or(0) as i64 - extent.address as i64;
@@ -93,7 +97,7 @@ impl Guards {
     }
 }
 
-/// The addresses of an extent's first byte, and of the first byte behind it.
+/// Returns the address of an extent's first byte, and the address one past its last.
 fn ends(extent: &Extent) -> [usize; 2] {
     let start = extent.address as usize;
     [start, start.saturating_add(extent.bytes())]

@@ -1,13 +1,15 @@
-//! What the lanes of a warp show each other: matrix instructions, which belong to a whole warp, are emulated with it.
+//! Exchange of addresses between a warp's lanes, for the emulation of instructions that belong to a
+//! whole warp, such as mma.
 //!
-//! Invariant: a lane has all addresses only when every lane of the warp has come to the same place.
+//! Invariant: a lane has all addresses only when every lane of the warp has reached the same call.
 
 use super::{Collective, WARP, current};
 
-/// Waits for all lanes of the warp, each with a `value`. Returns the addresses of all these values, by lane.
+/// Waits for all lanes of the warp, each with a `value`. Returns the addresses of all these values,
+/// by lane.
 ///
-/// The values must live until the lanes meet again. The caller makes sure of that: it calls [`sync_warp`](crate::warp::sync_warp)
-/// before its own value ends.
+/// The values must live until the lanes meet again. The caller therefore calls
+/// [`sync_warp`](crate::warp::sync_warp) before its own value ends.
 #[track_caller]
 pub fn lanes<T>(value: &T) -> [*const T; WARP as usize] {
     Collective::Gather(u32::MAX).wait(core::ptr::from_ref(value) as u64);

@@ -1,8 +1,7 @@
 //! The OS threads that run one device's launches.
 //!
-//! Invariant: a launch that never ends holds the threads of its own machine and the thread that called. It holds nothing that others wait
-//! for. Every block runs in IEEE 754's default mode, whatever the mode of the thread that launches
-//! it.
+//! Invariant: a launch that never ends blocks only the threads of its own machine and the calling
+//! thread. Every block runs in IEEE 754's default mode, independent of the launching thread's mode.
 
 use super::arguments::Arguments;
 use super::block::{Launch, Runner};
@@ -21,30 +20,33 @@ thread_local! {
     static RUNNER: RefCell<Runner> = RefCell::new(Runner::new());
 }
 
-/// Runs launches. The first launch of several blocks starts its threads. Dropping the machine waits for none of them: they end when they
-/// have nothing to do.
+/// A pool of OS threads that runs launches. The first launch of several blocks starts the threads.
+/// Dropping the machine does not wait for them: they end when they are idle.
 #[derive(Debug, Default)]
 pub struct Machine {
-    /// None where the system gives no threads, and under Miri. Blocks then run on the caller's thread.
+    /// The pool. None if the system cannot start threads, and under Miri. Blocks then run on the
+    /// caller's thread.
     pool: OnceLock<Option<ThreadPool>>,
 }
 
 impl Machine {
-    /// Runs every thread of `grid`, and returns when all have ended. While a thread of a rayon pool waits for one launch, another
-    /// launch may run on that thread too.
+    /// Runs every thread of `grid`, and returns when all have ended. While a thread of a rayon pool
+    /// waits for one launch, another launch may run on that thread too.
     ///
-    /// `memory` tells which range around an address the device has as one allocation. Where it answers none, nothing around the
-    /// argument is compared.
+    /// `memory` returns the device's allocation that contains an address. If it returns none,
+    /// nothing around the argument is compared.
     ///
     /// # Safety
-    /// `words` are the arguments of `entry` ([`Words::of`]). Its contract accepted them for this grid, and the memory that they name is
-    /// alive. The ranges that `memory` names can be read and written, and nobody else writes there until the launch has ended.
+    /// `words` are the arguments of `entry` ([`Words::of`]). Its contract accepted them for this
+    /// grid, and the memory that they refer to is alive. The ranges that `memory` returns can be
+    /// read and written, and only the launch writes there until it has ended.
     ///
     /// # Errors
-    /// The first [`Fault`] by block order. Later blocks may not have run.
+    /// Returns the first [`Fault`] by block order. Later blocks may not have run.
     ///
     /// # Panics
-    /// When the environment asks for a [`Mode`] that does not exist; and in a kernel, which cannot launch.
+    /// Panics if the environment selects a [`Mode`] that does not exist, and in a kernel, which
+    /// cannot launch.
     pub unsafe fn launch(
         &self,
         entry: &Entry,
@@ -57,9 +59,11 @@ impl Machine {
         let Mode { races, shuffle } = Mode::current();
         let arguments = Arguments::new(entry, words, races).into();
         let launch = Launch { entry, grid, words, arguments, watched: races, shuffle };
-        // SAFETY: the ranges that `memory` names can be read and written, and nobody else writes there until the check below.
+        // SAFETY: the ranges that `memory` returns can be read and written, and only the launch
+        // writes there until the check below.
         let guards = unsafe { Guards::new(entry, words, memory) };
-        // SAFETY: the words are the entry's arguments, its contract accepted them for this grid, and they name memory that is alive.
+        // SAFETY: the words are the entry's arguments, its contract accepted them for this grid,
+        // and they refer to memory that is alive.
         let outcome = unsafe { self.run(&launch) };
         let around = guards.check();
         outcome?;
@@ -67,13 +71,14 @@ impl Machine {
     }
 
     /// # Safety
-    /// As for [`Machine::launch`].
+    /// The caller meets the requirements of [`Machine::launch`].
     unsafe fn run(&self, launch: &Launch<'_>) -> Result<(), Fault> {
         let blocks = launch.grid.blocks();
         // Threads of the pool inherit a mode, and a kernel may change it, so each block sets it.
         let run = |index: u64| {
             float_mode::in_default(|| {
-                // SAFETY: the launch's words fit its entry, as `Machine::launch` asks.
+                // SAFETY: the caller of `Machine::launch` guarantees that the launch's words fit
+                // its entry.
                 RUNNER.with_borrow_mut(|runner| unsafe { runner.run(launch, index) })
             })
         };

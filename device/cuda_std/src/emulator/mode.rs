@@ -1,19 +1,20 @@
-//! How launches run: watched for races or not, in the usual order or in a shuffled one.
+//! The mode of launches: with or without race detection, in the usual order or in a shuffled one.
 //!
-//! Invariant: a kernel without races gives the same bits in every mode. A shuffled launch runs one block at a time. So a seed names
-//! one order of everything, and a fault that it shows can be shown again.
+//! Invariant: a kernel without races gives the same bits in every mode. A shuffled launch runs one
+//! block at a time. A seed therefore determines the complete order, and a fault that it reveals can
+//! be reproduced.
 
 use std::cell::Cell;
 use std::env;
 use std::sync::LazyLock;
 
-/// `1`: watch every launch for races.
+/// The variable that turns on race detection for every launch if it is `1`.
 const RACES_VARIABLE: &str = "STEPSCOPE_RACES";
-/// A seed: run blocks and threads in an order drawn from this seed.
+/// The variable with a seed, from which the order of blocks and threads is drawn.
 const SHUFFLE_VARIABLE: &str = "STEPSCOPE_SHUFFLE";
 
 static ENVIRONMENT: LazyLock<Result<Mode, String>> = LazyLock::new(|| {
-    // No value that has a meaning holds a replacement character.
+    // No valid value contains a replacement character.
     let value = |name| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     Mode::parse(value(RACES_VARIABLE).as_deref(), value(SHUFFLE_VARIABLE).as_deref())
 });
@@ -22,28 +23,31 @@ thread_local! {
     static SCOPE: Cell<Option<Mode>> = const { Cell::new(None) };
 }
 
-/// How the emulator runs a kernel, and what it watches meanwhile.
+/// The mode in which the emulator runs kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mode {
-    /// Whether races, reads of unwritten shared memory and accesses outside an argument are faults.
+    /// True if races, reads of unwritten shared memory and accesses outside an argument are faults.
     pub races: bool,
-    /// The seed of a shuffled order of blocks and threads. None: blocks run in parallel, threads ascend.
+    /// The seed of a shuffled order of blocks and threads. None: blocks run in parallel, and
+    /// threads in ascending order.
     pub shuffle: Option<u64>,
 }
 
 impl Mode {
-    /// Watched for races, in the usual order.
+    /// The mode with race detection, in the usual order.
     pub const RACES: Self = Self { races: true, shuffle: None };
 
-    /// What `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) ask for. Both are read once, at the first call.
+    /// Returns the mode that `STEPSCOPE_RACES` (0 or 1) and `STEPSCOPE_SHUFFLE` (a seed) select.
+    /// Both are read once, at the first call.
     ///
     /// # Errors
-    /// The value that has no meaning, and its variable.
+    /// Returns the invalid value and its variable.
     pub fn from_environment() -> Result<Self, String> {
         ENVIRONMENT.clone()
     }
 
-    /// Runs `code`. Launches that this OS thread makes meanwhile run in this mode, whatever the environment says.
+    /// Runs `code`. Launches that this OS thread makes meanwhile run in this mode, independent of
+    /// the environment.
     pub fn scope<R>(self, code: impl FnOnce() -> R) -> R {
         struct Outer(Option<Mode>);
         impl Drop for Outer {
@@ -55,15 +59,17 @@ impl Mode {
         code()
     }
 
-    /// The mode of the [`Mode::scope`] in which this OS thread is: for code that launches on another OS thread in its place.
+    /// Returns the mode of this OS thread's current [`Mode::scope`]. Code that launches on another
+    /// OS thread in its place needs it.
     pub fn of_thread() -> Option<Self> {
         SCOPE.get()
     }
 
-    /// The mode of a launch that this OS thread makes now.
+    /// Returns the mode of a launch that this OS thread makes now.
     ///
     /// # Panics
-    /// When the environment's variables have no meaning. Code that opens a device looks at them first.
+    /// Panics if the environment's variables are invalid. Code that opens a device checks them
+    /// first.
     pub(super) fn current() -> Self {
         SCOPE.get().unwrap_or_else(|| Self::from_environment().unwrap_or_else(|found| panic!("no mode: {found}")))
     }
@@ -79,7 +85,7 @@ impl Mode {
     }
 }
 
-/// A random order of things that may come in any order.
+/// A random permutation.
 #[derive(Debug)]
 pub(super) struct Order {
     things: Vec<u32>,
@@ -88,7 +94,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// An order of `0..count` that follows from `seed`, another one for each `stream`.
+    /// Returns a permutation of `0..count` derived from `seed`, a different one for each `stream`.
     pub(super) fn new(count: u32, seed: u64, stream: u64) -> Self {
         let random = seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95);
         let mut order = Self { things: (0..count).collect(), random };
@@ -96,7 +102,7 @@ impl Order {
         order
     }
 
-    /// Draws another order.
+    /// Draws another permutation.
     pub(super) fn draw(&mut self) {
         for end in (1..self.things.len()).rev() {
             let place = (u128::from(split_mix(&mut self.random)) * (end as u128 + 1)) >> 64;
@@ -104,12 +110,12 @@ impl Order {
         }
     }
 
-    /// Which thing comes at `place`.
+    /// Returns the item at `place`.
     pub(super) fn at(&self, place: u32) -> u32 {
         self.things[place as usize]
     }
 
-    /// The things in order.
+    /// Returns the items in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = u32> {
         self.things.iter().copied()
     }

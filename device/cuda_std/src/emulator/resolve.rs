@@ -1,6 +1,7 @@
-//! Which threads may go on: those at an operation to which all threads that take part have come.
+//! The threads that may resume: those at an operation that all participating threads have reached.
 //!
-//! Invariant: a thread becomes ready only when every thread that it waits for stands at the same operation at the same source line.
+//! Invariant: a thread becomes ready only when every thread that it waits for has reached the same
+//! operation at the same source line.
 
 use super::WARP;
 use super::block::Block;
@@ -9,7 +10,7 @@ use super::fault::Cause;
 use std::ops::Range;
 use std::panic::Location;
 
-/// Where a thread waits, and what it brought.
+/// The operation at which a thread waits, and its value.
 #[derive(Clone, Copy)]
 pub(super) struct Wait {
     pub(super) collective: Collective,
@@ -17,17 +18,18 @@ pub(super) struct Wait {
     pub(super) value: u64,
 }
 
-/// How far a thread has come.
+/// The progress of a thread.
 #[derive(Clone, Copy)]
 pub(super) enum State {
     Fresh,
-    /// Goes on at its next turn, on its carrier.
+    /// The thread resumes at its next turn, on its carrier.
     Ready,
     Waiting(Wait),
     Done,
 }
 
-/// Makes threads of `threads` ready where all lanes of their operation have come. Returns whether there are any.
+/// Makes threads of `threads` ready if all lanes of their operation have arrived. Returns true if
+/// there are any.
 pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     let mut states = block.states.borrow_mut();
     let mut exchange = block.exchange.borrow_mut();
@@ -45,8 +47,9 @@ pub(super) fn resolve_lanes(block: &Block, threads: Range<u32>) -> bool {
     progress
 }
 
-/// Called when no lanes can go on by themselves. Makes the block ready: all its threads must stand at one barrier. A thread that is
-/// missing now never comes, which is an error. False: every thread has ended.
+/// Makes the block ready, when no lanes can resume by themselves. All its threads must wait at one
+/// barrier. A thread that is missing now never arrives, which is an error. Returns false if every
+/// thread has ended.
 pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
     let mut states = block.states.borrow_mut();
     let mut exchange = block.exchange.borrow_mut();
@@ -78,7 +81,7 @@ pub(super) fn resolve_block(block: &Block) -> Result<bool, (u32, Cause)> {
     Ok(true)
 }
 
-/// The first of `threads` that does not stand at the operation of `wait`.
+/// Returns the first of `threads` that does not wait at the operation of `wait`.
 fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>) -> Option<u32> {
     threads.find(|&thread| match states.get(thread as usize) {
         Some(State::Waiting(other)) => {
@@ -89,7 +92,7 @@ fn missing(states: &[State], wait: Wait, mut threads: impl Iterator<Item = u32>)
     })
 }
 
-/// Hands out the results, and lets `threads` go on.
+/// Distributes the results, and makes `threads` ready.
 fn complete(
     states: &mut [State],
     exchange: &mut [u64],

@@ -1,20 +1,24 @@
-//! What each element of memory remembers: who wrote it last, and who has read it since.
+//! The shadow memory of each element: its last writer, and its readers since.
 //!
-//! The rules are FastTrack's (Flanagan and Freund, 2009). A write must follow the write before it and all reads since. A read must
-//! follow the last write. An access that follows another replaces it: whatever follows the later one follows both.
+//! The rules are FastTrack's (Flanagan and Freund, 2009). A write must follow the previous write
+//! and all reads since. A read must follow the last write. An access that follows another replaces
+//! it, because everything that follows the later one follows both.
 //!
 //! ```text
-//! readers of a cell     a read that follows all of them   a read that does not
-//! None                  Warp: it alone
-//! Warp: of one warp     Warp: it alone                    same warp: Warp, it too;  another warp: Many, one of the old and it
-//! Many: two of them     Warp: it alone                    Many, the same two; but the first of another block replaces one
+//! readers of a cell   a read that follows all of them   a read that does not
+//! None                Warp: only it
+//! Warp: of one warp   Warp: only it                     same warp: Warp, it too
+//!                                                       another warp: Many, one of the old and it
+//! Many: two of them   Warp: only it                     Many, the same two; but the first of
+//!                                                       another block replaces one
 //! a write must follow all readers, and leaves None
 //! ```
-//! Invariant: a cell that reports nothing holds all that it needs to judge the next access. Where there are many readers it keeps
-//! two. They are chosen so that no thread can follow both without following all.
+//! Invariant: a cell that reports nothing holds all the state that it needs to check the next
+//! access. If there are many readers it keeps two. They are chosen so that no thread can follow
+//! both without following all.
 //!
-//! One simplification: lanes of a warp may read an element at different times, with partial warp barriers between them. They count
-//! as having read it at the last of these times.
+//! One simplification: lanes of a warp may read an element at different times, with partial warp
+//! barriers between them. They are treated as having read it at the last of these times.
 
 use super::clock::{Now, Stamp};
 use super::fault::Kind;
@@ -22,32 +26,33 @@ use super::fault::Kind;
 /// An earlier access that the present one does not follow.
 pub(super) type Conflict = (Kind, Stamp);
 
-/// The memory of one element.
+/// The shadow cell of one element.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Cell {
     write: Option<Stamp>,
     readers: Readers,
 }
 
-/// Who has read an element since it was written.
+/// The readers of an element since it was written.
 #[derive(Clone, Copy, Debug, Default)]
 enum Readers {
     #[default]
     None,
-    /// Lanes of one warp, which count as reading at one time.
+    /// Lanes of one warp, which are treated as reading at one time.
     Warp { first: Stamp, lanes: u32 },
-    /// Threads of several warps: two of them, of two blocks where the readers are of several blocks.
+    /// Threads of several warps: two of them, from two blocks if the readers are from several
+    /// blocks.
     Many { first: Stamp, other: Stamp },
 }
 
 impl Cell {
-    /// Whether anything was written here.
+    /// True if anything was written here.
     #[inline]
     pub(super) fn is_written(&self) -> bool {
         self.write.is_some()
     }
 
-    /// Notes an access.
+    /// Records an access.
     #[inline]
     pub(super) fn touch(&mut self, kind: Kind, now: &Now<'_>) -> Result<(), Conflict> {
         match self.write {
@@ -76,7 +81,7 @@ impl Readers {
         }
     }
 
-    /// These readers, and one of another warp or another time.
+    /// Returns these readers with one more, of another warp or another time.
     fn and(self, now: &Now<'_>) -> Self {
         let stamp = now.stamp;
         let alone = Self::Warp { first: stamp, lanes: 1 << stamp.lane() };
@@ -94,7 +99,8 @@ impl Readers {
                 }
             }
             Self::Many { first, other } if now.follows(first) && now.follows(other) => alone,
-            // A barrier orders threads of one block. Nothing orders a reader of another block, so that one is kept.
+            // A barrier orders threads of one block. Nothing orders a reader of another block, so
+            // that one is kept.
             Self::Many { first, other } if first.block == other.block && stamp.block != first.block => {
                 Self::Many { first, other: stamp }
             }
@@ -102,7 +108,7 @@ impl Readers {
         }
     }
 
-    /// A reader that the access does not follow.
+    /// Returns a reader that the access does not follow.
     #[inline]
     fn not_followed(self, now: &Now<'_>) -> Option<Stamp> {
         match self {
@@ -115,7 +121,7 @@ impl Readers {
     }
 }
 
-/// The lanes of a mask, ascending.
+/// Returns the lanes of a mask, ascending.
 fn lanes_of(mut mask: u32) -> impl Iterator<Item = u32> {
     core::iter::from_fn(move || {
         let lane = mask.trailing_zeros();

@@ -1,11 +1,11 @@
-//! Source lines as small numbers, so that a cell of shadow memory can remember one.
+//! Source lines as small numbers, so that a shadow cell can store one.
 //!
-//! Invariant: a number names the same line for the life of the process.
+//! Invariant: a number refers to the same line for the life of the process.
 
 use std::panic::Location;
 use std::sync::{Mutex, PoisonError};
 
-/// A source line that touches memory.
+/// A source line that accesses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Site(u16);
 
@@ -22,13 +22,13 @@ impl Site {
         Self(u16::try_from(number).expect("at most 65,536 lines of kernels touch memory"))
     }
 
-    /// The line.
+    /// Returns the line.
     pub(super) fn location(self) -> &'static Location<'static> {
         LOCATIONS.lock().unwrap_or_else(PoisonError::into_inner)[usize::from(self.0)]
     }
 }
 
-/// The sites that a block met last. It finds them without a lock.
+/// A cache of the sites that a block used last, which needs no lock.
 pub(super) struct Sites {
     recent: [Option<(&'static Location<'static>, Site)>; Self::RECENT],
 }
@@ -40,7 +40,7 @@ impl Sites {
         Self { recent: [None; Self::RECENT] }
     }
 
-    /// The number of a line.
+    /// Returns the number of a line.
     #[inline]
     pub(super) fn of(&mut self, location: &'static Location<'static>) -> Site {
         let place = core::ptr::from_ref(location) as usize / size_of::<Location<'_>>() % Self::RECENT;

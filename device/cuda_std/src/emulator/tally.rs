@@ -1,22 +1,25 @@
-//! What watched launches touch of their arguments: `tests/predict.rs` holds the bytes of the cost model against it.
+//! Counts of the argument bytes that watched launches access. `tests/predict.rs` compares the cost
+//! model's bytes with them.
 //!
-//! Invariant: only what [`tally`] runs is counted, and what a launch touched is there when the launch is over.
+//! Invariant: only launches within [`tally`] are counted, and a launch's counts are complete when
+//! the launch is over.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 static LAUNCHES: Mutex<Option<Vec<Touched>>> = Mutex::new(None);
 
-/// What a launch touched.
+/// The bytes that a launch accessed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Touched {
-    /// The kernel.
+    /// The kernel's name.
     pub kernel: &'static str,
-    /// Its pointers that point to memory: name, and the bytes that were read or written at least once.
+    /// The pointers to memory: name, and the bytes that were read or written at least once.
     pub arguments: Vec<(&'static str, usize)>,
 }
 
-/// Runs `code`, and tells what every launch of the process touched meanwhile, as far as it was watched for races.
+/// Runs `code`, and returns the accesses of every launch of the process meanwhile that had race
+/// detection on.
 pub fn tally<R>(code: impl FnOnce() -> R) -> (R, Vec<Touched>) {
     struct End;
     impl Drop for End {
@@ -35,19 +38,19 @@ fn launches() -> std::sync::MutexGuard<'static, Option<Vec<Touched>>> {
     LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether launches are counted.
+/// True if launches are counted.
 pub(super) fn is_on() -> bool {
     launches().is_some()
 }
 
-/// Notes what a launch touched.
+/// Records the accesses of a launch.
 pub(super) fn note(touched: Touched) {
     if let Some(launches) = &mut *launches() {
         launches.push(touched);
     }
 }
 
-/// The bytes of an argument that were touched.
+/// The accessed bytes of an argument.
 #[derive(Default)]
 pub(super) struct Bytes(Vec<AtomicBool>);
 

@@ -1,19 +1,21 @@
-//! Faults of kernel threads that touch memory that does not exist: a frame beyond the end of its stack, a pointer to nowhere.
+//! Faults of kernel threads that access unmapped memory: a frame past the end of its stack, or an
+//! invalid pointer.
 //!
-//! The processor's fault arrives as SIGSEGV or SIGBUS. The handler ends the coroutine that ran, and leaves a note that says why.
-//! The coroutine returns to the scheduler as if it had come to its end.
+//! The processor's fault arrives as SIGSEGV or SIGBUS. The handler ends the running coroutine, and
+//! leaves a note with the reason. The coroutine returns to the scheduler as if it had completed.
 //!
-//! Values that the thread held are forgotten, not dropped. So it must not hold anything that others wait for. A kernel's own code, which
-//! makes frames and follows pointers, holds nothing like that.
+//! Values that the thread held are leaked, not dropped. It must therefore hold nothing that others
+//! wait for. A kernel's own code, which makes frames and dereferences pointers, holds nothing like
+//! that.
 //!
-//! Invariant: any other fault goes to the handler that was there before.
+//! Invariant: any other fault goes to the previous handler.
 
 use super::block::Block;
 use super::{CURRENT, fault::Cause, stack::STACK_BYTES};
 use corosensei::trap::CoroutineTrapHandler;
 use std::cell::{Cell, RefCell};
 
-/// The coroutines of an OS thread, and why the one that ran last was ended.
+/// The coroutines of an OS thread, and the reason why the last one was ended.
 #[derive(Default)]
 pub(super) struct Traps {
     coroutines: RefCell<Vec<Trap>>,
@@ -24,30 +26,30 @@ pub(super) struct Traps {
 #[derive(Clone, Copy)]
 pub(super) struct Trap {
     pub(super) handler: CoroutineTrapHandler<()>,
-    /// The lowest address of the stack. One page from there on is the guard page.
+    /// The lowest address of the stack. The guard page is one page from there on.
     pub(super) limit: usize,
 }
 
-/// Why a coroutine was ended.
+/// The reason why a coroutine was ended.
 #[derive(Clone, Copy)]
 enum Note {
     StackOverflow,
-    /// There is no memory at the address. None where the processor does not tell the address.
+    /// There is no memory at the address. None if the processor does not report the address.
     NoMemory(Option<usize>),
 }
 
 impl Traps {
-    /// Notes a new coroutine.
+    /// Adds a new coroutine.
     pub(super) fn add(&self, trap: Trap) {
         self.coroutines.borrow_mut().push(trap);
     }
 
-    /// Forgets all coroutines, which are gone.
+    /// Forgets all coroutines, which have been dropped.
     pub(super) fn clear(&self) {
         self.coroutines.borrow_mut().clear();
     }
 
-    /// Why the thread's coroutine was ended.
+    /// Returns the reason why the thread's coroutine was ended.
     pub(super) fn cause(&self, block: &Block) -> Cause {
         match self.note.take() {
             Some(Note::StackOverflow) => Cause::StackOverflow { bytes: STACK_BYTES },
@@ -65,24 +67,24 @@ mod signal {
     use std::ptr::{null, null_mut};
     use std::sync::OnceLock;
 
-    /// Bytes of an OS thread's stack for signals.
+    /// The bytes of an OS thread's signal stack.
     const SIGNAL_STACK_BYTES: usize = 64 * 1024;
 
     const SIGNALS: [c_int; 2] = [SIGSEGV, SIGBUS];
 
-    /// What the process did about each signal before.
+    /// The process's previous action for each signal.
     static BEFORE: [OnceLock<sigaction>; 2] = [OnceLock::new(), OnceLock::new()];
 
-    /// The stack on which this OS thread handles signals, where it had none.
+    /// The stack on which this OS thread handles signals, if it had none.
     pub(in super::super) struct SignalStack {
         mapped: Option<*mut c_void>,
     }
 
     impl SignalStack {
-        /// Makes sure that this thread's faults reach the handler, on a stack of their own.
+        /// Ensures that this thread's faults reach the handler, on a separate stack.
         pub(in super::super) fn new() -> Self {
             listen();
-            // SAFETY: asks for this thread's signal stack.
+            // SAFETY: the call only queries this thread's signal stack.
             let has_one = unsafe {
                 let mut stack = MaybeUninit::<stack_t>::zeroed();
                 libc::sigaltstack(null(), stack.as_mut_ptr()) != 0
@@ -92,7 +94,7 @@ mod signal {
                 return Self { mapped: None };
             }
             let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            // SAFETY: a new mapping. Only this thread's signals use it, until `drop` takes it from them.
+            // SAFETY: a new mapping. Only this thread's signals use it, until `drop` revokes it.
             let mapped = unsafe {
                 let memory = libc::mmap(null_mut(), SIGNAL_STACK_BYTES, access, kind, -1, 0);
                 let stack = stack_t { ss_sp: memory, ss_flags: 0, ss_size: SIGNAL_STACK_BYTES };
@@ -106,7 +108,8 @@ mod signal {
         fn drop(&mut self) {
             if let Some(memory) = self.mapped {
                 let none = stack_t { ss_sp: null_mut(), ss_flags: libc::SS_DISABLE, ss_size: SIGNAL_STACK_BYTES };
-                // SAFETY: `new` mapped it for this thread, whose signals no longer use it. No handler runs here.
+                // SAFETY: `new` mapped it for this thread, whose signals no longer use it. No
+                // handler runs here.
                 unsafe {
                     libc::sigaltstack(&none, null_mut());
                     libc::munmap(memory, SIGNAL_STACK_BYTES);
@@ -115,19 +118,20 @@ mod signal {
         }
     }
 
-    /// Sets the handler of each signal, once.
+    /// Installs the handler of each signal, once.
     fn listen() {
         for (signal, before) in SIGNALS.into_iter().zip(&BEFORE) {
             before.get_or_init(|| take(signal));
         }
     }
 
-    /// Sets the handler. Returns what was set before.
+    /// Installs the handler. Returns the previous action.
     fn take(signal: c_int) -> sigaction {
         let mut before = MaybeUninit::<sigaction>::zeroed();
         let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
-        // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO asks for. It touches only what the faulting
-        // thread has, and `BEFORE`, which is empty for a fault before this call ends.
+        // SAFETY: zeros are a valid action. The handler has the signature that SA_SIGINFO requires.
+        // It accesses only the faulting thread's state, and `BEFORE`, which is empty for a fault
+        // before this call ends.
         unsafe {
             let mut action = MaybeUninit::<sigaction>::zeroed().assume_init();
             action.sa_sigaction = handler as usize;
@@ -141,19 +145,20 @@ mod signal {
         // SAFETY: the system's kernel passes both, and both live for the time of the call.
         let is_ours = unsafe { end_coroutine(&*info, &mut *context.cast::<ucontext_t>()) };
         if !is_ours {
-            // SAFETY: as above.
+            // SAFETY: the arguments are those of the handler.
             unsafe { pass_on(signal, info, context) };
         }
     }
 
-    /// Whether the fault is a kernel thread's. If so, the thread goes on where its coroutine ends.
+    /// True if the fault is a kernel thread's. The thread then continues where its coroutine ends.
     ///
     /// # Safety
     /// The signal's handler calls it, with its own `info` and `context`.
     unsafe fn end_coroutine(info: &siginfo_t, context: &mut ucontext_t) -> bool {
-        // SAFETY: a block that is set is alive: this is its OS thread, in the middle of the block's work. (The block is not kept.)
+        // SAFETY: a block that is set is alive, because this is its OS thread, executing the block.
+        // The reference is not kept.
         let Some(block) = (unsafe { CURRENT.get().as_ref() }) else { return false };
-        // A process sent the signal: no fault.
+        // A process sent the signal, so it is not a fault.
         if info.si_code <= 0 {
             return false;
         }
@@ -163,15 +168,17 @@ mod signal {
         let Some(trap) = coroutines.iter().find(|trap| trap.handler.stack_ptr_in_bounds(stack_pointer)) else {
             return false;
         };
-        // SAFETY: both signals come with an address, except where no memory can be at all (SI_KERNEL).
+        // SAFETY: both signals come with an address, except for addresses that can hold no memory
+        // at all (SI_KERNEL).
         let address = (info.si_code != libc::SI_KERNEL).then(|| unsafe { info.si_addr() } as usize);
-        // SAFETY: asks for a constant of the system.
+        // SAFETY: the call queries a constant of the system.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let overflow = address.is_some_and(|address| address.wrapping_sub(trap.limit) < page);
         traps.note.set(Some(if overflow { Note::StackOverflow } else { Note::NoMemory(address) }));
-        // SAFETY: the stack pointer is in the coroutine, which is alive, since it runs. Outside its stack a kernel thread writes the
-        // launch's outputs and shared memory, which are of no use after a fault. It also writes the block's own cells: by whole
-        // words, and the scheduler reads them only to learn which thread ran.
+        // SAFETY: the stack pointer is in the coroutine, which is alive, because it runs. Outside
+        // its stack a kernel thread writes the launch's outputs and shared memory, which are
+        // discarded after a fault. It also writes the block's own cells, by whole words. The
+        // scheduler reads them only to determine which thread ran.
         let registers = unsafe { trap.handler.setup_trap_handler(|| ()) };
         go_on(context, registers);
         true
@@ -212,15 +219,16 @@ mod signal {
         }
     }
 
-    /// Does what the process did about the signal before.
+    /// Performs the process's previous action for the signal.
     ///
     /// # Safety
     /// The signal's handler calls it, with its own arguments.
     unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
         let before = SIGNALS.iter().zip(&BEFORE).find(|&(&of, _)| of == signal).and_then(|(_, before)| before.get());
         let before = before.filter(|before| ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction));
-        // SAFETY: a handler that was set has the signature that its flags name. Without one, the default ends the process: when the fault
-        // comes again, or now, where a process sent the signal.
+        // SAFETY: a previous handler has the signature that its flags name. If there is none, the
+        // default action ends the process: when the fault recurs, or now, if a process sent the
+        // signal.
         unsafe {
             match before {
                 Some(before) if before.sa_flags & libc::SA_SIGINFO != 0 => {
@@ -246,7 +254,7 @@ mod signal {
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
 pub(super) use signal::SignalStack;
 
-/// Elsewhere a fault ends the process.
+/// A stub for other systems, where a fault ends the process.
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
 pub(super) struct SignalStack;
 

@@ -1,12 +1,14 @@
 //! The arithmetic of contracts.
 //!
-//! Invariant: a [`Size`] is the exact result of what it was computed from, or it is no number at all. So a contract that compares
-//! it with a length is right for arguments of any size, with overflow checks and without.
+//! Invariant: a [`Size`] is either the exact result of its computation, or overflowed. A contract
+//! that compares it with a length is therefore correct for arguments of any size, with and without
+//! overflow checks.
 
 use core::fmt;
 
-/// A number of elements, of rows or of blocks that a contract computes. What does not fit a word, or divides by zero, stays
-/// overflowed whatever follows: it equals no length and fits no limit, so the contract refuses.
+/// A number of elements, rows or blocks that a contract computes. A result that does not fit a
+/// word, or a division by zero, makes it overflowed for good. An overflowed size equals no length
+/// and fits no limit, so the contract rejects it.
 ///
 /// ```
 /// use cuda_std::launch::Size;
@@ -18,46 +20,46 @@ use core::fmt;
 pub struct Size(Option<usize>);
 
 impl Size {
-    /// A number as it is.
+    /// Returns a number as a size.
     pub fn of(number: impl Into<Self>) -> Self {
         number.into()
     }
 
-    /// The product.
+    /// Returns the product.
     #[must_use]
     pub fn times(self, factor: impl Into<Self>) -> Self {
         self.with(factor, usize::checked_mul)
     }
 
-    /// The sum.
+    /// Returns the sum.
     #[must_use]
     pub fn plus(self, other: impl Into<Self>) -> Self {
         self.with(other, usize::checked_add)
     }
 
-    /// The difference.
+    /// Returns the difference.
     #[must_use]
     pub fn less(self, other: impl Into<Self>) -> Self {
         self.with(other, usize::checked_sub)
     }
 
-    /// The quotient, rounded up: how many chunks of `divisor` cover it.
+    /// Returns the quotient, rounded up: the number of chunks of `divisor` that cover it.
     #[must_use]
     pub fn div_ceil(self, divisor: impl Into<Self>) -> Self {
         self.with(divisor, |number, divisor| (divisor > 0).then(|| number.div_ceil(divisor)))
     }
 
-    /// Whether it is this length.
+    /// True if it equals `length`.
     pub fn is(self, length: usize) -> bool {
         self.0 == Some(length)
     }
 
-    /// Whether it is no more than this.
+    /// True if it is at most `limit`.
     pub fn at_most(self, limit: usize) -> bool {
         self.0.is_some_and(|number| number <= limit)
     }
 
-    /// The number, if it is one.
+    /// Returns the number, unless it overflowed.
     pub fn number(self) -> Option<usize> {
         self.0
     }
@@ -79,7 +81,7 @@ impl From<u32> for Size {
     }
 }
 
-/// What a literal is; a negative number is no size.
+/// The conversion of a literal. A negative number is overflowed.
 impl From<i32> for Size {
     fn from(number: i32) -> Self {
         Self(usize::try_from(number).ok())

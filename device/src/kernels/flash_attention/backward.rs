@@ -1,7 +1,8 @@
-//! The backward pass: the gradient of a block's queries, and those of a block's keys and values (Dao, 2023). Scores and dp are computed
-//! again in both, so that each sum has one block and no atomics.
+//! The backward pass: the gradient of a block's queries, and the gradients of a block's keys and
+//! values (Dao, 2023). Both kernels recompute scores and dp, so that each sum belongs to one block
+//! and needs no atomics.
 //!
-//! Invariant: p is computed from the score and `lse` in the same way in both.
+//! Invariant: both kernels compute p from the score and `lse` in the same way.
 
 use super::place::{Place, Problem, Rows};
 use super::shape::{ACROSS, COLUMNS, PAIRS, Shape, TILE};
@@ -15,13 +16,15 @@ use crate::vector::{F4, load, store};
 use crate::warp::Row;
 use cuda_std::warp;
 
-/// A pair's weight. `lse` is no less than the query's largest score, whose bits are those of the forward pass: its sum is at least 1.
+/// Returns the weight p of a (query, key) pair. The exponent is never positive. The score has the
+/// forward pass's bits, and the softmax's sum is at least 1. `lse` is therefore at least the
+/// query's largest score.
 #[inline(always)]
 fn weight(dot: f32, scale: f32, lse: f32) -> f32 {
     math::exp_negative(dot * scale - lse)
 }
 
-/// Writes a thread's sums of the block's own rows, times `factor`; 0 for tokens that do not exist.
+/// Writes a thread's sums of the resident rows, times `factor`. Tokens that do not exist get 0.
 ///
 /// # Safety
 /// The rows lie inside `out`, up to token `tokens`.
@@ -55,7 +58,8 @@ unsafe fn write<const EACH: usize, const CHUNKS: usize>(
 /// Computes dq of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+/// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks of columns. All
+/// threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
     problem: Problem<'_, f32>,
@@ -66,8 +70,8 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
     let (width, used) = (problem.width, Shape::chunks_of(problem.width));
-    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
-    // agree on tiles and chunks.
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. All
+    // threads loop over the same tiles and chunks, so they reach every barrier.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
         let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
@@ -121,7 +125,8 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
                     });
                 }
             });
-            // The block waits before it reads them. It has waited since it last read pairs.
+            // The barrier in `turn` precedes the reads of these pairs. A barrier also separates
+            // this write from the previous reads.
             memory.set_pairs(&pairs);
             unroll_on_gpu!(at < CHUNKS => {
                 let chunk = at as u32;
@@ -146,7 +151,7 @@ pub(super) unsafe fn queries<const EACH: usize, const CHUNKS: usize>(
 /// Computes dk and dv of this block's keys.
 ///
 /// # Safety
-/// As for [`queries`].
+/// The caller meets the requirements of [`queries`].
 #[inline(always)]
 pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
     problem: Problem<'_, f32>,
@@ -157,7 +162,7 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
     let (width, used) = (problem.width, Shape::chunks_of(problem.width));
-    // SAFETY: as in `queries`.
+    // SAFETY: the argument in `queries` holds here too.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(2);
         let Place { sample, head: kv_head, first, sight } = Place::new(&problem, rows, problem.kv_heads, false);
@@ -175,7 +180,7 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
         }
         let mut head = first_head;
         while head < first_head + heads {
-            // Computed again for each chunk, as what follows from them in `copy`.
+            // Recomputed for each chunk, as are the addresses that `copy` derives from them.
             let q = || problem.rows(0, sample, opaque(head));
             let gradients = || problem.output_rows(dout, sample, opaque(head));
             let statistics = problem.statistics(sample, head);
@@ -251,13 +256,14 @@ pub(super) unsafe fn keys<const EACH: usize, const CHUNKS: usize>(
     }
 }
 
-/// Writes pairs over those that the lanes of the warp have just read.
+/// Overwrites the pairs that the lanes of the warp have just read.
 ///
 /// # Safety
 /// All lanes of the warp call it together.
 #[inline(always)]
 unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<EACH, CHUNKS>, pairs: &Pairs<EACH>) {
-    // SAFETY: all lanes are here, as the caller promises. No other warp reads the pairs of this one's rows.
+    // SAFETY: the caller guarantees that all lanes of the warp execute this. No other warp reads
+    // the pairs of this warp's rows.
     unsafe { warp::sync_warp(u32::MAX) };
     memory.set_pairs(pairs);
 }
@@ -265,10 +271,12 @@ unsafe fn replace_pairs<const EACH: usize, const CHUNKS: usize>(memory: &Memory<
 /// Computes the row's element of delta.
 ///
 /// # Safety
-/// The row lies inside `out` and `dout`, and its element inside `delta`. Its lanes call it together.
+/// The row lies inside `out` and `dout`, and its element inside `delta`. The row's lanes call it
+/// together.
 #[inline(always)]
 pub(super) unsafe fn delta<S: Stored>(row: Row, out: &[S], dout: &[S], [tokens, heads, width]: [u32; 3], to: *mut f32) {
-    // SAFETY: as the caller promises; a head has at most 256 columns, which four vectors of each lane hold.
+    // SAFETY: the caller guarantees that the row lies inside; a head has at most 256 columns, which
+    // four vectors of each lane hold.
     unsafe {
         let cols = width as usize;
         let mut sum = F4::splat(0.0);

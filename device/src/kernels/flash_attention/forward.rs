@@ -1,5 +1,5 @@
-//! The forward pass of a block's queries: softmax and its product with v in one pass over the keys (Milakov and Gimelshein, "Online
-//! normalizer calculation for softmax", 2018; Dao, 2023).
+//! The forward pass of a block's queries: online softmax and its product with v in one pass over
+//! the keys (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, 2023).
 //!
 //! Invariant: the lanes of a row have the same maximum and sum, bit for bit.
 
@@ -15,7 +15,8 @@ use cuda_std::GpuFloat;
 /// Computes the output of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks of columns. All threads of the block call it together.
+/// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks of columns. All
+/// threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
     problem: Problem<'_, f32>,
@@ -24,8 +25,9 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
 ) {
     let rows = Memory::<EACH, CHUNKS>::ROWS;
     let (width, used) = (problem.width, Shape::chunks_of(problem.width));
-    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
-    // agree on tiles and chunks. The lanes of a row come together to what they combine.
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. All
+    // threads loop over the same tiles and chunks, so they reach every barrier. The lanes of a row
+    // are converged at every shuffle.
     unsafe {
         let mut memory = Memory::<EACH, CHUNKS>::new(1);
         let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
@@ -61,11 +63,11 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
                     unroll_on_gpu!(k < PAIRS => {
                         let score = pairs[r][k] * problem.scale;
                         pairs[r][k] = if seen >> (PAIRS * r + k) & 1 == 0 { f32::NEG_INFINITY } else { score };
-                        // `larger` may lose a NaN. The sum finds it.
+                        // `larger` may drop a NaN. The sum propagates it.
                         most = larger(most, pairs[r][k]);
                     });
                     most = larger(largest[r], combine_lanes(memory.mask(), ACROSS, most, larger));
-                    // Of a query that has seen no key yet.
+                    // The base is 0 for a query that has seen no key yet.
                     let base = if most == f32::NEG_INFINITY { 0.0 } else { most };
                     let factor = math::exp_negative(largest[r] - base);
                     let mut sum = 0.0;
@@ -78,7 +80,8 @@ pub(super) unsafe fn forward<const EACH: usize, const CHUNKS: usize>(
                     unroll_on_gpu!(at < CHUNKS => { sums[at][r] = sums[at][r] * F4::splat(factor) });
                 }
             });
-            // The block waits before it reads them. It has waited since it last read pairs.
+            // The barrier in `turn` precedes the reads of these pairs. A barrier also separates
+            // this write from the previous reads.
             memory.set_pairs(&pairs);
 
             unroll_on_gpu!(at < CHUNKS => {

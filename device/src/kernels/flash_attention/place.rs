@@ -1,8 +1,10 @@
-//! Where the rows of a head lie, who sees whom, and what a contract asks of the sizes.
+//! The location of a head's rows, the attention mask, and the size checks of the contracts.
 //!
 //! ```text
-//! packed     token: | q0 | q1 | q2 | q3 | k0 | k1 | v0 | v1 |      heads = 4, kv_heads = 2; stride: the whole row
-//! stacked    q, token: | q0 | q1 |  then k, token: | k0 | k1 |  then v; stride: heads width
+//! packed   token: | q0 | q1 | q2 | q3 | k0 | k1 | v0 | v1 |    heads = 4, kv_heads = 2
+//!          stride: the whole row
+//! stacked  q, token: | q0 | q1 |  then k, token: | k0 | k1 |  then v
+//!          stride: heads width
 //! ```
 
 use crate::block::divide;
@@ -11,7 +13,7 @@ use crate::vector::load;
 use cuda_std::launch::{Size, Violation};
 use cuda_std::thread;
 
-/// What a kernel is given to attend to.
+/// The inputs of an attention kernel.
 #[derive(Clone, Copy)]
 pub(crate) struct Problem<'k, S> {
     pub(crate) qkv: &'k [S],
@@ -30,20 +32,21 @@ pub(crate) struct Problem<'k, S> {
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'k, S> {
     pub(crate) values: &'k [S],
-    /// The index of token 0's first column, and elements from a token to the next.
+    /// The index of token 0's first column, and the distance in elements from one token to the
+    /// next.
     pub(crate) start: usize,
     pub(crate) stride: usize,
 }
 
 impl<'k, S: Copy> Problem<'k, S> {
-    /// Elements from a token to the next in `qkv`.
+    /// The distance in elements from one token to the next in `qkv`.
     #[inline(always)]
     fn stride(&self) -> usize {
         let heads = if self.stacked == 0 { self.heads + 2 * self.kv_heads } else { self.heads };
         heads as usize * self.width as usize
     }
 
-    /// The rows of a head of q (`part` 0), k (1) or v (2).
+    /// Returns the rows of a head of q (`part` 0), k (1) or v (2).
     #[inline(always)]
     pub(crate) fn rows(&self, part: u32, sample: usize, head: u32) -> Rows<'k, S> {
         let (stride, width) = (self.stride(), self.width as usize);
@@ -57,50 +60,51 @@ impl<'k, S: Copy> Problem<'k, S> {
         Rows { values: self.qkv, start, stride }
     }
 
-    /// The rows of a query head in an array like the output.
+    /// Returns the rows of a query head in an array with the shape of the output.
     #[inline(always)]
     pub(crate) fn output_rows<'v>(&self, values: &'v [S], sample: usize, head: u32) -> Rows<'v, S> {
         let (stride, width) = (self.heads as usize * self.width as usize, self.width as usize);
         Rows { values, start: sample * self.tokens as usize * stride + head as usize * width, stride }
     }
 
-    /// Where the numbers of a query head's tokens start in `lse` and `delta`.
+    /// Returns the index in `lse` and `delta` of a query head's first token.
     #[inline(always)]
     pub(crate) fn statistics(&self, sample: usize, head: u32) -> usize {
         (sample * self.heads as usize + head as usize) * self.tokens as usize
     }
 
-    /// The query heads of a key head.
+    /// The number of query heads of a key head.
     #[inline(always)]
     pub(crate) fn group(&self) -> u32 {
         self.heads / self.kv_heads
     }
 }
 
-/// What a block owns: rows of one head of one sample.
+/// A block's resident rows: rows of one head of one sample.
 #[derive(Clone, Copy)]
 pub(crate) struct Place<'k> {
     pub(crate) sample: usize,
     pub(crate) head: u32,
     /// The first row.
     pub(crate) first: u32,
-    /// Who sees whom in this sample.
+    /// The attention mask of this sample.
     pub(crate) sight: Sight<'k>,
 }
 
 impl<'k> Place<'k> {
-    /// This block's, where blocks own `rows` rows of each of `heads` heads. `backwards`: the last rows come first, since under a causal
-    /// mask they have the most to do.
+    /// Returns this block's place, for blocks with `rows` resident rows of each of `heads` heads.
+    /// If `backwards`, the last rows come first, because they have the most work under a causal
+    /// mask.
     ///
     /// # Safety
     /// The contract has accepted the problem, and `heads` is one of its numbers of heads.
     #[inline(always)]
     pub(crate) unsafe fn new<S: Copy>(problem: &Problem<'k, S>, rows: u32, heads: u32, backwards: bool) -> Self {
         let tiles = problem.tokens.div_ceil(rows);
-        // SAFETY: there are tokens and heads, as the contract has checked.
+        // SAFETY: the contract has checked that there are tokens and heads.
         let ((number, tile), heads) =
             unsafe { (divide(thread::block_idx_x() as usize, tiles as usize), heads as usize) };
-        // SAFETY: as above.
+        // SAFETY: the contract has checked that there are heads.
         let (sample, head) = unsafe { divide(number, heads) };
         let tile = if backwards { tiles - 1 - tile as u32 } else { tile as u32 };
         let length = if problem.lengths.is_empty() {
@@ -120,25 +124,25 @@ impl<'k> Place<'k> {
     }
 }
 
-/// Which keys a query sees.
+/// The attention mask of a sample: which keys a query sees.
 #[derive(Clone, Copy)]
 pub(crate) struct Sight<'k> {
     documents: &'k [u32],
-    /// The sample's first element of `documents`.
+    /// The index in `documents` of the sample's first token.
     start: usize,
-    /// Tokens that exist.
+    /// The number of tokens that exist.
     pub(crate) length: u32,
     window: u32,
 }
 
 impl Sight<'_> {
-    /// Whether query `i` sees key `j`, documents aside.
+    /// True if query `i` sees key `j`, ignoring documents.
     #[inline(always)]
     pub(crate) fn sees(self, i: u32, j: u32) -> bool {
         i < self.length && j < self.length && (self.window == 0 || (j <= i && i - j < self.window))
     }
 
-    /// The keys that query `i` sees, from and until, documents aside.
+    /// Returns the range of keys that query `i` sees, ignoring documents.
     #[inline(always)]
     pub(crate) fn keys_seen(self, i: u32) -> [u32; 2] {
         if i >= self.length {
@@ -150,7 +154,7 @@ impl Sight<'_> {
         }
     }
 
-    /// The queries that see key `j`, from and until, documents aside.
+    /// Returns the range of queries that see key `j`, ignoring documents.
     #[inline(always)]
     pub(crate) fn queries_seeing(self, j: u32) -> [u32; 2] {
         if j >= self.length {
@@ -163,13 +167,14 @@ impl Sight<'_> {
         }
     }
 
-    /// Whether tokens belong to documents.
+    /// True if there is a document mask.
     #[inline(always)]
     pub(crate) fn has_documents(self) -> bool {
         !self.documents.is_empty()
     }
 
-    /// The document of a token; of one that does not exist, and without documents, any number.
+    /// Returns the document of a token. Returns 0 for a token that does not exist, and if there is
+    /// no document mask.
     #[inline(always)]
     pub(crate) fn document(self, token: u32) -> u32 {
         if self.documents.is_empty() || token >= self.length {
@@ -179,21 +184,22 @@ impl Sight<'_> {
         unsafe { load(self.documents, self.start + token as usize) }
     }
 
-    /// Whether each of `queries` rows from `i` sees each of `keys` rows from `j`.
+    /// True if each of `queries` rows from `i` sees each of `keys` rows from `j`.
     #[inline(always)]
     pub(crate) fn all_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
         let in_window = self.window == 0 || (j + keys - 1 <= i && i + queries - 1 - j < self.window);
         self.documents.is_empty() && i + queries <= self.length && j + keys <= self.length && in_window
     }
 
-    /// Whether none of `queries` rows from `i` sees any of `keys` rows from `j`, documents aside.
+    /// True if none of `queries` rows from `i` sees any of `keys` rows from `j`, ignoring
+    /// documents.
     #[inline(always)]
     pub(crate) fn none_seen(self, [i, queries]: [u32; 2], [j, keys]: [u32; 2]) -> bool {
         let outside = self.window != 0 && (j >= i + queries || i >= (j + keys - 1).saturating_add(self.window));
         outside || i >= self.length || j >= self.length
     }
 
-    /// The tiles of `tile` keys, from and until, that some of `rows` queries from `first` sees.
+    /// Returns the range of key tiles of `tile` rows that any of `rows` queries from `first` sees.
     #[inline(always)]
     pub(crate) fn keys_of(self, first: u32, rows: u32, tile: u32) -> [u32; 2] {
         if first >= self.length {
@@ -207,7 +213,7 @@ impl Sight<'_> {
         [from / tile, end.div_ceil(tile)]
     }
 
-    /// The tiles of `tile` queries, from and until, that see some of `rows` keys from `first`.
+    /// Returns the range of query tiles of `tile` rows that see any of `rows` keys from `first`.
     #[inline(always)]
     pub(crate) fn queries_of(self, first: u32, rows: u32, tile: u32) -> [u32; 2] {
         if first >= self.length {
@@ -216,7 +222,7 @@ impl Sight<'_> {
         if self.window == 0 {
             return [0, self.length.div_ceil(tile)];
         }
-        // The last key is seen by `window - 1` queries behind its own.
+        // The last key is seen by its own query and the `window - 1` after it.
         let last = first + rows - 1;
         let end = if self.window < self.length && last < self.length - self.window {
             last + self.window
@@ -227,7 +233,7 @@ impl Sight<'_> {
     }
 }
 
-/// The sizes of a launch, which hold together.
+/// The checked sizes of a launch.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy)]
 pub(crate) struct Sizes {
@@ -239,13 +245,14 @@ pub(crate) struct Sizes {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Sizes {
-    /// What `length` elements of `qkv` hold, or what is wrong with the numbers. Widths are multiples of `step`, up to `widest`.
+    /// Returns the sizes of a `qkv` with `length` elements, or the violation. Widths are multiples
+    /// of `step`, up to `widest`.
     pub(crate) fn new(
         length: usize,
         [tokens, heads, kv_heads, width, stacked]: [u32; 5],
         (step, widest): (u32, usize),
     ) -> Result<Self, Violation> {
-        // A block also numbers the rows of a tile that lie beyond the last token.
+        // A block also numbers the rows of a tile past the last token.
         Violation::unless((1..1 << 31).contains(&tokens), "tokens", "1 to 2^31 - 1", tokens)?;
         Violation::unless(heads > 0, "heads", "at least 1", heads)?;
         let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && (stacked == 0 || heads == kv_heads);
@@ -254,23 +261,23 @@ impl Sizes {
         let suits = width > 0 && width as usize <= widest;
         Violation::unless(suits, "width", "at least 1, up to that of the kernel", width)?;
         let all_heads = Size::of(kv_heads).times(2).plus(heads);
-        // Numbers of heads are added as words of 32 bits.
+        // Kernels add numbers of heads in 32 bits.
         Violation::unless(all_heads.at_most(u32::MAX as usize), "heads", "fewer than 2^32 heads in all", heads)?;
         let samples = crate::warp::rows_in("qkv", length, all_heads.times(width).times(tokens))?;
         Ok(Self { samples, tokens, heads, width })
     }
 
-    /// Elements of an array that has one for each token of `heads` heads.
+    /// The elements of an array with one element for each token of `heads` heads.
     pub(crate) fn rows(self, heads: u32) -> Size {
         Size::of(self.samples).times(self.tokens).times(heads)
     }
 
-    /// Elements of the output.
+    /// The elements of the output.
     pub(crate) fn outputs(self) -> Size {
         self.rows(self.heads).times(self.width)
     }
 
-    /// Masks are there for all samples, or not at all.
+    /// Checks that each mask has an element for every token or sample, or is empty.
     pub(crate) fn check_masks(self, documents: usize, lengths: usize) -> Result<(), Violation> {
         if documents > 0 {
             Violation::unless_length("documents", self.rows(1), documents)?;
@@ -278,14 +285,14 @@ impl Sizes {
         if lengths > 0 { Violation::unless_length("lengths", self.samples, lengths) } else { Ok(()) }
     }
 
-    /// The lengths of what a backward kernel reads besides `qkv`.
+    /// Checks the lengths of a backward kernel's inputs other than `qkv`.
     pub(crate) fn check_gradients(self, heads: u32, [lse, delta, dout]: [usize; 3]) -> Result<(), Violation> {
         Violation::unless_length("lse", self.rows(heads), lse)?;
         Violation::unless_length("delta", self.rows(heads), delta)?;
         Violation::unless_length("dout", self.outputs(), dout)
     }
 
-    /// A block for each tile of `rows` rows of each of `heads` heads.
+    /// Returns the number of blocks: one for each tile of `rows` rows of each of `heads` heads.
     pub(crate) fn blocks(self, heads: u32, rows: u32) -> Size {
         Size::of(self.samples).times(heads).times(Size::of(self.tokens).div_ceil(rows))
     }

@@ -1,16 +1,18 @@
-//! The products of a tile: rows that a block owns with rows that pass by, and the copies that feed them.
+//! The products of a tile, between resident and streamed rows, and the copies that feed them.
 //!
 //! ```text
-//! own rows: 16 EACH of them, whole in shared memory      a tile: 64 rows that pass by, in chunks of 32 columns
+//! resident rows: 16 EACH, whole in shared memory  streamed tile: 64 rows, in chunks of 32 columns
 //!
-//! dots: pairs[own, other] += own . other over a chunk    mix: sums[own, columns of a chunk] += pairs[own, other] other
-//!   warp w, lane 8 y + x has                               the same thread has
-//!     own rows     4 EACH w + y + 4 r,  r < EACH             own rows     the same
-//!     other rows   x + 8 k,             k < 8                columns      4 x .. 4 x + 3 of the chunk
+//! dots: pairs[resident, streamed] +=                mix: sums[resident, columns of a chunk] +=
+//!       resident . streamed over a chunk                 pairs[resident, streamed] streamed
+//!   warp w, lane 8 y + x has                          the same thread has
+//!     resident rows  4 EACH w + y + 4 r,  r < EACH      resident rows  the same
+//!     streamed rows  x + 8 k,             k < 8         columns        4 x .. 4 x + 3 of the chunk
 //!
 //! shared memory: see `shape.rs`
 //! ```
-//! Invariant: a row's pairs are written and read by the eight lanes that have the row. A chunk is copied while the one before it is used.
+//! Invariant: the eight lanes that share a row write and read its pairs. A chunk is copied while
+//! the one before it is used.
 
 use super::place::{Rows, Sight};
 use super::shape::{ACROSS, AT_ONCE, CHUNK_LEN, CHUNK_ROW, COLUMNS, PAIR_ROW, PAIRS, Shape, TILE};
@@ -21,21 +23,21 @@ use crate::vector::F4;
 use crate::warp::LANES;
 use cuda_std::{GpuFloat, thread};
 
-/// Pairs of a thread: of each own row, those with every eighth other row.
+/// A thread's pairs: each of its resident rows with every eighth streamed row.
 pub(super) type Pairs<const EACH: usize> = [[f32; PAIRS]; EACH];
-/// Sums of a thread: of each own row, four columns of a chunk.
+/// A thread's sums: four columns of a chunk for each of its resident rows.
 pub(super) type Sums<const EACH: usize> = [F4; EACH];
 
 /// The tiles of a block's shared memory, and this thread's place in them.
 #[derive(Clone, Copy)]
 pub(super) struct Memory<const EACH: usize, const CHUNKS: usize> {
-    /// Own rows of the first array and of the second.
+    /// The resident rows of the first array and of the second.
     pub(super) own: [SharedTile<f32>; 2],
     pairs: SharedTile<f32>,
     chunks: [SharedTile<f32>; 2],
-    /// Which of the two chunks is copied or was copied last.
+    /// The index of the chunk that is being copied or was copied last.
     turn: u32,
-    /// This thread's first own row, and its place among the lanes of a row.
+    /// This thread's first resident row, and its place among the lanes of a row.
     pub(super) row: u32,
     pub(super) across: u32,
 }
@@ -45,10 +47,10 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     const OWN_ROW: u32 = Self::SHAPE.own_row();
     pub(super) const ROWS: u32 = Self::SHAPE.rows();
 
-    /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
+    /// Returns the memory of a block with resident rows of `arrays` arrays, 1 or 2.
     ///
     /// # Safety
-    /// The contract declares [`Shape::shared_bytes`] of as many arrays.
+    /// The contract declares [`Shape::shared_bytes`] for that many arrays.
     #[inline(always)]
     pub(super) unsafe fn new(arrays: u32) -> Self {
         let own_len = Self::ROWS * Self::OWN_ROW;
@@ -56,7 +58,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         let chunks = pairs + Self::ROWS * PAIR_ROW;
         let thread = thread::thread_idx_x();
         let (warp, lane) = (thread / LANES, thread % LANES);
-        // SAFETY: the tiles follow each other in what the contract declares. Where there is one array, the second tile is the first.
+        // SAFETY: the tiles follow each other in the shared memory that the contract declares. If
+        // there is one array, the second tile is the first.
         unsafe {
             Self {
                 own: [SharedTile::new(0, own_len), SharedTile::new((arrays - 1) * own_len * 4, own_len)],
@@ -69,7 +72,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         }
     }
 
-    /// At the head of a loop: the widest heads leave no registers for turns that overlap.
+    /// Prevents unrolling at the head of a loop for the widest heads, which leave no registers for
+    /// overlapping iterations.
     #[inline(always)]
     fn spare_registers() {
         if CHUNKS > 4 {
@@ -77,19 +81,20 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         }
     }
 
-    /// The lanes that share this thread's rows.
+    /// The mask of the lanes that share this thread's rows.
     #[inline(always)]
     pub(super) fn mask(&self) -> u32 {
         ((1 << ACROSS) - 1) << (thread::thread_idx_x() % LANES / ACROSS * ACROSS)
     }
 
-    /// This thread's own row of number `r` among the block's.
+    /// Returns the index in the block of this thread's resident row `r`.
     #[inline(always)]
     pub(super) fn own_row(&self, r: usize) -> u32 {
         self.row + 4 * r as u32
     }
 
-    /// Starts to copy the block's own rows, from token `first` on. Those from `limit` on, and columns from `width` on, become 0.
+    /// Starts to copy the block's resident rows, from token `first` on. Rows from `limit` on, and
+    /// columns from `width` on, become 0.
     ///
     /// # Safety
     /// The rows below `limit` lie inside `rows.values`, with `width` columns each.
@@ -97,7 +102,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     pub(super) unsafe fn copy_own(&self, array: usize, rows: Rows<'_, f32>, first: u32, limit: u32, width: u32) {
         let mut chunk = 0;
         while chunk * COLUMNS < width {
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller guarantees it.
             unsafe {
                 copy::<EACH>(self.own[array], Self::OWN_ROW, chunk * COLUMNS, rows, first, limit, [chunk, width])
             };
@@ -105,33 +110,35 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         }
     }
 
-    /// Starts to copy a chunk of a tile; the tile starts at token `first`.
+    /// Starts to copy a chunk of a tile.
     ///
     /// # Safety
-    /// As for [`Memory::copy_own`]. No thread reads the chunk before the last one any more.
+    /// The caller meets the requirements of [`Memory::copy_own`]. All threads have finished reading
+    /// the chunk in this slot.
     #[inline(always)]
     unsafe fn copy_chunk(&self, next: Next<'_>, limit: u32, width: u32) {
         let to = if self.turn == 0 { self.chunks[0] } else { self.chunks[1] };
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees it.
         unsafe { copy::<4>(to, CHUNK_ROW, 0, next.rows, next.tile * TILE, limit, [next.chunk, width]) };
     }
 
-    /// Starts to copy the first chunk of all, together with what else is under way.
+    /// Starts to copy the very first chunk, in one group with the copies already started.
     ///
     /// # Safety
-    /// As for [`Memory::copy_own`].
+    /// The caller meets the requirements of [`Memory::copy_own`].
     #[inline(always)]
     pub(super) unsafe fn begin(&self, first: Next<'_>, limit: u32, width: u32) {
-        // SAFETY: as the caller promises; nothing was read yet.
+        // SAFETY: the caller guarantees it; nothing was read yet.
         unsafe { self.copy_chunk(first, limit, width) };
         commit_copies();
     }
 
-    /// Waits for the chunk under way, which is returned, and starts to copy the next. A barrier: what threads of the block wrote before
-    /// it can be read.
+    /// Waits for the chunk that is being copied, returns it, and starts to copy the next. It is a
+    /// barrier: afterwards a thread can read what the block's threads wrote before it.
     ///
     /// # Safety
-    /// As for [`Memory::copy_own`]. All threads of the block call it together, and none reads an earlier chunk after it.
+    /// The caller meets the requirements of [`Memory::copy_own`]. All threads of the block call it
+    /// together, and no thread reads an earlier chunk after it.
     #[inline(always)]
     #[track_caller]
     pub(super) unsafe fn turn(&mut self, next: Option<Next<'_>>, limit: u32, width: u32) -> SharedTile<f32> {
@@ -147,7 +154,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         chunk
     }
 
-    /// Adds the products of a chunk's columns to the pairs of own and other rows.
+    /// Accumulates the products of a chunk's columns in the pairs of resident and streamed rows.
     #[inline(always)]
     pub(super) fn dots(&self, pairs: &mut Pairs<EACH>, array: usize, number: u32, chunk: SharedTile<f32>) {
         let own = self.row * Self::OWN_ROW + number * COLUMNS;
@@ -184,7 +191,8 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         });
     }
 
-    /// Adds a chunk's rows, ascending, times the pairs that were written, to the sums of its columns.
+    /// Multiplies the written pairs with a chunk's rows, ascending, and accumulates in the sums of
+    /// its columns.
     #[inline(always)]
     pub(super) fn mix(&self, sums: &mut Sums<EACH>, chunk: SharedTile<f32>) {
         let mut other = 0;
@@ -210,8 +218,9 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
         }
     }
 
-    /// Which of this thread's pairs count: bit `8 r + k` for own row `r` and other row `k`, for own rows from `first` and a tile of other
-    /// rows from `other`. `own_keys`: own rows are keys, else queries.
+    /// Returns the mask of this thread's pairs: bit `8 r + k` for resident row `r` and streamed row
+    /// `k`. Resident rows begin at `first`, and the tile's streamed rows at `other`. If `own_keys`,
+    /// resident rows are keys; otherwise queries.
     #[inline(always)]
     pub(super) fn seen(&self, sight: Sight<'_>, first: u32, other: u32, own_keys: bool) -> u32 {
         let (own, others) = ([first, Self::ROWS], [other, TILE]);
@@ -242,7 +251,7 @@ impl<const EACH: usize, const CHUNKS: usize> Memory<EACH, CHUNKS> {
     }
 }
 
-/// A chunk to copy: of which rows, which tile, which columns.
+/// A chunk to copy: its array, its tile, and its columns.
 #[derive(Clone, Copy)]
 pub(super) struct Next<'k> {
     pub(super) rows: Rows<'k, f32>,
@@ -250,7 +259,7 @@ pub(super) struct Next<'k> {
     pub(super) chunk: u32,
 }
 
-/// `sum + x . y`, one product after another.
+/// Returns `sum + x . y`, one product after another.
 #[inline(always)]
 fn chain(sum: f32, x: F4, y: F4) -> f32 {
     let ([a, b, c, d], [e, f, g, h]) = (x.0, y.0);
@@ -258,8 +267,8 @@ fn chain(sum: f32, x: F4, y: F4) -> f32 {
     fma(d, h, fma(c, g, fma(b, f, fma(a, e, sum))))
 }
 
-/// Starts to copy 16 `TIMES` rows from token `first` on: 32 columns, those of a chunk, to columns `at` of rows that are `pitch` apart.
-/// What lies beyond becomes 0.
+/// Starts to copy 16 `TIMES` rows from token `first` on: the 32 columns of a chunk, to columns `at`
+/// of rows that are `pitch` apart. Elements past the rows or columns become 0.
 ///
 /// # Safety
 /// The rows below `limit` lie inside `rows.values`, with `width` columns each.
@@ -273,7 +282,8 @@ unsafe fn copy<const TIMES: usize>(
     limit: u32,
     [chunk, width]: [u32; 2],
 ) {
-    // Computed again for each chunk: addresses that wait for the next chunk would take registers from the sums.
+    // Recomputed for each chunk: addresses kept live until the next chunk would take registers from
+    // the sums.
     let thread = opaque(thread::thread_idx_x());
     let (row, quad) = (thread / ACROSS, thread % ACROSS * F4::LEN as u32);
     let column = chunk * COLUMNS + quad;
@@ -282,7 +292,8 @@ unsafe fn copy<const TIMES: usize>(
             let row = row + AT_ONCE * time as u32;
             let (token, there) = (first + row, first + row < limit && column < width);
             let from = rows.start + token as usize * rows.stride + column as usize;
-            // SAFETY: inside the rows where there is something, as the caller promises.
+            // SAFETY: the caller guarantees that the vector lies inside the rows if `there` is
+            // true.
             unsafe { to.copy4_or_zero(row * pitch + at + quad, rows.values, from, there) };
         }
     });

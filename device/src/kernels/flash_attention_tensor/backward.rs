@@ -1,7 +1,8 @@
-//! The backward pass: the gradient of a block's queries, and those of a block's keys and values (Dao, 2023). Scores and dp are computed
-//! again in both, so that each sum has one block and no atomics.
+//! The backward pass: the gradient of a block's queries, and the gradients of a block's keys and
+//! values (Dao, 2023). Both kernels recompute scores and dp, so that each sum belongs to one block
+//! and needs no atomics.
 //!
-//! Invariant: p is computed from the score and `lse` in the same way in both.
+//! Invariant: both kernels compute p from the score and `lse` in the same way.
 
 use super::tile::Memory;
 use crate::block::opaque;
@@ -17,8 +18,8 @@ use cuda_std::{GpuFloat, thread};
 /// Computes dq of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks, `MADE` tiles of columns. All threads of the block call it
-/// together.
+/// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks, and `MADE` mma
+/// tiles of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn queries<
     S: Multiplied,
@@ -33,8 +34,9 @@ pub(super) unsafe fn queries<
     dout: &[S],
     dqkv: *mut S,
 ) {
-    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
-    // agree on tiles. The lanes of a warp come together to what they multiply.
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. All
+    // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
+    // converged at every mma.
     unsafe {
         let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
@@ -42,7 +44,7 @@ pub(super) unsafe fn queries<
         let [from, until] = sight.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
         let q = problem.rows(0, sample, head);
-        // Computed again for each tile, as what follows from them in `copy`.
+        // Recomputed for each tile, as are the addresses that `copy` derives from them.
         let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
         let bounds = [sight.length, problem.width];
         let factor = problem.scale * LOG2_E;
@@ -65,7 +67,7 @@ pub(super) unsafe fn queries<
             memory.round::<S>(memory.slot(slot, 0), of_tile);
             memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
-            // Into the slot that all warps have left.
+            // Into the slot that all warps have finished reading.
             if tile + 1 < until {
                 memory.copy(memory.slot(1 - slot, 0), of_tile, k(), (tile + 1) * of_tile, bounds);
                 memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
@@ -85,7 +87,8 @@ pub(super) unsafe fn queries<
             unroll_on_gpu!(m < 2 => {
                 if m < SQUARES {
                     unroll_on_gpu!(half < 2 => {
-                        // Read again for each tile, from the cache: the sums need the registers.
+                        // Reloaded for each tile, from the cache: the accumulators need the
+                        // registers.
                         let (mut base, mut delta_here) = (0.0, 0.0);
                         let token = opaque(first + memory.own_row(m, half));
                         if token < sight.length {
@@ -104,24 +107,24 @@ pub(super) unsafe fn queries<
             });
             memory.mix::<S, MADE>(&mut sums, &gradients, memory.slot(slot, 0), 0);
         }
-        // Found again: to wait for the end of the loop would take registers from the sums.
+        // Recomputed: keeping it live across the loop would take registers from the accumulators.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
         let q = problem.rows(0, sample, head);
         memory.store(&sums, problem.scale, q, 0, [first, sight.length, problem.tokens, problem.width], dqkv);
     }
 }
 
-/// Starts to copy a tile's numbers; 0 for tokens that do not exist.
+/// Starts to copy one value for each row of a tile, with 0 for tokens that do not exist.
 ///
 /// # Safety
-/// The numbers of the tokens below `limit` lie inside `values`. Both tiles have an element for each row.
+/// The values of the tokens below `limit` lie inside `values`. `to` has an element for each row.
 #[inline(always)]
 unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: usize, first: u32, limit: u32) {
     let row = thread::thread_idx_x();
     if row < count {
         let token = first + row;
         if token < limit {
-            // SAFETY: the token has a number, as the caller promises.
+            // SAFETY: the caller guarantees that the token has a value.
             unsafe { to.copy(row, values, start + token as usize) };
         } else {
             to.set(row, 0.0);
@@ -129,10 +132,12 @@ unsafe fn copy_numbers(to: SharedTile<f32>, count: u32, values: &[f32], start: u
     }
 }
 
-/// Computes dk and dv of this block's keys, of `MADE` tiles of columns: those of the block's number along y.
+/// Computes dk and dv of this block's keys, for `MADE` mma tiles of columns. block_idx_y selects
+/// the part of the columns.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks. All threads of the block call it together.
+/// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks. All threads of the
+/// block call it together.
 #[inline(always)]
 pub(super) unsafe fn keys<
     S: Multiplied,
@@ -147,7 +152,7 @@ pub(super) unsafe fn keys<
     dout: &[S],
     dqkv: *mut S,
 ) {
-    // SAFETY: as in `queries`.
+    // SAFETY: the argument in `queries` holds here too.
     unsafe {
         let memory = Memory::<SQUARES, TILES, CHUNKS>::new(2);
         let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
@@ -186,7 +191,7 @@ pub(super) unsafe fn keys<
             memory.round::<S>(memory.slot(slot, 0), of_tile);
             memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
-            // Into the slot that all warps have left.
+            // Into the slot that all warps have finished reading.
             if next_head < behind {
                 copy(1 - slot, next_head, next_tile);
             }
@@ -217,7 +222,7 @@ pub(super) unsafe fn keys<
             memory.mix::<S, MADE>(&mut dv, &scores, memory.slot(here, 1), made);
             memory.mix::<S, MADE>(&mut dk, &gradients, memory.slot(here, 0), made);
         }
-        // As in `queries`.
+        // Recomputed, as in `queries`.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.kv_heads, false);
         let (k, v) = (problem.rows(1, sample, head), problem.rows(2, sample, head));
         let bounds = [first, sight.length, problem.tokens, problem.width];

@@ -1,6 +1,8 @@
-//! The forward pass of a block's queries: softmax and its product with v in one pass over the keys (Dao, "FlashAttention-2", 2023).
+//! The forward pass of a block's queries: online softmax and its product with v in one pass over
+//! the keys (Dao, "FlashAttention-2", 2023).
 //!
-//! Invariant: the four lanes of a row have the same maximum, bit for bit; each has the sum of its own keys until the end.
+//! Invariant: the four lanes of a row have the same maximum, bit for bit. Until the end, each lane
+//! has the sum of its own keys.
 
 use super::tile::Memory;
 use crate::block::opaque;
@@ -14,12 +16,14 @@ use crate::warp::{add, combine_lanes, stay_together};
 use core::f32::consts::LOG2_E;
 use cuda_std::{GpuFloat, thread, warp};
 
-/// Lanes that share a row of scores.
+/// The lanes that share a row of scores.
 const ACROSS: u32 = 4;
-/// A weight is up to 2^8: so far a score may exceed what the sums hold as the largest before they are scaled again.
+/// The rescaling threshold, as a power of 2: the sums are rescaled only if a score exceeds the
+/// running maximum by more than this. Until then a weight may be up to 2^8.
 const MOST_GROWTH: f32 = 8.0;
 
-/// Whether a row's largest score may stay as it is beside one of `most`. Not so before the first key, and not of a NaN.
+/// True if a row's running maximum `largest` may stay although the tile's maximum is `most`. False
+/// before the first key, and for a NaN.
 #[inline(always)]
 fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
     GpuFloat::mul_add(most, factor, largest * -factor) <= MOST_GROWTH
@@ -28,8 +32,8 @@ fn within_growth(most: f32, factor: f32, largest: f32) -> bool {
 /// Computes the output of this block's queries.
 ///
 /// # Safety
-/// The contract has accepted the problem, whose heads have up to `CHUNKS` chunks, `MADE` tiles of columns. All threads of the block call it
-/// together.
+/// The contract has accepted the problem. Its heads have up to `CHUNKS` chunks, and `MADE` mma
+/// tiles of columns. All threads of the block call it together.
 #[inline(always)]
 pub(super) unsafe fn forward<
     S: Multiplied,
@@ -42,15 +46,16 @@ pub(super) unsafe fn forward<
     out: *mut S,
     lse: *mut f32,
 ) {
-    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. Every thread comes to every barrier: they
-    // agree on tiles. The lanes of a warp come together to what they multiply and combine.
+    // SAFETY: the contract has checked that the rows of every head lie inside the arguments. All
+    // threads loop over the same tiles, so they reach every barrier. The lanes of a warp are
+    // converged at every mma and shuffle.
     unsafe {
         let memory = Memory::<SQUARES, TILES, CHUNKS>::new(1);
         let (rows, of_tile) = (Memory::<SQUARES, TILES, CHUNKS>::OWN, Memory::<SQUARES, TILES, CHUNKS>::TILE);
         let Place { sample, head, first, sight } = Place::new(&problem, rows, problem.heads, true);
         let [from, until] = sight.keys_of(first, rows, of_tile);
         let kv_head = head / problem.group();
-        // Computed again for each tile, as what follows from them in `copy`.
+        // Recomputed for each tile, as are the addresses that `copy` derives from them.
         let (k, v) = (|| problem.rows(1, sample, opaque(kv_head)), || problem.rows(2, sample, opaque(kv_head)));
         let bounds = [sight.length, problem.width];
         // A score's weight is 2^(score factor - maximum factor).
@@ -73,7 +78,7 @@ pub(super) unsafe fn forward<
             memory.round::<S>(memory.slot(slot, 0), of_tile);
             memory.round::<S>(memory.slot(slot, 1), of_tile);
             thread::sync_threads();
-            // Into the slot that all warps have left.
+            // Into the slot that all warps have finished reading.
             if tile + 1 < until {
                 memory.copy(memory.slot(1 - slot, 0), of_tile, k(), (tile + 1) * of_tile, bounds);
                 memory.copy(memory.slot(1 - slot, 1), of_tile, v(), (tile + 1) * of_tile, bounds);
@@ -88,7 +93,7 @@ pub(super) unsafe fn forward<
             if !memory.all_seen(sight, place, false) {
                 memory.hide(&mut scores, sight, place, false, f32::NEG_INFINITY);
             }
-            // Row by row at each stage, so that a row's waits are filled with the others' work.
+            // The row loops are innermost, so that one row's latency is hidden by the others' work.
             let mut most = [[f32::NEG_INFINITY; 2]; SQUARES];
             unroll_on_gpu!(n < TILES => {
                 unroll_on_gpu!(m < 2 => {
@@ -122,7 +127,8 @@ pub(super) unsafe fn forward<
                 unroll_on_gpu!(m < 2 => {
                     if m < SQUARES {
                         unroll_on_gpu!(half < 2 => {
-                            // Row by row: another's scores must not change a bit of this one.
+                            // Decided per row: another row's scores must not change a bit of this
+                            // one.
                             if !within_growth(most[m][half], factor, largest[m][half]) {
                                 let none = most[m][half] == f32::NEG_INFINITY;
                                 let base = if none { 0.0 } else { most[m][half] * -factor };
@@ -148,7 +154,8 @@ pub(super) unsafe fn forward<
                 unroll_on_gpu!(m < 2 => {
                     if m < SQUARES {
                         unroll_on_gpu!(at < 4 => {
-                            // 0 where a row has seen no key yet: -infinity less -infinity is a NaN.
+                            // 0 if a row has seen no key yet: -infinity less -infinity is a NaN,
+                            // which `exp2_sum` maps to 0.
                             scores[m][n][at] = exp2_sum(scores[m][n][at], terms[m][at / 2]);
                             totals[m][at / 2] += scores[m][n][at];
                         });
@@ -158,7 +165,7 @@ pub(super) unsafe fn forward<
             memory.mix::<S, MADE>(&mut sums, &scores, memory.slot(slot, 1), 0);
         }
 
-        // Found again: to wait for the end of the loop would take registers from the sums.
+        // Recomputed: keeping it live across the loop would take registers from the accumulators.
         let Place { sample, head, first, sight } = Place::new(&problem, opaque(rows), problem.heads, true);
         let statistics = problem.statistics(sample, head);
         unroll_on_gpu!(m < 2 => {
@@ -168,7 +175,7 @@ pub(super) unsafe fn forward<
                 unroll_on_gpu!(half < 2 => {
                     let total = combine_lanes(u32::MAX, ACROSS, totals[m][half], add);
                     let most = largest[m][half];
-                    // Of a score that is not finite all is lost, and shall show.
+                    // If a score is not finite, the row's whole output becomes NaN.
                     let known = most < f32::INFINITY;
                     inverse[half] = if known { 1.0 / total } else { f32::NAN };
                     let token = first + memory.own_row(m, half);

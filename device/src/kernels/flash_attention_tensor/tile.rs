@@ -1,12 +1,14 @@
 //! A block's shared memory, the copies that fill it, and the two products of a tile.
 //!
 //! ```text
-//! dots: scores[own, other] += own . other over the columns     mix: sums[own, columns] += weights[own, other] other
-//!   warp w, lane 4 g + t has                                     the same lane has
-//!     own rows     16 SQUARES w + 16 m + g, and 8 further on       own rows     the same
-//!     other rows   8 n + 2 t, and the next                         columns      8 n + 2 t, and the next
+//! dots: scores[resident, streamed] +=                    mix: sums[resident, columns] +=
+//!       resident . streamed over the columns                  weights[resident, streamed] streamed
+//!   warp w, lane 4 g + t has                              the same lane has
+//!     resident rows  16 SQUARES w + 16 m + g, 8 further     resident rows  the same
+//!     streamed rows  8 n + 2 t, and the next                columns        8 n + 2 t, and the next
 //! ```
-//! Invariant: a slot is copied while the other one is used. All that lies beyond the rows or columns of a head is 0 in shared memory.
+//! Invariant: one slot is copied while the other is used. Everything past the rows or columns of a
+//! head is 0 in shared memory.
 
 use super::shape::{BLOCK, COLUMNS, rows_of};
 use crate::block::{opaque, opaque_place};
@@ -18,7 +20,7 @@ use crate::vector::F4;
 use crate::warp::{LANES, stay_together};
 use cuda_std::{thread, warp};
 
-/// The most chunks that a thread copies at once.
+/// The maximum of chunks that a thread copies at once.
 const COPIES: usize = 16;
 
 /// The tiles of a block's shared memory, and this thread's place in them.
@@ -29,15 +31,15 @@ pub(super) struct Memory<const SQUARES: usize, const TILES: usize, const CHUNKS:
 }
 
 impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUARES, TILES, CHUNKS> {
-    /// Rows that the block owns, those that a warp owns, and those of a tile.
+    /// The resident rows of the block and of a warp, and the rows of a streamed tile.
     pub(super) const OWN: u32 = rows_of(SQUARES);
     pub(super) const OF_WARP: u32 = 16 * SQUARES as u32;
     pub(super) const TILE: u32 = COLUMNS * TILES as u32;
     const ROW: u32 = Squares::<CHUNKS>::ROW;
-    /// Rows that the block copies at once.
+    /// The rows that the block copies at once.
     const PASS: u32 = BLOCK / CHUNKS as u32;
 
-    /// The memory of a block that owns rows of `arrays` arrays, 1 or 2.
+    /// Returns the memory of a block with resident rows of `arrays` arrays, 1 or 2.
     #[inline(always)]
     pub(super) fn new(arrays: u32) -> Self {
         const {
@@ -48,67 +50,71 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         Self { squares: Squares::of_lane(), arrays }
     }
 
-    /// The own rows of an array.
+    /// Returns the resident rows of an array.
     ///
     /// # Safety
-    /// The contract declares [`Shape::shared_bytes`] of as many arrays.
+    /// The contract declares [`Shape::shared_bytes`] for that many arrays.
     #[inline(always)]
     pub(super) unsafe fn own(&self, array: u32) -> SharedTile<u32> {
-        // SAFETY: the arrays come first in what the contract declares.
+        // SAFETY: the arrays come first in the shared memory that the contract declares.
         unsafe { SharedTile::new(array * Self::OWN * Self::ROW * 4, Self::OWN * Self::ROW) }
     }
 
-    /// A slot's tile of the first array that passes by (0) or the second (1).
+    /// Returns a slot's tile of the first streamed array (0) or the second (1).
     ///
     /// # Safety
-    /// As for [`Memory::own`].
+    /// The caller meets the requirements of [`Memory::own`].
     #[inline(always)]
     pub(super) unsafe fn slot(&self, slot: u32, array: u32) -> SharedTile<u32> {
         let before = self.arrays * Self::OWN + (2 * slot + array) * Self::TILE;
-        // SAFETY: the slots come behind the arrays.
+        // SAFETY: the slots come after the resident arrays.
         unsafe { SharedTile::new(before * Self::ROW * 4, Self::TILE * Self::ROW) }
     }
 
-    /// A slot's numbers, of the rows of its tile: `lse` (0) or `delta` (1).
+    /// Returns a slot's values for the rows of its tile: `lse` (0) or `delta` (1).
     ///
     /// # Safety
-    /// The contract declares [`Shape::shared_bytes`] with two numbers a row.
+    /// The contract declares [`Shape::shared_bytes`] with two values a row.
     #[inline(always)]
     pub(super) unsafe fn numbers(&self, slot: u32, which: u32) -> SharedTile<f32> {
         let before = (self.arrays * Self::OWN + 4 * Self::TILE) * Self::ROW + (2 * slot + which) * Self::TILE;
-        // SAFETY: the numbers come behind the slots.
+        // SAFETY: the values come after the slots.
         unsafe { SharedTile::new(before * 4, Self::TILE) }
     }
 
-    /// This warp's first own row among the block's.
+    /// Returns the index of this warp's first resident row in the block.
     #[inline(always)]
     pub(super) fn first_row(&self) -> u32 {
         thread::thread_idx_x() / LANES * Self::OF_WARP
     }
 
-    /// This lane's own row of number `half` of square `m`, among the block's.
+    /// Returns the index in the block of this lane's resident row `half` of square `m`.
     #[inline(always)]
     pub(super) fn own_row(&self, m: usize, half: usize) -> u32 {
         self.first_row() + 16 * m as u32 + 8 * half as u32 + warp::lane_id() / 4
     }
 
-    /// This lane's first other row of score tile `n`, among the tile's. The next is its second.
+    /// Returns the index in the tile of this lane's first streamed row of score tile `n`. The next
+    /// row is its second.
     #[inline(always)]
     pub(super) fn other_row(&self, n: usize) -> u32 {
         8 * n as u32 + 2 * (warp::lane_id() % 4)
     }
 
-    /// The place of a chunk that is `down` rows, a multiple of four, below the one at `place`.
+    /// Returns the word of the chunk that is `down` rows, a multiple of four, below the chunk at
+    /// `place`.
     #[inline(always)]
     fn below(place: u32, down: u32) -> u32 {
-        // Four rows alternate between the halves of what is swizzled.
+        // Steps of four rows alternate between the halves of the swizzle.
         (place ^ (down % 8 * CHUNK_WORDS)) + down * Self::ROW
     }
 
-    /// Starts to copy `count` rows from token `first` on. Those from `limit` on, and columns from `width` on, become 0.
+    /// Starts to copy `count` rows from token `first` on. Rows from `limit` on, and columns from
+    /// `width` on, become 0.
     ///
     /// # Safety
-    /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16 bytes; the tile has `count` rows.
+    /// The rows below `limit` lie inside `rows.values`, with `width` columns each, on 16-byte
+    /// boundaries. The tile has `count` rows.
     #[inline(always)]
     pub(super) unsafe fn copy<S: Multiplied>(
         &self,
@@ -118,7 +124,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         first: u32,
         [limit, width]: [u32; 2],
     ) {
-        // Computed again for each tile: addresses that wait for the next would take registers from the sums.
+        // Recomputed for each tile: addresses kept live would take registers from the accumulators.
         let thread = opaque(thread::thread_idx_x());
         let (row, chunk) = (thread / CHUNKS as u32, thread % CHUNKS as u32);
         let pass = Self::PASS;
@@ -129,7 +135,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
             unroll_on_gpu!(n < COPIES, at most 16 => {
                 let down = n as u32 * pass;
                 if down < count {
-                    // SAFETY: all rows and columns are there.
+                    // SAFETY: all rows and columns exist.
                     unsafe { to.copy_chunk(Self::below(place, down), rows.values, from) };
                     from = opaque_place(from + apart);
                 }
@@ -139,13 +145,15 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         let mut row = row;
         while row < count {
             let there = first + row < limit && chunk * S::CHUNK < width;
-            // SAFETY: inside the rows where there is something, as the caller promises.
+            // SAFETY: the caller guarantees that the chunk lies inside the rows if `there` is true.
             unsafe { to.copy_chunk_or_zero(Squares::<CHUNKS>::place(row, chunk), rows.values, from, there) };
             (row, from) = (row + pass, from + apart);
         }
     }
 
-    /// Rounds what this thread has copied of `count` rows to factors, where memory holds none: between [`wait_copies`](crate::tile::wait_copies) and a barrier.
+    /// Rounds the elements that this thread has copied of `count` rows to the mma operand format,
+    /// if memory holds another. Called between [`wait_copies`](crate::tile::wait_copies) and a
+    /// barrier.
     #[inline(always)]
     #[track_caller]
     pub(super) fn round<S: Multiplied>(&self, rows: SharedTile<u32>, count: u32) {
@@ -159,7 +167,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         });
     }
 
-    /// The products of this warp's own rows of an array and the rows of a tile, over all columns.
+    /// Returns the products of this warp's resident rows of an array with the rows of a tile, over
+    /// all columns.
     ///
     /// # Safety
     /// All lanes of the warp make the call.
@@ -167,7 +176,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
     #[track_caller]
     pub(super) unsafe fn dots<S: Multiplied>(&self, array: u32, other: SharedTile<u32>) -> Sums<SQUARES, TILES> {
         let mut sums = [[[0.0; 4]; TILES]; SQUARES];
-        // SAFETY: all lanes are here, and no branch parts them from here on. The rows lie inside the tiles.
+        // SAFETY: all lanes of the warp execute this, and no branch diverges from here on. The rows
+        // lie inside the tiles.
         unsafe {
             let (own, first, squares) = (self.own(array), self.first_row(), self.squares.anew());
             stay_together();
@@ -187,7 +197,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         sums
     }
 
-    /// Adds the rows of a tile times `weights`, rounded, to the sums of `MADE` tiles of columns, from tile `first` on.
+    /// Rounds `weights`, multiplies them with the rows of a tile, and accumulates in `MADE` mma
+    /// tiles of columns, from tile `first` on.
     ///
     /// # Safety
     /// All lanes of the warp make the call. `first` is a multiple of `MADE`.
@@ -200,7 +211,7 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         other: SharedTile<u32>,
         first: usize,
     ) {
-        // SAFETY: as in `dots`.
+        // SAFETY: the argument in `dots` holds here too.
         unsafe {
             let squares = self.squares.anew();
             stay_together();
@@ -208,8 +219,9 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         }
     }
 
-    /// Writes a lane's sums of the block's own rows, times `factor`, to tiles of columns from tile `first` on; 0 for tokens that do not exist.
-    /// `bounds`: the block's first token, those that exist, all tokens, and columns.
+    /// Writes a lane's accumulators of the resident rows, times `factor`, to mma tiles of columns
+    /// from tile `first` on. Tokens that do not exist get 0. `bounds` holds the block's first
+    /// token, the tokens that exist, all tokens, and the columns.
     ///
     /// # Safety
     /// The rows lie inside `out`, up to the last token. All lanes of the warp make the call.
@@ -224,12 +236,13 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         out: *mut S,
     ) {
         let [first_token, length, tokens, width] = bounds;
-        // Computed here: to wait for the end of the loop would take registers from the sums.
+        // Recomputed: keeping it live across the loop would take registers from the accumulators.
         let first_token = opaque(first_token) + self.first_row();
         unroll_on_gpu!(m < 2 => {
             if m < SQUARES {
                 let square = first_token + 16 * m as u32;
-                // SAFETY: all lanes are here. The row lies inside `out`, and the columns in the row.
+                // SAFETY: all lanes of the warp execute this. The row lies inside `out`, and the
+                // columns in the row.
                 unsafe {
                     stay_together();
                     unroll_on_gpu!(n < MADE, at most 32 => {
@@ -245,8 +258,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         });
     }
 
-    /// Puts `hidden` in the place of each score whose query does not see its key, for own rows from `first` and a tile of other rows from
-    /// `other`. `own_keys`: own rows are keys, else queries.
+    /// Replaces each masked score by `hidden`, for resident rows from `first` and a tile of
+    /// streamed rows from `other`. If `own_keys`, the resident rows are keys; otherwise queries.
     #[inline(always)]
     pub(super) fn hide(
         &self,
@@ -256,7 +269,8 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         own_keys: bool,
         hidden: f32,
     ) {
-        // Computed here alone, where few tiles come: to wait for them would take registers from the sums.
+        // Computed here because few tiles need it: keeping it live would take registers from the
+        // accumulators.
         let (own_row, other) = (opaque(self.own_row(0, 0)), opaque(other) + self.other_row(0));
         unroll_on_gpu!(m < 2 => {
             if m < SQUARES {
@@ -286,21 +300,23 @@ impl<const SQUARES: usize, const TILES: usize, const CHUNKS: usize> Memory<SQUAR
         });
     }
 
-    /// Whether each of this warp's own rows and each row of a tile see each other; as for [`Memory::hide`].
+    /// True if the mask lets each of this warp's resident rows and each row of a tile see each
+    /// other. See [`Memory::hide`] for the arguments.
     #[inline(always)]
     pub(super) fn all_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
         let [queries, keys] = self.ranges(place, own_keys);
         sight.all_seen(queries, keys)
     }
 
-    /// Whether none of this warp's own rows and no row of a tile see each other; as for [`Memory::hide`].
+    /// True if the mask hides every row of a tile from all of this warp's resident rows. See
+    /// [`Memory::hide`] for the arguments.
     #[inline(always)]
     pub(super) fn none_seen(&self, sight: Sight<'_>, place: [u32; 2], own_keys: bool) -> bool {
         let [queries, keys] = self.ranges(place, own_keys);
         sight.none_seen(queries, keys)
     }
 
-    /// The first and the number of this warp's queries and of its keys.
+    /// Returns the first and the number of this warp's queries and of its keys.
     #[inline(always)]
     fn ranges(&self, [first, other]: [u32; 2], own_keys: bool) -> [[u32; 2]; 2] {
         let (own, others) = ([first + self.first_row(), Self::OF_WARP], [other, Self::TILE]);

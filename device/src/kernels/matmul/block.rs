@@ -1,21 +1,22 @@
-//! One block's tile of the output: stages arrive in shared memory, threads sum products in registers, the epilogue finishes the sums.
+//! One block's tile of the output: stages arrive in shared memory, threads accumulate in registers,
+//! and the epilogue finishes the sums.
 //!
-//! The stages are a ring. With three slots (`AHEAD` is 1):
+//! The stages form a ring. An example with three slots (`AHEAD` is 1):
 //!
 //! ```text
 //!                                  slot 0            slot 1            slot 2
 //! before the loop                  copy stage 0      copy stage 1
 //! stage 0, from its first k on     MULTIPLY 0        .. copy 1         copy stage 2
-//!   its last group: wait until stage 1 is there, barrier
+//!   its last group: wait until stage 1 has arrived, barrier
 //! stage 1                          copy stage 3      MULTIPLY 1        .. copy 2
-//!   its last group: wait until stage 2 is there, barrier
+//!   its last group: wait until stage 2 has arrived, barrier
 //! stage 2                          .. copy 3         copy stage 4      MULTIPLY 2
 //! ```
-//! A copy goes to the slot of the stage before: every thread read its factors of that stage before the last barrier. Factors, too, are
-//! read one group of k ahead of their use.
+//! A copy goes to the slot of the previous stage: every thread has read its factors of that stage
+//! before the last barrier. Factors are also read one group of k ahead of their use.
 //!
-//! Invariant: each sum is one chain over ascending k that begins with zero. Nothing beyond k is added. The chains of a chunk are added in
-//! order.
+//! Invariant: each sum is one chain over ascending k that begins with zero. Nothing past the end of
+//! k is added. The chains of a chunk are added in order.
 
 use super::epilogue::{Epilogue, Places};
 use super::operand::Stage;
@@ -27,10 +28,10 @@ use crate::unroll;
 use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
-/// Rows of tiles within which the blocks run down the columns.
+/// Blocks run down the columns within a group of this many rows of tiles.
 pub(super) const GROUP: u32 = 8;
 
-/// One matrix multiply, as a thread sees it.
+/// One matrix multiply, from the point of view of one thread.
 pub(super) struct Problem<'p> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
@@ -39,7 +40,8 @@ pub(super) struct Problem<'p> {
 }
 
 impl Problem<'_> {
-    /// Whether the chunk has another chain behind `until`. If so, the problem becomes that chain, added to the output so far.
+    /// True if the chunk has another chain after `until`. The problem then becomes that chain,
+    /// added to the output so far.
     #[inline(always)]
     pub(super) fn goes_on(&mut self, until: u32) -> bool {
         self.epilogue.c = self.epilogue.out;
@@ -49,11 +51,12 @@ impl Problem<'_> {
     }
 }
 
-/// Computes this block's tile. A thread has `TM x TN` outputs. `AHEAD + 1` stages are being copied while one is in use. A thread
-/// reads the factors of `AT_ONCE` k together, `GROUPS` times in the body of the loop.
+/// Computes this block's tile. A thread has `TM x TN` outputs. `AHEAD + 1` stages are being copied
+/// while one is in use. A thread reads the factors of `AT_ONCE` k together, `GROUPS` times in the
+/// loop's body.
 ///
 /// # Safety
-/// The contract has accepted the problem, and these are the constants of `tile`.
+/// The contract has accepted the problem, and the const parameters are those of `tile`.
 #[inline(always)]
 pub(super) unsafe fn compute<
     const TM: usize,
@@ -74,7 +77,8 @@ pub(super) unsafe fn compute<
         let [from, until] = problem.k.chain();
         let mut sums = [[0.0f32; TN]; TM];
         multiply::<TM, TN, AHEAD, AT_ONCE, GROUPS>(&problem, tile, first, origin, [from, until], &mut sums);
-        // Two rows at a time; then the next two take their place. The epilogue is long code, and so it is there once.
+        // Two rows at a time; then the next two rows move into their place. The epilogue is long
+        // code, so it is instantiated once.
         for from in (0..TM).step_by(2) {
             let i = first[0] + origin[0] + spread(from, TM, rows);
             let j = |group: usize| first[1] + origin[1] + spread(4 * group, TN, cols);
@@ -97,12 +101,12 @@ pub(super) unsafe fn compute<
         if !problem.goes_on(until) {
             return;
         }
-        // Behind this barrier no thread reads factors of this chain any more.
+        // After this barrier no thread reads factors of this chain.
         thread::sync_threads();
     }
 }
 
-/// Adds the products of the k from `from` to `until` to a thread's sums.
+/// Accumulates the products of the k from `from` to `until` in a thread's sums.
 #[inline(always)]
 fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: usize, const GROUPS: usize>(
     problem: &Problem<'_>,
@@ -126,13 +130,14 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     }
     while until - k >= tile.step() {
         if at.is_multiple_of(tile.depth) {
-            // Into the slot that all threads read before the last barrier.
+            // Into the slot that all threads have read before the last barrier.
             let slot = (at / tile.depth + AHEAD + 1) % tile.stages;
             fetch(problem, tile, first, [k + (AHEAD + 1) * tile.depth, until], slot);
         }
         k += tile.step();
         unroll!(group < GROUPS => {
-            // The reads of the next factors overlap the multiplies of these, also across the end of a stage.
+            // The reads of the next factors overlap the multiplies of the current ones, also across
+            // the end of a stage.
             let now: [_; AT_ONCE] = next;
             if group + 1 < GROUPS {
                 next = factors.read_some(tile, at + ((group + 1) * AT_ONCE) as u32);
@@ -142,7 +147,8 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
                     wait_copies::<AHEAD>();
                     thread::sync_threads();
                 }
-                // The GPU also reads factors that it will not use: a condition would cost copies of registers.
+                // The GPU also reads factors that it will not use: a condition would cost register
+                // copies.
                 if cfg!(target_arch = "nvptx64") || until - k >= tile.step() {
                     next = factors.read_some(tile, at);
                 }
@@ -157,8 +163,9 @@ fn multiply<const TM: usize, const TN: usize, const AHEAD: u32, const AT_ONCE: u
     }
 }
 
-/// Row and column of this thread's first output in the tile; `tile.rs` has the picture. Two neighbouring lanes share a column, and half a
-/// warp has two rows. So half a warp reads 16 bytes of each of eight groups of columns: all 32 banks, in one access.
+/// Returns row and column of this thread's first output in the tile; `tile.rs` has the picture. Two
+/// neighboring lanes share a column, and half a warp has two rows. Half a warp therefore reads 16
+/// bytes of each of eight column groups: all 32 banks, in one access.
 #[inline(always)]
 fn within(tile: Tile) -> [u32; 2] {
     let (warp, lane) = (thread::thread_idx_x() / 32, thread::thread_idx_x() % 32);
@@ -168,17 +175,19 @@ fn within(tile: Tile) -> [u32; 2] {
     [row * group(tile.each[0]), col * group(tile.each[1])]
 }
 
-/// How far the `index`th of a thread's `each` outputs lies from its first, along `extent`: groups of four are evenly spread.
+/// Returns the distance of a thread's `index`th output from its first, along `extent`. A thread has
+/// `each` outputs, in groups of four that are evenly spread.
 #[inline(always)]
 fn spread(index: usize, each: usize, extent: u32) -> u32 {
     if each < 4 { index as u32 } else { index as u32 / 4 * (extent / (each as u32 / 4)) + index as u32 % 4 }
 }
 
-/// Starts the copies of the stage that begins at `first_k` into the `slot`th slot, if k goes that far. Makes them one group.
+/// Starts the copies of the stage that begins at `first_k` into slot `slot`, if `first_k` is before
+/// the end, and commits them as one group.
 #[inline(always)]
 fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u32; 2], slot: u32) {
     if first_k < end {
-        // SAFETY: the slots follow each other in what the contract declares.
+        // SAFETY: the slots follow each other in the shared memory that the contract declares.
         let slot = unsafe { SharedTile::new(slot * tile.stage_len() * 4, tile.stage_len()) };
         let stage = |column, width, first_row| Stage { slot, column, width, first_row, first_k, end };
         problem.a.stage(tile, stage(0, tile.rows(), first[0]));
@@ -190,8 +199,8 @@ fn fetch(problem: &Problem<'_>, tile: Tile, first: [u32; 2], [first_k, end]: [u3
 /// A thread's factors of one k: of its rows, and of its columns.
 type Factors<const TM: usize, const TN: usize> = ([f32; TM], [f32; TN]);
 
-/// Where a thread finds its factors in the stages: a tile that starts at its first row of A, and one that starts at its first
-/// column of B.
+/// The locations of a thread's factors in the stages: a tile that starts at its first row of A, and
+/// a tile that starts at its first column of B.
 #[derive(Clone, Copy)]
 struct Sources([SharedTile<f32>; 2]);
 
@@ -203,14 +212,14 @@ impl Sources {
         Self([origin[0], tile.rows() + origin[1]].map(|from| unsafe { SharedTile::new(4 * from, len - from) }))
     }
 
-    /// The factors of the `p`th k of the ring.
+    /// Reads the factors of the `p`th k of the ring.
     #[inline(always)]
     fn read<const TM: usize, const TN: usize>(self, tile: Tile, p: u32) -> Factors<TM, TN> {
         let [left, right] = self.0;
         (read(left, p * tile.pitch(), tile.rows()), read(right, p * tile.pitch(), tile.cols()))
     }
 
-    /// The factors of `SOME` k, from the `p`th of the ring on.
+    /// Reads the factors of `SOME` k, starting with the `p`th of the ring.
     #[inline(always)]
     fn read_some<const TM: usize, const TN: usize, const SOME: usize>(
         self,
@@ -223,7 +232,7 @@ impl Sources {
     }
 }
 
-/// `EACH` factors: the first at `at`, their groups spread over `extent`.
+/// Reads `EACH` factors. The first is at `at`, and their groups are spread over `extent`.
 #[inline(always)]
 fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f32; EACH] {
     let mut factors = [0.0; EACH];
@@ -239,8 +248,9 @@ fn read<const EACH: usize>(stages: SharedTile<f32>, at: u32, extent: u32) -> [f3
     factors
 }
 
-/// Adds the products of one k to a thread's sums: two rows at a time, back and forth. Multiplies that follow each other share a
-/// factor. The GPU then reads it once, and fewer reads collide in a bank of registers.
+/// Accumulates the products of one k in a thread's sums: two rows at a time, back and forth.
+/// Consecutive multiply-adds share a factor. The GPU then reads it once, and fewer reads have
+/// register bank conflicts.
 #[inline(always)]
 fn accumulate<const TM: usize, const TN: usize>(sums: &mut [[f32; TN]; TM], (left, right): Factors<TM, TN>) {
     unroll!(pair < TM.div_ceil(2) => {

@@ -1,19 +1,21 @@
-//! What the contracts of matrix multiplies check: every element that a batch reads or writes lies inside its argument, and no two batches
-//! write the same element.
+//! The checks in the contracts of matrix multiplies. Every element that a batch reads or writes
+//! lies inside its argument, and no two batches write the same element.
 
 use super::epilogue::differentiates;
 use super::{ACTIVATIONS, GATE, GELU_DERIVATIVE};
 use cuda_std::launch::{Pointer, Size, Violation};
 
-/// The most rows, columns or k. A kernel numbers them in 32 bits, and also those of a tile or a stage that lie beyond the end.
+/// The maximum of rows, columns and k. A kernel numbers them in 32 bits, including those of a tile
+/// or a stage past the end.
 const MOST: u32 = 1 << 31;
 
-/// Ok for rows, columns or k that a kernel can number.
+/// Returns Ok if a kernel can number `extent` rows, columns or k.
 pub(crate) fn countable(argument: &'static str, extent: u32) -> Result<(), Violation> {
     Violation::unless(extent <= MOST, argument, "at most 2^31", extent)
 }
 
-/// Whether `c` is read; ok when at most one activation follows the sum, the kernel has it, and what the sum is multiplied by is not added too.
+/// Returns true if `c` is read. Fails if more than one activation follows the sum, if the kernel
+/// lacks it, or if `c` would be both multiplied and added.
 pub(crate) fn reads_c<S>(_: &Pointer<'_, S>, flags: u32, beta: f32) -> Result<bool, Violation> {
     let multiplies = flags & (GATE | GELU_DERIVATIVE) != 0;
     Violation::unless((flags & ACTIVATIONS).count_ones() <= 1, "flags", "at most one activation", flags)?;
@@ -35,7 +37,7 @@ macro_rules! check_factors {
 }
 pub(crate) use check_factors;
 
-/// The number of chunks of k. Where there are several, nothing may follow the sum.
+/// Returns the number of split-K chunks. If there are several, the epilogue must be empty.
 macro_rules! sum_chunks {
     ($p:ident) => {{
         checks::countable("k", $p.k)?;
@@ -49,7 +51,7 @@ macro_rules! sum_chunks {
 }
 pub(crate) use sum_chunks;
 
-/// Checks where the sums go and what they meet there: `$chunks` matrices for each batch, and one bias.
+/// Checks the outputs and the epilogue's inputs: `$chunks` matrices for each batch, and one bias.
 macro_rules! check_outputs {
     ($p:ident, $chunks:expr) => {
         checks::countable("m", $p.m)?;
@@ -74,7 +76,8 @@ macro_rules! check_outputs {
 }
 pub(crate) use check_outputs;
 
-/// Ok when `matrices` of `rows` x `cols`, `stride` and `ld` elements apart, lie inside `len` elements.
+/// Returns Ok if `matrices` of `rows` x `cols`, with strides `stride` and `ld`, lie inside `len`
+/// elements.
 pub(crate) fn holds(
     argument: &'static str,
     len: usize,

@@ -1,25 +1,30 @@
-//! The block of a matrix multiply that suits a CPU: few threads, many sums each, and much work between barriers.
+//! The block of a matrix multiply for a CPU: few threads, many sums each, and much work between
+//! barriers.
 //!
-//! A stage lies in panels of [`PANEL`] rows (of A) or columns (of B). So a thread reads its factors one after another: vectors of
-//! B, single elements of A (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+//! A stage is stored in panels of [`PANEL`] rows (of A) or columns (of B). A thread then reads its
+//! factors sequentially: vectors of B, single elements of A (Goto and van de Geijn, "Anatomy of
+//! high-performance matrix multiplication", 2008).
 //!
 //! ```text
 //! tile 128 x 256    B: panel  0    1    2  ..   7    of 32 columns each
 //! A: panel 0         thread   0    1    2  ..   7    a thread has one panel of A and one of B:
-//!          1                  8    9   10  ..  15    32 x 32 neighbouring outputs
+//!          1                  8    9   10  ..  15    32 x 32 neighboring outputs
 //!          2                 16   17   18  ..  23
 //!          3                 24   25   26  ..  31
 //!
-//! stage (128 k):  | A 0 | A 1 | A 2 | A 3 | B 0 | .. | B 7 |    each 32 x 128 floats, then 16 unused
-//! panel of B, or of an A that is contiguous along its rows:  k = 0: 32 floats | k = 1: 32 floats | ..
-//! panel of an A that is contiguous along k:                  row 0: 128 floats | row 1: 128 floats | ..
+//! stage (128 k):  | A 0 | A 1 | A 2 | A 3 | B 0 | .. | B 7 |  each 32 x 128 floats, then 16 unused
+//! panel of B, or of an A that is contiguous along its rows:
+//!                 k = 0: 32 floats | k = 1: 32 floats | ..
+//! panel of an A that is contiguous along k:
+//!                 row 0: 128 floats | row 1: 128 floats | ..
 //! ```
-//! A may lie in its panels as it does in memory, because a thread reads it element by element.
+//! A may keep its memory layout in its panels, because a thread reads it element by element.
 //!
-//! There is one stage: a panel of B and the rows of A that are multiplied at a time fit a CPU's first cache, the stage and the sums its
-//! second. What the next stage copies is fetched into the second cache while this one is multiplied, and so is what the epilogue touches.
+//! There is one stage. A panel of B and the rows of A that are multiplied at a time fit a CPU's L1
+//! cache. The stage and the sums fit its L2. While a stage is multiplied, the source of the next
+//! stage's copy is prefetched into L2, and so are the epilogue's operands.
 //!
-//! Invariant: the same chains as in every other tile.
+//! Invariant: the chains are the same as in every other tile.
 
 use super::block::{GROUP, Problem};
 use super::epilogue::{Epilogue, Places};
@@ -30,11 +35,12 @@ use crate::unroll;
 use crate::vector::{F4, load_run, prefetch};
 use cuda_std::{emulator, thread};
 
-/// Rows of a panel of A, columns of one of B: a thread has this many outputs either way.
+/// Rows of a panel of A, and columns of a panel of B: a thread has this many outputs in each
+/// direction.
 const PANEL: u32 = 32;
-/// Panels of A and of B in the tile.
+/// The panels of A and of B in the tile.
 const PANELS: [u32; 2] = [4, 8];
-/// A thread for each pair of panels.
+/// The emulator's tile: one thread for each pair of panels.
 pub(super) const TILE: Tile = Tile {
     warps: [1, 1],
     each: [PANEL as usize; 2],
@@ -49,18 +55,19 @@ const COLS: u32 = PANELS[1] * PANEL;
 const THREADS: u32 = PANELS[0] * PANELS[1];
 /// The k of a stage.
 const DEPTH: u32 = 128;
-/// Floats from one panel of a stage to the next: one cache line more than a panel holds, so that panels do not share their cache sets.
+/// Floats from one panel of a stage to the next: one cache line more than a panel holds, so that
+/// panels use different cache sets.
 const PANEL_LEN: u32 = DEPTH * PANEL + 16;
-/// Floats that a thread copies at once: two cache lines. It copies four of them in each panel.
+/// Floats that a thread copies at once: two cache lines. It copies four such runs in each panel.
 const RUN: usize = (PANEL * DEPTH / THREADS / 4) as usize;
-/// Floats of a cache line. The epilogue finishes so many at once.
+/// Floats of a cache line. The epilogue processes this many at once.
 const LINE: usize = 16;
 const SHARED_BYTES: u32 = (PANELS[0] + PANELS[1]) * PANEL_LEN * 4;
 
 const _: () = assert!(TILE.rows() == ROWS && TILE.cols() == COLS && TILE.threads() == THREADS);
 const _: () = assert!(TILE.shared_bytes() >= SHARED_BYTES);
 
-/// A thread's sums, row by row. No vector of them lies on two cache lines.
+/// A thread's sums, row by row. The alignment keeps every vector within one cache line.
 #[repr(align(64))]
 struct Sums([[f32; PANEL as usize]; PANEL as usize]);
 
@@ -78,11 +85,12 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
     let is_inside = first_row < m && first_col < n;
 
     let mut sums = Sums([[0.0; _]; _]);
-    // The sums wait in memory while other threads run. LLVM looks for vectors where a loop stores to memory, and finds these.
+    // The sums stay in memory while other threads run. LLVM vectorizes loops that store to memory,
+    // so it vectorizes these.
     let Sums(sums) = core::hint::black_box(&mut sums);
     loop {
         let [from, until] = problem.k.chain();
-        // All at once: the copies alone would wait for one row after another.
+        // The whole stage at once: the copies would otherwise wait for one row after another.
         fetch_stage(&problem, first, [from, until]);
         for first_k in (from..until).step_by(DEPTH as usize) {
             copy_stage(&problem, first, [first_k, until]);
@@ -104,7 +112,7 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
                 }
             }
             if left > DEPTH {
-                // Behind this barrier no thread reads this stage any more.
+                // After this barrier no thread reads this stage.
                 thread::sync_threads();
             }
         }
@@ -128,13 +136,14 @@ pub(super) unsafe fn compute(mut problem: Problem<'_>) {
             return;
         }
         *sums = [[0.0; _]; _];
-        // Behind this barrier no thread reads factors of this chain any more.
+        // After this barrier no thread reads factors of this chain.
         thread::sync_threads();
     }
 }
 
-/// Adds the products of `depth` k to a thread's sums, `R x C` sums at a time: as many as the processor's registers hold.
-/// `ALONG_K` says how `a` lies; `b` lies across.
+/// Accumulates the products of `depth` k in a thread's sums, `R x C` sums at a time: as many as the
+/// processor's registers hold. `ALONG_K` is true if `a` is contiguous along k. `b` is contiguous
+/// across k.
 #[inline(always)]
 fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
     sums: &mut [[f32; PANEL as usize]; PANEL as usize],
@@ -165,10 +174,10 @@ fn multiply<const R: usize, const C: usize, const ALONG_K: bool>(
     }
 }
 
-/// The panel of this number: A's come first, then B's.
+/// Returns the panel with this number: A's come first, then B's.
 #[inline(always)]
 fn panel(number: u32) -> SharedTile<f32> {
-    // SAFETY: the panels follow each other in what the contract declares.
+    // SAFETY: the panels follow each other in the shared memory that the contract declares.
     unsafe { SharedTile::new(number * PANEL_LEN * 4, PANEL_LEN) }
 }
 
@@ -183,7 +192,7 @@ fn copy_stage(problem: &Problem<'_>, first: [u32; 2], k: [u32; 2]) {
     }
 }
 
-/// Fetches what `copy_stage` will copy.
+/// Prefetches the memory that `copy_stage` will copy.
 #[inline(always)]
 fn fetch_stage(problem: &Problem<'_>, first: [u32; 2], k: [u32; 2]) {
     for number in 0..PANELS[0] {
@@ -194,7 +203,7 @@ fn fetch_stage(problem: &Problem<'_>, first: [u32; 2], k: [u32; 2]) {
     }
 }
 
-/// Fetches what the epilogue of a thread's sums touches.
+/// Prefetches the memory that the epilogue of a thread's sums accesses.
 #[inline(always)]
 fn fetch_outputs(epilogue: &Epilogue<'_, f32>, first_row: u32, first_col: u32) {
     for i in first_row..epilogue.m.min(first_row + PANEL) {
@@ -204,13 +213,13 @@ fn fetch_outputs(epilogue: &Epilogue<'_, f32>, first_row: u32, first_col: u32) {
     }
 }
 
-/// The place in a panel of row `i` (of A) or column `i` (of B), at the `p`th k.
+/// Returns the index in a panel of row `i` (of A) or column `i` (of B), at the `p`th k.
 #[inline(always)]
 fn place_in_panel(along_k: bool, i: u32, p: u32) -> u32 {
     if along_k { i * DEPTH + p } else { p * PANEL + i }
 }
 
-/// What a thread copies of a panel: `rows` from its `i`th on, and `depth` k from its `p`th on.
+/// A thread's share of a panel: `rows` rows from the `i`th on, and `depth` k from the `p`th on.
 struct Share {
     i: u32,
     p: u32,
@@ -219,8 +228,9 @@ struct Share {
 }
 
 impl Operand<'_> {
-    /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from `first_k`. The panel lies as the
-    /// operand does, or `ACROSS` k. Rows beyond the operand become zero. Beyond `end` nothing is written.
+    /// Copies this thread's share of a panel: `PANEL` rows from `first_row`, `DEPTH` k from
+    /// `first_k`. The panel keeps the operand's layout, or is contiguous across k if `ACROSS`. Rows
+    /// past the operand become zero. Nothing is written past `end`.
     #[inline(always)]
     fn copy_panel<const ACROSS: bool>(&self, panel: SharedTile<f32>, first_row: u32, [first_k, end]: [u32; 2]) {
         if first_row >= self.rows {
@@ -235,7 +245,7 @@ impl Operand<'_> {
         }
     }
 
-    /// Fetches this thread's share of a panel, where it is whole.
+    /// Prefetches this thread's share of a panel, if the share is whole.
     #[inline(always)]
     fn fetch_panel(&self, first_row: u32, [first_k, end]: [u32; 2]) {
         let Share { i, p, rows, depth } = self.share();
@@ -250,7 +260,8 @@ impl Operand<'_> {
         }
     }
 
-    /// This thread's share of a panel: four runs, each contiguous in memory, so whole cache lines.
+    /// Returns this thread's share of a panel: four runs, each contiguous in memory, so whole cache
+    /// lines.
     #[inline(always)]
     fn share(&self) -> Share {
         let length = if self.along_k { DEPTH } else { PANEL };
@@ -267,7 +278,8 @@ impl Operand<'_> {
     #[inline(always)]
     fn runs<const ACROSS: bool>(&self, panel: SharedTile<f32>, [i, p]: [u32; 2], from: usize) {
         let mut runs = [[0.0; RUN]; 4];
-        // SAFETY: four runs inside the operand: `panel` has compared them with its rows and k. No closure, which would stay a call.
+        // SAFETY: four runs inside the operand: `copy_panel` has compared them with its rows and k.
+        // A closure would stay a call.
         unroll!(at < 4 => { runs[at] = unsafe { load_run(self.values, from + at * self.stride as usize) }; });
         let at = place_in_panel(self.along_k && !ACROSS, i, p);
         if self.along_k && ACROSS {
@@ -283,7 +295,8 @@ impl Operand<'_> {
         }
     }
 
-    /// Copies `rows` x `depth` elements one by one, as far as they lie inside the operand and before `end`.
+    /// Copies `rows` x `depth` elements one by one. Elements outside the operand or past `end` are
+    /// skipped or become zero.
     #[inline(always)]
     fn elements<const ACROSS: bool>(
         &self,
@@ -308,7 +321,7 @@ impl Operand<'_> {
         }
     }
 
-    /// The index of an element.
+    /// Returns the index of an element.
     #[inline(always)]
     fn index(&self, row: u32, k: u32) -> usize {
         let [across, along] = if self.along_k { [row, k] } else { [k, row] };
@@ -316,13 +329,14 @@ impl Operand<'_> {
     }
 }
 
-/// The transpose of four by four.
+/// Returns the transpose of a 4 x 4 matrix.
 #[inline(always)]
 fn transposed(four: [F4; 4]) -> [F4; 4] {
     #[cfg(target_arch = "x86_64")]
     {
         use core::arch::x86_64::{__m128, _MM_TRANSPOSE4_PS};
-        // SAFETY: the same 16 floats as four registers, which every x86-64 processor has.
+        // SAFETY: both types are the same 16 floats, as four SSE registers, which every x86-64
+        // processor has.
         unsafe {
             let [mut a, mut b, mut c, mut d] = core::mem::transmute::<[F4; 4], [__m128; 4]>(four);
             _MM_TRANSPOSE4_PS(&mut a, &mut b, &mut c, &mut d);

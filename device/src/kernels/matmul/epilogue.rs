@@ -1,13 +1,15 @@
-//! The epilogue of a matrix multiply: scale, bias, old content, activation or gate, and the write.
+//! The epilogue of a matrix multiply: scale, bias, beta C, activation or gate, and the store.
 //!
-//! A thread brings `ROWS` rows, and in each `GROUPS` groups of up to four neighbours:
+//! A thread brings `ROWS` rows with `GROUPS` groups of up to four neighboring columns each:
 //!
 //! ```text
-//!                 columns[0] .. + 3           columns[1] .. + 3
-//! row             sums[0][0]  (16 bytes)      sums[0][1]           alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
-//! row + apart     sums[1][0]                  sums[1][1]
+//!              columns[0] .. + 3       columns[1] .. + 3
+//! row          sums[0][0]  (16 bytes)  sums[0][1]
+//! row + apart  sums[1][0]              sums[1][1]
+//!
+//! alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
 //! ```
-//! Invariant: the steps come in this order, each rounded once, whichever kernel has summed.
+//! Invariant: every kernel's epilogue runs these steps in this order, and rounds each once.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::SILU;
@@ -23,13 +25,15 @@ use crate::{map4, unroll_on_gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::GpuFloat;
 
-/// Whether what stores S may end with [`GELU_DERIVATIVE`]. Only BF16's may: f32's backward pass sums a bias's gradient where it multiplies
-/// by the derivative, and its products have no code that nobody runs.
+/// True if a kernel that stores S supports [`GELU_DERIVATIVE`]. Only BF16 kernels do. The f32
+/// backward pass sums a bias gradient where it multiplies by the derivative, so f32 kernels would
+/// carry unused code.
 pub(crate) const fn differentiates<S>() -> bool {
     size_of::<S>() < size_of::<f32>()
 }
 
-/// Where sums go, and what happens to them before; the parameters are those of the [module](super).
+/// The destination of the sums and the steps before the store. The parameters are those of the
+/// [module](super).
 #[derive(Clone, Copy)]
 pub(crate) struct Epilogue<'p, S> {
     pub(crate) bias: &'p [f32],
@@ -46,12 +50,13 @@ pub(crate) struct Epilogue<'p, S> {
     pub(crate) flags: u32,
 }
 
-/// Where a thread's sums lie in the output: `ROWS` rows, and in each `GROUPS` groups of neighbours.
+/// The location of a thread's sums in the output: `ROWS` rows with `GROUPS` groups of neighboring
+/// columns each.
 #[derive(Clone, Copy)]
 pub(crate) struct Places<const GROUPS: usize> {
     /// The first row.
     pub(crate) row: u32,
-    /// Rows from one of the thread's to its next.
+    /// The distance in rows from one of the thread's rows to the next.
     pub(crate) apart: u32,
     /// The first column of each group.
     pub(crate) columns: [u32; GROUPS],
@@ -60,7 +65,7 @@ pub(crate) struct Places<const GROUPS: usize> {
 }
 
 impl<const GROUPS: usize> Places<GROUPS> {
-    /// Of rows that follow each other.
+    /// Returns the places of consecutive rows.
     #[inline(always)]
     pub(crate) fn new(row: u32, columns: [u32; GROUPS], width: u32) -> Self {
         Self { row, apart: 1, columns, width }
@@ -68,7 +73,7 @@ impl<const GROUPS: usize> Places<GROUPS> {
 }
 
 impl<S: Stored> Epilogue<'_, S> {
-    /// Whether all of these rows and columns exist, and vectors of them lie on their boundaries.
+    /// True if all of these rows and columns exist, and their vectors are aligned.
     #[inline(always)]
     pub(crate) fn has_whole(&self, first: [u32; 2], extent: [u32; 2]) -> bool {
         let Self { bias, bias_start, start, m, n, ldc, .. } = *self;
@@ -78,7 +83,8 @@ impl<S: Stored> Epilogue<'_, S> {
             && (bias.is_empty() || bias_start.is_multiple_of(F4::LEN))
     }
 
-    /// Finishes a thread's sums. Those that lie outside the output are dropped.
+    /// Applies the epilogue to a thread's sums and writes them. Sums outside the output are
+    /// dropped.
     ///
     /// # Safety
     /// The contract has accepted the arguments.
@@ -95,8 +101,8 @@ impl<S: Stored> Epilogue<'_, S> {
         let exists = |row: usize| first_row + row as u32 * apart < m;
         let inside = |group: usize| if columns[group] < n { (n - columns[group]).min(width) as usize } else { 0 };
         let whole = exists(ROWS - 1) && (first | ldc as usize).is_multiple_of(F4::LEN) && inside(GROUPS - 1) == F4::LEN;
-        // Either all vectors lie inside the output, or each is looked at. Without a look between them, reads follow each other, and so do
-        // writes.
+        // Either all vectors lie inside the output, or each is checked. Without checks in between,
+        // the reads are issued together, and so are the writes.
         macro_rules! for_each {
             (|$row:ident, $group:ident, $at:ident, $part:ident| $body:expr) => {
                 if whole {
@@ -119,7 +125,7 @@ impl<S: Stored> Epilogue<'_, S> {
                 }
             };
         }
-        // What C holds of a row that exists.
+        // Loads C at a row that exists.
         macro_rules! load_c {
             ($values:ident, $row:ident) => {
                 unroll_on_gpu!(group < GROUPS => {
@@ -129,8 +135,8 @@ impl<S: Stored> Epilogue<'_, S> {
                 })
             };
         }
-        // SAFETY: what lies inside the output lies in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
-        // checked it.
+        // SAFETY: elements inside the output lie in `out`, and in `c`, `pre` and `bias` where they
+        // are used: the contract has checked it.
         unsafe {
             if alpha != 1.0 {
                 unroll_on_gpu!(row < ROWS => {
@@ -162,7 +168,8 @@ impl<S: Stored> Epilogue<'_, S> {
                 });
             }
             if flags & const { if differentiates::<S>() { ACTIVATIONS } else { ACTIVATIONS & !GELU_DERIVATIVE } } != 0 {
-                // One row at a time, then the others move up: an activation is long code, and so it is there once.
+                // One row at a time; then the other rows move up. An activation is long code, so it
+                // is instantiated once.
                 for row in 0..opaque(ROWS as u32) {
                     let mut done = sums[0];
                     if flags & GELU != 0 {
@@ -200,7 +207,7 @@ impl<S: Stored> Epilogue<'_, S> {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Epilogue<'_, f32> {
-    /// Fetches the cache lines that [`Epilogue::finish_run`] will touch from (i, j) on.
+    /// Prefetches the cache lines that [`Epilogue::finish_run`] will access from (i, j) on.
     #[inline(always)]
     pub(super) fn fetch_run(&self, i: u32, j: u32) {
         let Self { c, out, pre, start, ldc, beta, flags, .. } = *self;
@@ -214,16 +221,16 @@ impl Epilogue<'_, f32> {
         }
     }
 
-    /// The same for `N` neighbours that all lie inside the output, on the CPU.
+    /// Applies the epilogue to `N` neighboring sums that all lie inside the output, on the CPU.
     ///
     /// # Safety
-    /// As above.
+    /// The caller meets the requirements of [`Epilogue::finish`].
     #[inline(always)]
     pub(super) unsafe fn finish_run<const N: usize>(&self, i: u32, j: u32, mut sum: [f32; N]) {
         let Self { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = *self;
         let at = start + i as usize * ldc as usize + j as usize;
-        // SAFETY: a run inside the output lies inside `out`, and inside `c`, `pre` and `bias` where they are used: the contract has
-        // checked it.
+        // SAFETY: a run inside the output lies inside `out`, and inside `c`, `pre` and `bias` where
+        // they are used: the contract has checked it.
         unsafe {
             if alpha != 1.0 {
                 sum.iter_mut().for_each(|sum| *sum *= alpha);
@@ -252,7 +259,8 @@ impl Epilogue<'_, f32> {
     }
 }
 
-/// How to move `count` elements, up to four, at `index`: in one access where they are an aligned vector.
+/// Selects how to move `count` elements, up to four, at `index`: in one access if they are an
+/// aligned vector.
 #[inline(always)]
 pub(crate) fn part(index: usize, count: usize) -> Part {
     if count >= F4::LEN && index.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(count) }

@@ -1,8 +1,10 @@
-//! Products that are split along k: which ones, into what parts, and how the parts become one result.
+//! Split-K products: which products are split, into what parts, and how the parts become one
+//! result.
 //!
-//! A multiply of few outputs with many products each would leave most multiprocessors idle, and one whose tiles fill them one time and a
-//! quarter, a third of them. One chain over all products would add up too many roundings. So k is cut into the chunks that take the least time,
-//! and each chunk into chains:
+//! A product with few outputs and a long k would leave most multiprocessors idle. A product whose
+//! tiles fill the multiprocessors one and a quarter times would idle a third of them. One chain
+//! over all of k would also accumulate too many roundings. So k is cut into the number of chunks
+//! that takes the least time, and each chunk into chains:
 //!
 //! ```text
 //! m = n = 512, k = 10000:  8 chunks of 1280, of which the last has 1040 k
@@ -14,7 +16,8 @@
 //! partials   p0              p1                    p7             for each batch
 //! out = epilogue(((p0 + p1) + ..) + p7)                           sum_splits
 //! ```
-//! Invariant: chunks and chains follow from m, n and k alone, never from the device or the number of batches.
+//! Invariant: chunks and chains depend only on m, n and k, never on the device or the number of
+//! batches.
 
 use super::epilogue::{Epilogue, Places};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -26,43 +29,46 @@ use crate::vector::{F4, Part};
 use cuda_std::prelude::*;
 use half::bf16;
 
-/// Products of a chain, where k is split.
+/// The products of a chain, if k is split.
 pub const CHAIN: u32 = 1024;
 
-/// How long the blocks of a kernel take: what decides how its products are split.
+/// The cost model of a kernel's blocks, which decides how its products are split.
 pub(crate) struct Splits {
-    /// The tiles that count: rows, columns, and the cycles of a multiprocessor of an H200 for one k.
+    /// The tiles that are compared: rows, columns, and the cycles of an H200 multiprocessor for one
+    /// k.
     pub(crate) tiles: &'static [[usize; 3]],
-    /// The beginning and the end of a block take as long as so many k.
+    /// The cost of the beginning and the end of a block, in k.
     pub(crate) ends: usize,
-    /// Cycles in which the partial sums of 128 x 128 outputs are written and read again.
+    /// The cycles to write and read back the partial sums of 128 x 128 outputs.
     pub(crate) partial: usize,
-    /// With fewer products in a chunk, more chunks save nothing.
+    /// The minimum of products in a chunk. Smaller chunks save nothing.
     pub(crate) least: usize,
-    /// A chunk is a multiple of this: so each starts where a vector may start, and ends with a stage.
+    /// The unit of a chunk's size. Multiples of it start on a vector boundary and end with a stage.
     pub(crate) step: usize,
 }
 
-/// The rule is one for all devices, so that a sum's order is: blocks are counted as an H200 runs them, partial sums between what they cost
-/// there and on a GB10, which multiplies half as fast and moves a twentieth of the bytes.
+/// The multiprocessors that the cost model assumes: those of an H200. One rule serves all devices,
+/// so that a sum's order is the same on all. The cost of partial sums lies between an H200's and a
+/// GB10's. A GB10 multiplies half as fast and moves a twentieth of the bytes.
 const PROCESSORS: usize = 132;
-/// With more chunks, a thread that adds them up waits longer than they save.
+/// The maximum number of chunks. More chunks cost the reduction more time than they save.
 const MOST_CHUNKS: usize = 64;
 /// The outputs to which [`Splits::partial`] refers.
 const OUTPUTS: usize = 128 * 128;
 
 impl Splits {
-    /// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+    /// Returns the k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these
+    /// three. If the product is not split, it is all of k, and at least 1.
     pub(crate) fn chunk(&self, m: usize, n: usize, k: usize) -> usize {
         let most = (k / self.least).clamp(1, MOST_CHUNKS);
         let chunks = (1..=most).min_by_key(|chunks| self.time(m, n, k, *chunks)).unwrap_or(1);
         if chunks < 2 { k.max(1) } else { k.div_ceil(chunks).next_multiple_of(self.step) }
     }
 
-    /// Cycles that a product in so many chunks takes, in the tile that takes the fewest.
+    /// Estimates the cycles of a product in `chunks` chunks, in the tile that takes the fewest.
     fn time(&self, m: usize, n: usize, k: usize, chunks: usize) -> usize {
         let products = k.div_ceil(chunks);
-        // A block that is alone on its multiprocessor waits a quarter of the time.
+        // A block that has a multiprocessor to itself waits a quarter of the time.
         let alone = products + products / 3 + self.ends;
         let times = self.tiles.iter().map(|[rows, cols, cycles]| {
             let blocks = m.div_ceil(*rows).saturating_mul(n.div_ceil(*cols)).max(1).saturating_mul(chunks);
@@ -74,10 +80,11 @@ impl Splits {
     }
 }
 
-/// Of the tiles those that multiply fastest with many outputs and with few.
+/// The cost of the tiles that are fastest with many outputs and with few.
 const SPLITS: Splits = Splits { tiles: &[[64, 128, 88], [32, 64, 30]], ends: 20, partial: 225, least: 256, step: 64 };
 
-/// The k of a chunk in the product `[m, k] [k, n]`; it follows from these alone. Where the product is not split: all of k, at least 1.
+/// Returns the k of a split-K chunk of the product `[m, k] [k, n]`. It depends only on these three.
+/// If the product is not split, it is all of k, and at least 1.
 #[must_use]
 pub fn chunk(m: usize, n: usize, k: usize) -> usize {
     SPLITS.chunk(m, n, k)
@@ -85,16 +92,16 @@ pub fn chunk(m: usize, n: usize, k: usize) -> usize {
 
 /// The part of k that a block sums.
 pub(crate) struct Chunk {
-    /// Where its first chain begins.
+    /// The start of its first chain.
     pub(crate) first: u32,
-    /// Where its last chain ends.
+    /// The end of its last chain.
     pub(crate) end: u32,
-    /// Products of a chain. The last chain may have fewer.
+    /// The products of a chain. The last chain may have fewer.
     pub(super) chain: u32,
 }
 
 impl Chunk {
-    /// The `index`th chunk of `k`.
+    /// Returns the `index`th chunk of `k`.
     #[inline(always)]
     pub(crate) fn new(k: u32, chunk: u32, index: u32) -> Self {
         if chunk >= k {
@@ -105,7 +112,7 @@ impl Chunk {
         Self { first, end, chain: CHAIN }
     }
 
-    /// Where the next chain begins and ends.
+    /// Returns the start and the end of the next chain.
     #[inline(always)]
     pub(super) fn chain(&self) -> [u32; 2] {
         let Self { first, end, chain } = *self;
@@ -113,16 +120,17 @@ impl Chunk {
     }
 }
 
-/// Threads in a block of [`sum_splits`].
+/// The threads in a block of [`sum_splits`].
 const THREADS: u32 = 64;
-/// Columns that such a block covers.
+/// The columns that a block of [`sum_splits`] covers.
 const COLUMNS: usize = THREADS as usize * F4::LEN;
 
 family! {
-    /// Ends a split product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch, in that order.
+    /// Reduces a split-K product: `out = epilogue(partials[0] + partials[1] + ..)` for each batch,
+    /// in that order.
     ///
-    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of a multiply. A thread has four columns of
-    /// a row.
+    /// `partials`: `[batches, splits, m, n]`, at least one split. The other parameters are those of
+    /// a multiply. A thread has four columns of a row.
     sum_splits<S: Stored> { sum_splits_f32: f32; sum_splits_bf16: bf16; }
     unsafe fn(
         partials: &[f32],
@@ -142,13 +150,13 @@ family! {
         flags: u32,
     ) {
         let (m, cols, batch) = (m as usize, n as usize, thread::block_idx_y() as usize);
-        // SAFETY: `cols` is not 0: without columns the grid has no block.
+        // SAFETY: `cols` is not 0: if there are no columns, the grid has no block.
         let (row, across) = unsafe { divide(thread::block_idx_x() as usize, cols.div_ceil(COLUMNS)) };
         let column = across * COLUMNS + thread::thread_idx_x() as usize * F4::LEN;
         if batch >= batches as usize || row >= m || column >= cols {
             return;
         }
-        // Where rows are whole vectors, all partials are.
+        // If rows are whole vectors, the partial sums' rows are too.
         let part = if cols.is_multiple_of(F4::LEN) { Part::Whole } else { Part::first(cols - column) };
         let first = ((batch * splits as usize) * m + row) * cols + column;
         // SAFETY: these columns of the row lie inside each partial sum's matrix.
@@ -163,8 +171,9 @@ family! {
         // SAFETY: row and columns lie inside the output.
         unsafe { epilogue.finish(Places::new(row as u32, [column as u32], 4), [[sum]]) };
     }
-    // SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has found the matrices of `out`, `c`, `pre`
-    // and `bias`, as far as they are used. A thread looks at its row and batch first, and cuts its columns off at `n`.
+    // SAFETY: `partials` holds `splits` packed matrices for each batch. `check_outputs!` has
+    // checked the matrices of `out`, `c`, `pre` and `bias` that are used. A thread first checks its
+    // row and batch, and drops columns past `n`.
     contract unsafe { block: THREADS, shared: 0 } |p| {
         let [m, n] = [p.m, p.n].map(|x| x as usize);
         Violation::unless(p.splits > 0, "splits", "at least one", p.splits)?;
@@ -175,7 +184,7 @@ family! {
     }
 }
 
-/// The sum of `splits` partial sums, in order. Eight are loaded before the first is added.
+/// Returns the sum of `splits` partial sums, in order. Eight are loaded before the first is added.
 #[inline(always)]
 fn total(splits: u32, partial: impl Fn(usize) -> F4) -> F4 {
     // Adding -0 changes no number, not even -0.

@@ -1,15 +1,17 @@
-//! One block's tile of the output: stages arrive in shared memory, warps multiply them, the epilogue finishes the sums.
+//! One block's tile of the output: stages arrive in shared memory, warps multiply them, and the
+//! epilogue finishes the accumulators.
 //!
-//! Four stages, each of two steps, are a ring. The turn of stage s overlaps reads, copies and multiplies:
+//! Four stages of two steps each form a ring. The iteration of stage s overlaps fragment reads,
+//! copies and mma:
 //!
 //! ```text
 //! read fragments                 multiply           copies, by slot
-//!                                                   s: in use   s + 1, s + 2, s + 3: on their way
+//!                                                   s: in use   s + 1, s + 2, s + 3: in flight
 //! (s, step 1)                    (s, step 0)
-//!     wait until stage s + 1 is there, barrier: no warp reads stage s any more
+//!     wait until stage s + 1 has arrived, barrier: all warps have read stage s
 //! (s + 1, step 0)                (s, step 1)        stage s + 4 into the slot of s
 //! ```
-//! Invariant: the products of an output are added in the same order in every tile.
+//! Invariant: the products of an output are accumulated in the same order in every tile.
 
 use super::finish::finish;
 use super::fragment::{STEP, Sums, total_of_column};
@@ -27,38 +29,39 @@ use crate::vector::put;
 use crate::warp::stay_together;
 use cuda_std::{thread, warp};
 
-/// Rows of tiles within which the blocks run down the columns.
+/// Blocks run down the columns within a group of this many rows of tiles.
 const GROUP: u32 = 16;
 
 const _: () = assert!(DEPTH == 2 * STEP, "a stage has two steps");
 
-/// One matrix multiply, as a thread sees it.
+/// One matrix multiply, from the point of view of one thread.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'p, S> {
     pub(super) a: Operand<'p>,
     pub(super) b: Operand<'p>,
     pub(super) epilogue: Epilogue<'p, S>,
     pub(super) columns: ColumnSums,
-    /// The k that this block adds: the first, and the one behind the last.
+    /// The range of k that this block accumulates: its first k, and one past its last.
     pub(super) k: [u32; 2],
 }
 
-/// Where the sums of B's columns go, if there are any.
+/// The destination of the sums of B's columns, if they are wanted.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnSums {
     pub(super) wanted: bool,
-    /// Not 0: they are added to what is there.
+    /// A flag: if not 0, the sums are added to the memory's content.
     pub(super) accumulate: u32,
     pub(super) sums: *mut f32,
-    /// Where those of the block's batch and chunk begin.
+    /// The index of the sums of this block's batch and chunk.
     pub(super) start: usize,
 }
 
-/// Computes the block's tile. A lies along k (`A_ALONG`) or across. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and twice as many `TILES`
-/// along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
+/// Computes the block's tile. `A_ALONG` is true if A is contiguous along k. A warp has `ROWS x
+/// COLS` squares of 16 x 16 outputs, and `TILES`, twice `COLS`, mma tiles along the columns.
+/// `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
-/// The contract has accepted the problem, and these are the constants of `tile`.
+/// The contract has accepted the problem, and the const parameters are those of `tile`.
 #[inline(always)]
 pub(super) unsafe fn compute<
     const A_ALONG: bool,
@@ -79,14 +82,15 @@ pub(super) unsafe fn compute<
     let warp = thread::thread_idx_x() / 32;
     let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
 
-    // The first row of tiles has all columns. Other kernels have no code for it.
+    // The first row of tiles covers all columns. Kernels of another layout or type have no code for
+    // the column sums.
     let summed = const { !A_ALONG && size_of::<S>() == size_of::<f32>() } && problem.columns.wanted && row == 0;
 
-    // On a GPU how the operands lie is a constant of the loop, and whether columns are summed.
+    // On a GPU, the operand layout and the column-sum flag are compile-time constants of the loop.
     #[cfg(target_arch = "nvptx64")]
     macro_rules! sums {
         ($b:literal, $summed:literal) => {
-            // SAFETY: the contract has accepted the problem, whose operands lie so.
+            // SAFETY: the contract has accepted the problem, and its operands have this layout.
             unsafe {
                 sum::<A_ALONG, $b, $summed, ROWS, COLS, TILES, A_PASSES, B_PASSES, S>(
                     problem, tile, first, origin, $summed,
@@ -111,11 +115,13 @@ pub(super) unsafe fn compute<
     unsafe { finish::<ROWS, TILES, COLS, S>(epilogue, [first[0] + origin[0], first[1] + origin[1]], sums) };
 }
 
-/// A thread's sums of the block's tile, which begins at `first`; its warp's part begins `origin` further. Where `summed`, writes those of B's
-/// columns. `A_ALONG` and `B_ALONG` say how the operands lie, and `SUMMED` is `summed`; the emulator asks the operands and `summed`.
+/// Returns a thread's accumulators of the block's tile. The tile begins at `first`, and the warp's
+/// part begins `origin` further. If `summed`, also writes the sums of B's columns. On a GPU
+/// `A_ALONG`, `B_ALONG` and `SUMMED` are the operands' layouts and `summed` as constants. The
+/// emulator reads the run-time values instead.
 ///
 /// # Safety
-/// The contract has accepted the problem, and these are the constants of `tile`.
+/// The contract has accepted the problem, and the const parameters are those of `tile`.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), allow(clippy::extra_unused_type_parameters))]
 unsafe fn sum<
@@ -141,13 +147,13 @@ unsafe fn sum<
     let (a, b) = (Operand { along_k: A_ALONG, ..a }, Operand { along_k: B_ALONG, ..b });
     let (rows, cols, threads) = (tile.rows(), tile.cols(), tile.threads());
     let stages = (end - first_k).div_ceil(DEPTH);
-    // SAFETY: the parts follow each other in what the contract declares.
+    // SAFETY: the parts follow each other in the shared memory that the contract declares.
     let slot = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::<u32>::new((stage % STAGES * tile.stage_len() + start * DEPTH / 2) * 4, width * DEPTH / 2)
     };
     let mut left = Part::new(a, [first[0], rows], threads, first_k);
     let mut right = Part::new(b, [first[1], cols], threads, first_k);
-    // Stages that both operands fill: no thread need look at what it copies.
+    // The number of stages that both operands fill completely: their copies need no bounds checks.
     let whole = if left.is_whole() && right.is_whole() { (end - first_k) / DEPTH } else { 0 };
     macro_rules! fetch {
         (whole $stage:expr) => {
@@ -175,7 +181,7 @@ unsafe fn sum<
         commit_copies();
     }
     let mut sums: Sums<ROWS, TILES> = [[[0.0; 4]; TILES]; ROWS];
-    // The two warps of the same columns add up one half each.
+    // The two warps that share the same columns sum one half each.
     const { assert!(COLS.is_multiple_of(2), "a warp has half of the columns") };
     let half = thread::thread_idx_x() / 32 / tile.warps[1];
     let summed_from = origin[1] + half * 8 * COLS as u32;
@@ -189,7 +195,7 @@ unsafe fn sum<
         let read = |stage: u32, step: u32| {
             let (a, b) = (slot(stage, 0, rows), slot(stage, rows, cols));
             let mut fragments = ([[0; 4]; ROWS], [[0; 4]; COLS]);
-            // SAFETY: all lanes are here: nothing in the loop parts them.
+            // SAFETY: all lanes of the warp execute this: nothing in the loop diverges.
             unsafe {
                 stay_together();
                 unroll_on_gpu!(row < ROWS => { fragments.0[row] = of_left.read(a, row as u32, step); });
@@ -197,10 +203,10 @@ unsafe fn sum<
             }
             fragments
         };
-        // Whether columns are summed is a constant here.
+        // The column-sum flag is a constant here.
         macro_rules! multiply {
             ($fragments:expr) => {
-                // SAFETY: all lanes are here.
+                // SAFETY: all lanes of the warp execute this.
                 unsafe {
                     stay_together();
                     multiply::<ROWS, COLS, TILES>(&mut sums, &$fragments.0, &$fragments.1);
@@ -211,15 +217,16 @@ unsafe fn sum<
             };
         }
         let mut now = read(0, 0);
-        // The reads of the next fragments overlap the multiplies of these, also across the end of a stage. Fragments of a stage beyond the
-        // last are read and not used: a condition would cost more.
+        // The reads of the next fragments overlap the mma of the current ones, also across the end
+        // of a stage. Fragments of a stage past the last are read and not used: a condition would
+        // cost more.
         macro_rules! turn {
             ($stage:expr, $fetch:expr) => {
                 let next = read($stage, 1);
                 multiply!(now);
                 wait_copies::<{ STAGES - 2 }>();
                 thread::sync_threads();
-                // Into the slot whose last fragments all warps read before the barrier.
+                // Into the slot whose last fragments all warps have read before the barrier.
                 $fetch;
                 commit_copies();
                 now = read($stage + 1, 0);
@@ -237,7 +244,7 @@ unsafe fn sum<
                 stage += 1;
             }
         } else {
-            // One after the other: what is copied as far as it exists needs the registers.
+            // Not pipelined: the bounds-checked copies need the registers.
             while stage < stages {
                 wait_copies::<{ STAGES - 1 }>();
                 thread::sync_threads();
@@ -267,13 +274,13 @@ unsafe fn sum<
         fetch!(stage + STAGES);
     }
     if summed {
-        // SAFETY: all lanes of the warp are here, and the contract has accepted the problem.
+        // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem.
         unsafe { finish_columns(problem.columns, first[1] + summed_from, problem.b.rows, of_columns) };
     }
     sums
 }
 
-/// Writes a warp's sums of B's columns from `first` on, as far as they exist.
+/// Writes a warp's sums of B's columns from `first` on. Columns past the end are skipped.
 ///
 /// # Safety
 /// All lanes of the warp make the call, and the contract has accepted the problem.
@@ -281,7 +288,8 @@ unsafe fn sum<
 unsafe fn finish_columns<const TILES: usize>(columns: ColumnSums, first: u32, count: u32, sums: [f32; TILES]) {
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
     unroll_on_gpu!(tile < TILES => {
-        // SAFETY: all lanes are here, as the caller promises; the column has a place in `sums`.
+        // SAFETY: the caller guarantees that all lanes of the warp execute this; the column has an
+        // element in `sums`.
         unsafe {
             let total = total_of_column(sums[tile]);
             let column = first + 8 * tile as u32 + g;

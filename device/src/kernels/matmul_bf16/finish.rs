@@ -1,15 +1,18 @@
-//! What a warp's sums become: scale, bias, old content, activation or gate, and the write.
+//! The epilogue of a warp's accumulators: scale, bias, beta C, activation or gate, and the store.
 //!
-//! A warp whose outputs all exist, in BF16, finishes them as the instructions gave them. What C holds of a row of squares is on its way while the row
-//! before is computed. Lanes exchange only what they write, when it is rounded.
+//! A warp whose outputs all exist, with S = BF16, applies the epilogue in the accumulator layout of
+//! the mma instructions. The read of C for one row of squares overlaps the computation of the row
+//! before. Lanes exchange only the values that they store, after rounding.
 //!
 //! ```text
-//! sums of ROWS x PAIRS squares    alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
-//!                                 all        all       all         a row of squares in turn
+//! sums of ROWS x PAIRS squares:
+//!   alpha * -> + bias -> + beta C -> pre -> gelu, silu, gate or gelu'(C) -> out
+//!   all        all       all         one row of squares after another
 //! ```
-//! The other warps go through [`Epilogue::finish`].
+//! The other warps use [`Epilogue::finish`].
 //!
-//! Invariant: the same steps in the same order as there, so the same bits.
+//! Invariant: the steps and their order are those of [`Epilogue::finish`], so the bits are the
+//! same.
 
 use super::fragment::{Sums, Words, quads, quads_place, read_bias, read_words, write_quads};
 use crate::block::opaque;
@@ -22,7 +25,8 @@ use crate::vector::F4;
 use cuda_std::GpuFloat;
 use half::bf16;
 
-/// Finishes a warp's sums and writes them; its first row and column are given.
+/// Applies the epilogue to a warp's accumulators and writes them. `first` is the warp's first row
+/// and column.
 ///
 /// # Safety
 /// All lanes of the warp make the call, and the contract has accepted the problem.
@@ -33,7 +37,8 @@ pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
     sums: Sums<ROWS, TILES>,
 ) {
     const { assert!(TILES == 2 * PAIRS) };
-    // SAFETY: all lanes are here, and the contract has accepted the problem, as the caller promises.
+    // SAFETY: all lanes of the warp execute this, and the contract has accepted the problem, as the
+    // caller guarantees.
     unsafe {
         if const { size_of::<S>() == size_of::<bf16>() }
             && epilogue.has_whole(first, [16 * ROWS as u32, 16 * PAIRS as u32])
@@ -45,10 +50,10 @@ pub(super) unsafe fn finish<const ROWS: usize, const TILES: usize, const PAIRS: 
     }
 }
 
-/// The same where S is BF16, and all of the warp's outputs exist.
+/// Implements [`finish`] if S is BF16 and all of the warp's outputs exist.
 ///
 /// # Safety
-/// As for [`finish`].
+/// The caller meets the requirements of [`finish`].
 #[inline(always)]
 unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     epilogue: Epilogue<'_, S>,
@@ -57,7 +62,7 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
 ) {
     let Epilogue { bias, bias_start, c, out, pre, start, ldc, alpha, beta, flags, .. } = epilogue;
     let (c, out, pre) = (c.cast::<bf16>(), out.cast::<bf16>(), pre.cast::<bf16>());
-    // Where the two rows of a lane begin in a square.
+    // The indices in a square of the first elements of the lane's two rows.
     let place = |row: usize, pair: usize| {
         let i = first[0] + 16 * row as u32 + quads_place()[0];
         [i, i + 8].map(|i| start + i as usize * ldc as usize + first[1] as usize + 16 * pair)
@@ -67,7 +72,7 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
             unroll_on_gpu!(pair < PAIRS => { write_quads([$of[2 * pair], $of[2 * pair + 1]], $to, place($row, pair)); })
         };
     }
-    // What C holds in the place of a row of squares.
+    // Reads C at the outputs of a row of squares.
     macro_rules! read_row {
         ($row:expr) => {{
             let mut words = [[0; 2]; TILES];
@@ -81,8 +86,9 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
         };
     }
     let value = |words: &Words, at: usize| Bf16::value(words[at / 2], at as u32 % 2);
-    // SAFETY: all lanes are here. The outputs exist, so they lie in `out`, and in `c`, `pre` and `bias` where they are used: the contract has
-    // checked it. They hold S, which is BF16.
+    // SAFETY: all lanes of the warp execute this. The outputs exist. The contract has checked that
+    // they then lie in `out`, and in `c`, `pre` and `bias` where they are used. They hold S, which
+    // is BF16.
     unsafe {
         if alpha != 1.0 {
             unroll_on_gpu!(row < ROWS => { for_each!(|tile, at| sums[row][tile][at] *= alpha); });
@@ -118,7 +124,8 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
         if reads {
             next = read_row!(0);
         }
-        // A row of squares in turn, then the others move up: an activation is long code, and so it is there once.
+        // One row of squares at a time; then the other rows move up. An activation is long code, so
+        // it is instantiated once.
         for row in 0..opaque(ROWS as u32) as usize {
             let inputs = next;
             if reads && row + 1 < ROWS {
@@ -143,10 +150,10 @@ unsafe fn finish_whole<const ROWS: usize, const TILES: usize, const PAIRS: usize
     }
 }
 
-/// The same, one row of squares after another.
+/// Implements [`finish`] for any S and any outputs, one row of squares after another.
 ///
 /// # Safety
-/// As for [`finish`].
+/// The caller meets the requirements of [`finish`].
 #[inline(always)]
 unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, S: Stored>(
     epilogue: Epilogue<'_, S>,
@@ -154,11 +161,13 @@ unsafe fn finish_any<const ROWS: usize, const TILES: usize, const PAIRS: usize, 
     mut sums: Sums<ROWS, TILES>,
 ) {
     let [line, column] = quads_place();
-    // Then the next row takes its place. The epilogue is long code, and so it is there once.
+    // After each row the next row's accumulators move into its place. The epilogue is long code, so
+    // it is instantiated once.
     for row in 0..ROWS as u32 {
         let (mut rows, mut columns) = ([[F4::splat(0.0); PAIRS]; 2], [0; PAIRS]);
         unroll_on_gpu!(pair < PAIRS => {
-            // SAFETY: all lanes are here, and nothing in this loop parts them before.
+            // SAFETY: all lanes of the warp execute this, and nothing before it in this loop
+            // diverges.
             [rows[0][pair], rows[1][pair]] = unsafe { quads([sums[0][2 * pair], sums[0][2 * pair + 1]]) };
             columns[pair] = first[1] + 16 * pair as u32 + column;
         });

@@ -1,21 +1,24 @@
-//! What a lane brings to the matrix instructions, and what they give it.
+//! A lane's operand fragments and accumulators of the mma instructions.
 //!
-//! A warp reads squares of 16 rows x 16 k of A, and of 16 columns x 16 k of B, each by one `ldmatrix.x4`: four matrices of 8 x 8, of
-//! which lane `8 q + r` names row r of matrix q. Lane `4 g + t` gets elements 2 t and 2 t + 1 of row g of each.
+//! A warp reads squares of 16 rows x 16 k of A, and of 16 columns x 16 k of B. One `ldmatrix.x4`
+//! reads a square as four matrices of 8 x 8. Lane `8 q + r` supplies the address of row r of matrix
+//! q. Lane `4 g + t` gets elements 2 t and 2 t + 1 of row g of each matrix.
 //!
 //! ```text
-//!            A: k 0..7   8..15        B: k 0..7   8..15         sums of 16 x 16:   columns 0..7    8..15
-//! rows 0..7     q 0      q 2     columns 0..7   q 0    q 1          rows 0..7          tile 0    tile 1
-//! rows 8..15    q 1      q 3     columns 8..15  q 2    q 3          rows 8..15         tile 0    tile 1
+//!            A: k 0..7   8..15       B: k 0..7   8..15     sums of 16 x 16:  columns 0..7    8..15
+//! rows 0..7     q 0      q 2    columns 0..7   q 0    q 1      rows 0..7         tile 0    tile 1
+//! rows 8..15    q 1      q 3    columns 8..15  q 2    q 3      rows 8..15        tile 0    tile 1
 //!
-//! two tiles, as the instructions give them:             and after two lanes have exchanged:
-//!   lane 4 g + t: row g     columns 2 t, 2 t + 1          even t: columns 2 t .. 2 t + 3 of tile 0, row g and row g + 8
-//!                 row g + 8 columns 2 t, 2 t + 1          odd t:  columns 2 t - 2 .. 2 t + 1 of tile 1
-//!                 of both                               so four lanes write 16 columns of a row side by side
+//! two tiles, as the mma gives them:                and after two lanes have exchanged:
+//!   lane 4 g + t: row g     columns 2 t, 2 t + 1    even t: columns 2 t .. 2 t + 3 of tile 0,
+//!                 row g + 8 columns 2 t, 2 t + 1            row g and row g + 8
+//!                 of both                           odd t:  columns 2 t - 2 .. 2 t + 1 of tile 1
+//!                                                 so four lanes write 16 contiguous columns
 //! ```
-//! Where k is not contiguous in memory, the matrices lie transposed in shared memory, and `ldmatrix.trans` turns them.
+//! If k is not contiguous in memory, the matrices lie transposed in shared memory, and
+//! `ldmatrix.trans` transposes them.
 //!
-//! Invariant: a sum's products are added by ascending k, sixteen at a time.
+//! Invariant: the products of an output are accumulated by ascending k, sixteen at a time.
 
 use super::operand::place;
 #[cfg(target_arch = "nvptx64")]
@@ -32,39 +35,42 @@ use crate::vector::{F4, load_word, store_words};
 use cuda_std::warp;
 use half::bf16;
 
-/// The k of one instruction.
+/// The k of one mma instruction.
 pub(super) const STEP: u32 = 16;
 
-/// A lane's sums: of `ROWS` x `TILES` tiles of 16 x 8 outputs.
+/// A lane's accumulators of `ROWS` x `TILES` mma tiles of 16 x 8 outputs.
 pub(super) type Sums<const ROWS: usize, const TILES: usize> = [[[f32; 4]; TILES]; ROWS];
 
-/// Where a lane reads an operand's squares in a stage, which lies along k or across.
+/// The location of a lane's operand squares in a stage. `ALONG_K` is true if the operand is
+/// contiguous along k.
 #[cfg(target_arch = "nvptx64")]
 #[derive(Clone, Copy)]
 pub(super) struct Source<const ALONG_K: bool> {
-    /// The word of the lane's row in the first square of the first step.
+    /// The word at which the lane's row of the first square of the first step begins.
     word: u32,
-    /// The rows of the stage.
+    /// The number of rows in the stage.
     width: u32,
 }
 
 #[cfg(target_arch = "nvptx64")]
 impl<const ALONG_K: bool> Source<ALONG_K> {
-    /// A's squares of 16 rows from `first_row` on, in a stage of `width` rows.
+    /// Returns the source of A's squares of 16 rows from `first_row` on, in a stage of `width`
+    /// rows.
     #[inline(always)]
     pub(super) fn left(width: u32, first_row: u32) -> Self {
         let (q, r) = (warp::lane_id() / 8, warp::lane_id() % 8);
         Self::new(width, first_row, [q % 2, q / 2], r)
     }
 
-    /// B's squares of 16 columns from `first_col` on.
+    /// Returns the source of B's squares of 16 columns from `first_col` on.
     #[inline(always)]
     pub(super) fn right(width: u32, first_col: u32) -> Self {
         let (q, r) = (warp::lane_id() / 8, warp::lane_id() % 8);
         Self::new(width, first_col, [q / 2, q % 2], r)
     }
 
-    /// The lane names row `r` of the matrix that is `across` rows and `along` k on, in eights.
+    /// Returns the source for row `r` of the matrix that lies `across` groups of eight rows and
+    /// `along` groups of eight k further.
     #[inline(always)]
     fn new(width: u32, first: u32, [across, along]: [u32; 2], r: u32) -> Self {
         let word = if ALONG_K {
@@ -75,28 +81,30 @@ impl<const ALONG_K: bool> Source<ALONG_K> {
         Self { word: word * CHUNK_WORDS, width }
     }
 
-    /// The lane's words of a square.
+    /// Reads the lane's words of a square.
     ///
     /// # Safety
-    /// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
+    /// All lanes of the warp make the call, [converged](crate::warp::stay_together).
     #[inline(always)]
     pub(super) unsafe fn read(self, part: SharedTile<u32>, square: u32, step: u32) -> [u32; 4] {
-        // The next two chunks, within what is swizzled: they flip the second bit of a chunk's number and those above it.
+        // The swizzle is an xor. The next two chunks therefore differ in the second bit of a
+        // chunk's number and the bits above it.
         let next = 2 * CHUNK_WORDS;
         let word = if ALONG_K {
             (self.word ^ (step * next)) + square * 16 * (DEPTH / 2)
         } else {
             (self.word ^ (square * next)) + step * STEP * (self.width / 2)
         };
-        // SAFETY: the row lies inside the stage, on 16 bytes; all lanes are here, together, as the caller promises.
+        // SAFETY: the row lies inside the stage on a 16-byte boundary; the caller guarantees that
+        // all lanes execute this, converged.
         unsafe { part.matrices(word, !ALONG_K) }
     }
 }
 
-/// Adds a step's products to the sums of `ROWS` x `TILES` tiles.
+/// Accumulates a step's products in `ROWS` x `TILES` mma tiles.
 ///
 /// # Safety
-/// All lanes of the warp make the call, [`together`](crate::warp::stay_together).
+/// All lanes of the warp make the call, [converged](crate::warp::stay_together).
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES: usize>(
@@ -108,14 +116,15 @@ pub(super) unsafe fn multiply<const ROWS: usize, const COLS: usize, const TILES:
         unroll!(tile < TILES => {
             let [b0, b1, b2, b3] = b[tile / 2];
             let pair = if tile % 2 == 0 { [b0, b1] } else { [b2, b3] };
-            // SAFETY: all lanes are here, together, as the caller promises.
+            // SAFETY: all lanes of the warp execute this, converged, as the caller guarantees.
             sums[row][tile] = unsafe { Bf16::mma(a[row], pair, sums[row][tile]) };
         });
     });
 }
 
-/// Adds a step's four numbers of each column to a lane's sums, k ascending: those of the first or of the second half of the columns, which are
-/// as many tiles of 8 as there are squares.
+/// Adds a step's four elements of each column to a lane's column sums, k ascending. `half` selects
+/// the first or the second half of the columns, which has as many tiles of 8 columns as there are
+/// squares.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u32; 4]; COLS], half: u32) {
@@ -130,21 +139,22 @@ pub(super) fn add_columns<const COLS: usize>(columns: &mut [f32; COLS], b: &[[u3
     });
 }
 
-/// The sum over all k of a lane's column, whose other sums three lanes beside it have.
+/// Returns the sum over all k of a lane's column. The four lanes of a group each hold a partial
+/// sum.
 ///
 /// # Safety
 /// All lanes of the warp make the call, with sums of the same tile.
 #[inline(always)]
 pub(super) unsafe fn total_of_column(sum: f32) -> f32 {
-    // SAFETY: all lanes are here, as the caller promises.
+    // SAFETY: all lanes of the warp execute this, as the caller guarantees.
     unsafe {
         let pair = sum + crate::warp::of_other_lane(u32::MAX, sum, 1);
         pair + crate::warp::of_other_lane(u32::MAX, pair, 2)
     }
 }
 
-/// The sums of two tiles side by side, as a lane has them, to four neighbours in row g and four in row g + 8 of one of them. See
-/// [`quads_place`].
+/// Converts the accumulators of two adjacent mma tiles to four neighboring columns in row g and
+/// four in row g + 8 of one tile. [`quads_place`] returns their location.
 ///
 /// # Safety
 /// All lanes of the warp make the call, with the sums of the same tiles.
@@ -154,50 +164,54 @@ pub(super) unsafe fn quads(tiles: [[f32; 4]; 2]) -> [F4; 2] {
     {
         let [left, right] = tiles.map(|tile| tile.map(f32::to_bits));
         [0, 2].map(|at| {
-            // SAFETY: all lanes are here, as the caller promises.
+            // SAFETY: all lanes of the warp execute this, as the caller guarantees.
             let [near, far] = unsafe { exchanged([left[at], left[at + 1]], [right[at], right[at + 1]]) };
             F4([near[0], near[1], far[0], far[1]].map(f32::from_bits))
         })
     }
-    // The emulator's lanes have summed them so.
+    // The emulator's lanes already accumulate in this layout.
     #[cfg(not(target_arch = "nvptx64"))]
     tiles.map(F4)
 }
 
-/// Two columns of a row in the left tile, and two in the right, as words, to four neighbours of one of them: an odd lane gives those of the left
-/// tile for its neighbour's of the right.
+/// Exchanges words between neighboring lanes. A lane brings two columns of a row in the left tile
+/// and two in the right. It gets four neighboring columns of one tile. An odd lane gives its
+/// columns of the left tile for its neighbor's of the right tile.
 ///
 /// # Safety
 /// All lanes of the warp make the call, with words of the same row.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 unsafe fn exchanged<const WORDS: usize>(left: [u32; WORDS], right: [u32; WORDS]) -> [[u32; WORDS]; 2] {
-    // By masks: a condition would become a branch, and part the lanes.
+    // Selected by masks: a condition would become a branch and diverge the warp.
     let odd = (warp::lane_id() % 2).wrapping_neg();
     let choose = |if_odd: [u32; WORDS], if_even: [u32; WORDS]| -> [u32; WORDS] {
         core::array::from_fn(|at| if_even[at] ^ (if_odd[at] ^ if_even[at]) & odd)
     };
     let own = choose(right, left);
-    // SAFETY: all lanes are here, as the caller promises.
+    // SAFETY: all lanes of the warp execute this, as the caller guarantees.
     let given = unsafe { crate::warp::of_other_lane(u32::MAX, choose(left, right), 1) };
     [choose(given, own), choose(own, given)]
 }
 
-/// Writes [`quads`], rounded, to `out`, in rows whose 16 columns begin at these places.
+/// Rounds the [`quads`] and writes them to `out`, in the rows whose 16 columns begin at these
+/// indices.
 ///
 /// # Safety
-/// As for [`quads`]; and the columns may be written, and begin on a boundary of four elements.
+/// The caller meets the requirements of [`quads`]. The columns may be written, and begin on a
+/// boundary of four elements.
 #[inline(always)]
 pub(super) unsafe fn write_quads(tiles: [[f32; 4]; 2], out: *mut bf16, at: [usize; 2]) {
     let at = at.map(|at| at + quads_place()[1] as usize);
-    // Rounded first: a word has two columns, and lanes exchange half as many.
+    // Rounded first: a word then holds two columns, so lanes exchange half as many words.
     let [left, right] = tiles.map(Bf16::words);
     unroll_on_gpu!(row < 2 => {
-        // SAFETY: all lanes are here, and the columns may be written, as the caller promises.
+        // SAFETY: all lanes of the warp execute this, and the columns may be written, as the caller
+        // guarantees.
         unsafe {
             #[cfg(target_arch = "nvptx64")]
             let [[near], [far]] = exchanged([left[row]], [right[row]]);
-            // The emulator's lanes have summed them so.
+            // The emulator's lanes already accumulate in this layout.
             #[cfg(not(target_arch = "nvptx64"))]
             let [near, far] = [left, right][row];
             store_words(out, at[row], [near, far]);
@@ -205,16 +219,17 @@ pub(super) unsafe fn write_quads(tiles: [[f32; 4]; 2], out: *mut bf16, at: [usiz
     });
 }
 
-/// What memory holds in the place of a lane's sums of a tile: BF16, two in a word.
+/// Two pairs of BF16: memory's content at a lane's accumulators of one tile.
 pub(super) type Words = [u32; 2];
 
-/// What `c` holds in the place of a lane's sums of two tiles side by side, in rows whose 16 columns begin at these places.
+/// Reads `c` at a lane's accumulators of two adjacent tiles, in the rows whose 16 columns begin at
+/// these indices.
 ///
 /// # Safety
 /// The columns may be read, and begin on a boundary of four elements.
 #[inline(always)]
 pub(super) unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
-    // SAFETY: the columns may be read, and begin on such a boundary, as the caller promises.
+    // SAFETY: the caller guarantees that the columns may be read and begin on such a boundary.
     unsafe {
         #[cfg(target_arch = "nvptx64")]
         {
@@ -226,20 +241,21 @@ pub(super) unsafe fn read_words(c: *const bf16, at: [usize; 2]) -> [Words; 2] {
     }
 }
 
-/// The bias of a lane's sums of two tiles side by side, whose 16 columns begin at this place.
+/// Reads the bias of a lane's accumulators of two adjacent tiles, whose 16 columns begin at this
+/// index.
 ///
 /// # Safety
 /// The columns lie inside `bias`, and begin on a boundary of four elements.
 #[inline(always)]
 pub(super) unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees that the columns lie inside `bias`, on such a boundary.
     unsafe {
         #[cfg(target_arch = "nvptx64")]
         {
             let pair = 2 * (warp::lane_id() % 4) as usize;
             [0, 8].map(|tile| {
                 let [near, far] = load_pair(bias, at + tile + pair);
-                // Of two rows.
+                // Both rows have the same bias.
                 [near, far, near, far]
             })
         }
@@ -248,14 +264,16 @@ pub(super) unsafe fn read_bias(bias: &[f32], at: usize) -> [[f32; 4]; 2] {
     }
 }
 
-/// The first row and the first column of a lane's [`quads`] in two tiles of 16 x 8 side by side; the other row is eight further down.
+/// Returns the first row and the first column of a lane's [`quads`] in two adjacent tiles of 16 x
+/// 8. The other row is eight further down.
 #[inline(always)]
 pub(super) fn quads_place() -> [u32; 2] {
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
     [g, 8 * (t % 2) + 4 * (t / 2)]
 }
 
-/// Adds the products of a stage's step to a lane's [`quads`], one by one, k ascending: what the emulator does in place of [`multiply`].
+/// Accumulates the products of a stage's step in a lane's [`quads`], one by one, k ascending. The
+/// emulator uses it in place of [`multiply`].
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
@@ -289,7 +307,8 @@ pub(super) fn multiply_one_by_one<const ROWS: usize, const TILES: usize>(
     }
 }
 
-/// What [`add_columns`] does, on the emulator: of B's columns from `first_col` on in a stage of `cols`.
+/// Implements [`add_columns`] for the emulator: B's columns from `first_col` on in a stage of
+/// `cols` columns.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub(super) fn add_columns_one_by_one<const COLS: usize>(
@@ -308,7 +327,7 @@ pub(super) fn add_columns_one_by_one<const COLS: usize>(
     }
 }
 
-/// An element of a stage of `width` rows.
+/// Returns an element of a stage of `width` rows.
 #[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 fn element(part: SharedTile<u32>, along_k: bool, width: u32, row: u32, k: u32) -> f32 {

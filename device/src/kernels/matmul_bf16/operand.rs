@@ -1,18 +1,20 @@
-//! Operands, and how a block copies a stage of one to shared memory.
+//! Operands, and how a block copies a stage of an operand to shared memory.
 //!
-//! A "row" is a row of op(A) or a column of op(B). A stage lies as the operand does, in chunks of eight elements (16 bytes):
+//! A "row" is a row of op(A) or a column of op(B). A stage keeps the operand's layout, in chunks of
+//! eight elements (16 bytes) that are swizzled:
 //!
 //! ```text
-//! contiguous along k: 4 chunks a row                      contiguous along the rows: a k has width / 8 chunks
-//!   row 0   | c 0 | c 1 | c 2 | c 3 |                       k 0   | rows 0..7 | rows 8..15 | ..
-//!   row 1   | c 0 | c 1 | c 2 | c 3 |                       k 1   | rows 8..15 | rows 0..7 | ..
-//!   row 2   | c 1 | c 0 | c 3 | c 2 |                       ..
+//! contiguous along k: 4 chunks a row             contiguous along the rows: width / 8 chunks a k
+//!   row 0   | c 0 | c 1 | c 2 | c 3 |              k 0   | rows 0..7 | rows 8..15 | ..
+//!   row 1   | c 0 | c 1 | c 2 | c 3 |              k 1   | rows 8..15 | rows 0..7 | ..
+//!   row 2   | c 1 | c 0 | c 3 | c 2 |              ..
 //!   row 3   | c 1 | c 0 | c 3 | c 2 |
-//!   chunk c of row r stands at c xor (r / 2 mod 4)          chunk c of k p stands at c xor (p mod 8)
+//!   chunk c of row r is at c xor (r / 2 mod 4)     chunk c of k p is at c xor (p mod 8)
 //! ```
-//! Eight rows of one chunk, which a matrix instruction reads together, lie in 32 banks either way.
+//! Either way, the eight rows of one chunk that one ldmatrix phase reads cover all 32 banks without
+//! a conflict.
 //!
-//! Invariant: every place of a stage is written, with zero beyond the rows and beyond k.
+//! Invariant: every word of a stage is written, with zero past the end of the rows and of k.
 
 use super::tile::{CHUNK, CHUNK_WORDS, DEPTH};
 use crate::block::opaque_place;
@@ -22,11 +24,11 @@ use crate::vector::load;
 use cuda_std::thread;
 use half::bf16;
 
-/// Chunks along k of a stage.
+/// The chunks along k of a stage.
 const ALONG: u32 = DEPTH / CHUNK;
 
-/// One operand: `rows` x k, from `start` on. It is contiguous along k (`along_k`) or along the rows; `stride` elements lie between two
-/// rows, or between two k.
+/// One operand: `rows` x k, starting at index `start`. It is contiguous along k (`along_k`) or
+/// along the rows. Consecutive rows (or consecutive k) are `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(super) struct Operand<'p> {
     pub(super) values: &'p [bf16],
@@ -36,38 +38,41 @@ pub(super) struct Operand<'p> {
     pub(super) along_k: bool,
 }
 
-/// Where a chunk stands in a stage of `width` rows: of row `row` the `along`th along k, or of k `row` the `along`th along the rows.
+/// Returns the swizzled position of a chunk in a stage of `width` rows. If `along_k`, it is the
+/// `along`th chunk along k of row `row`; otherwise the `along`th chunk along the rows of k `row`.
 #[inline(always)]
 pub(super) fn place(along_k: bool, width: u32, row: u32, along: u32) -> u32 {
     if along_k { row * ALONG + (along ^ (row / 2 % ALONG)) } else { row * (width / CHUNK) + (along ^ (row % 8)) }
 }
 
-/// A block's part of an operand, as one thread copies it: the rows from `first_row` on, `width` of them.
+/// A block's part of an operand: `width` rows from `first_row` on, with one thread's copy state.
 #[derive(Clone, Copy)]
 pub(super) struct Part<'p> {
     operand: Operand<'p>,
     first_row: u32,
     width: u32,
-    /// Threads that copy.
+    /// The number of threads that copy.
     threads: u32,
-    /// The word of this thread's first chunk in a stage. The others follow `threads` chunks apart: what is swizzled stays within less.
+    /// The word of this thread's first chunk in a stage. Its other chunks follow `threads` chunks
+    /// apart, because the period of the swizzle is shorter.
     to: u32,
-    /// The thread's first element in the next stage to come.
+    /// The index of the thread's first element in the next stage.
     from: usize,
-    /// Elements from one of the thread's chunks to the next, and from behind the last to the first of the next stage, modulo 2^64.
+    /// Distances in elements, modulo 2^64: from one of the thread's chunks to the next, and from
+    /// past its last chunk to its first in the next stage.
     chunk_stride: usize,
     stage_stride: usize,
 }
 
 impl<'p> Part<'p> {
-    /// The part, at the stage that begins with `first_k`.
+    /// Returns the part, positioned at the stage that begins with `first_k`.
     #[inline(always)]
     pub(super) fn new(operand: Operand<'p>, [first_row, width]: [u32; 2], threads: u32, first_k: u32) -> Self {
         let Operand { start, stride, along_k, .. } = operand;
         let (down, along) = divide(thread::thread_idx_x(), chunks(along_k, width));
         let to = place(along_k, width, down, along) * CHUNK_WORDS;
         let (across, within) = if along_k { (first_row, first_k) } else { (first_k, first_row) };
-        // Without k or rows there is nothing to read, wherever it would lie.
+        // If there are no k or no rows, nothing is read, so the index may be out of range.
         let ahead = (across + down) as usize * stride as usize + (within + along * CHUNK) as usize;
         let from = start.wrapping_add(ahead);
         let chunk_stride = divide(threads, chunks(along_k, width)).0 as usize * stride as usize;
@@ -77,36 +82,39 @@ impl<'p> Part<'p> {
         Self { operand, first_row, width, threads, to, from, chunk_stride, stage_stride }
     }
 
-    /// Whether chunks lie on 16 bytes.
+    /// True if chunks lie on 16-byte boundaries.
     #[inline(always)]
     fn is_aligned(&self) -> bool {
         (self.operand.start | self.operand.stride as usize).is_multiple_of(CHUNK as usize)
     }
 
-    /// Whether chunks lie on 16 bytes and all rows exist.
+    /// True if chunks lie on 16-byte boundaries and all rows exist.
     #[inline(always)]
     pub(super) fn is_whole(&self) -> bool {
         self.is_aligned() && self.first_row + self.width <= self.operand.rows
     }
 
-    /// Starts this thread's copies of the next stage, `PASSES` chunks.
+    /// Starts this thread's copies of the next stage: `PASSES` chunks.
     ///
     /// # Safety
-    /// The contract has accepted the operand. The part is [whole](Self::is_whole), and so is the stage.
+    /// The contract has accepted the operand. The part is [whole](Self::is_whole), and so is the
+    /// stage.
     #[inline(always)]
     pub(super) unsafe fn copy_whole<const PASSES: usize>(&mut self, stage: SharedTile<u32>) {
         unroll_on_gpu!(pass < PASSES => {
             let to = self.to + pass as u32 * self.threads * CHUNK_WORDS;
-            // SAFETY: eight elements that lie inside the operand, on 16 bytes, as the caller promises.
+            // SAFETY: the caller guarantees that these eight elements lie inside the operand, on a
+            // 16-byte boundary.
             unsafe { stage.copy_chunk(to, self.operand.values, self.from) };
-            // Step by step, so that one register has the place of all chunks.
+            // Advanced step by step, so that one register holds the index for all chunks.
             self.from = opaque_place(self.from.wrapping_add(self.chunk_stride));
         });
         self.from = self.from.wrapping_add(self.stage_stride);
     }
 
-    /// Brings this thread's chunks of the stage of the k from `first_k` up to `end`, as far as they exist; zeros elsewhere. Whole chunks are
-    /// copied as [`Part::copy_whole`] does, the others element by element at once.
+    /// Copies this thread's chunks of the stage with the k from `first_k` up to `end`, and writes
+    /// zeros for elements that do not exist. Whole chunks are copied as [`Part::copy_whole`] does.
+    /// The others are copied synchronously, element by element.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -124,7 +132,8 @@ impl<'p> Part<'p> {
             let from = start.wrapping_add(across as usize * stride as usize + within as usize);
             let to = self.to + pass * self.threads * CHUNK_WORDS;
             if count == 0 || (aligned && count >= CHUNK) {
-                // SAFETY: eight elements that exist, on 16 bytes; or none, of which nothing is read.
+                // SAFETY: eight elements that exist, on a 16-byte boundary; or none, and then
+                // nothing is read.
                 unsafe { stage.copy_chunk_or_zero(to, values, from, count > 0) };
             } else {
                 let half = |at: u32| {
@@ -142,13 +151,14 @@ impl<'p> Part<'p> {
     }
 }
 
-/// Chunks side by side in a stage: of a row along k, or of a k along the rows. A power of two.
+/// Returns the number of adjacent chunks in a stage: of a row along k, or of a k along the rows. It
+/// is a power of two.
 #[inline(always)]
 fn chunks(along_k: bool, width: u32) -> u32 {
     if along_k { ALONG } else { width / CHUNK }
 }
 
-/// `number / divisor` and the remainder, for a power of two.
+/// Returns `number / divisor` and the remainder. `divisor` is a power of two.
 #[inline(always)]
 fn divide(number: u32, divisor: u32) -> (u32, u32) {
     (number >> divisor.trailing_zeros(), number & (divisor - 1))

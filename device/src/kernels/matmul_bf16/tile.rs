@@ -1,67 +1,67 @@
-//! Tiles: what part of the output a block computes, and how its warps divide it.
+//! Tiles: the part of the output that a block computes, and how its warps divide it.
 //!
 //! ```text
 //! 128 x 256, 2 x 4 warps of 64 x 64:   columns  0..63   64..127   128..191   192..255
 //!                         rows   0..63            w0       w1        w2         w3
 //!                               64..127           w4       w5        w6         w7
 //! ```
-//! Invariant: every tile adds the same products in the same instructions, in the same order.
+//! Invariant: every tile adds the same products in the same mma instructions, in the same order.
 
 use crate::matmul::Cost;
 
 /// The k of a stage.
 pub const DEPTH: u32 = 32;
-/// Stages in shared memory: one is in use, the others are being copied.
+/// The stages in shared memory: one is in use, and the others are being copied.
 pub(super) const STAGES: u32 = 4;
-/// Elements of a copy of 16 bytes.
+/// The elements of a 16-byte copy.
 pub(super) const CHUNK: u32 = 8;
-/// Words of such a copy.
+/// The words of a 16-byte copy.
 pub(super) const CHUNK_WORDS: u32 = CHUNK / 2;
 
 /// A block's part of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
-    /// Warps along the rows and along the columns of the tile.
+    /// The warps along the rows and along the columns of the tile.
     pub warps: [u32; 2],
     /// A warp's squares of 16 x 16 outputs, along the rows and along the columns.
     pub each: [usize; 2],
-    /// How long a block takes.
+    /// The time a block takes.
     pub cost: Cost,
 }
 
 impl Tile {
-    /// Rows of the tile.
+    /// The rows of the tile.
     #[inline(always)]
     pub const fn rows(self) -> u32 {
         16 * self.warps[0] * self.each[0] as u32
     }
 
-    /// Columns of the tile.
+    /// The columns of the tile.
     #[inline(always)]
     pub const fn cols(self) -> u32 {
         16 * self.warps[1] * self.each[1] as u32
     }
 
-    /// Threads of a block.
+    /// The threads of a block.
     #[inline(always)]
     pub const fn threads(self) -> u32 {
         32 * self.warps[0] * self.warps[1]
     }
 
-    /// Copies of 16 bytes that a thread makes for a stage: of A, and of B.
+    /// The 16-byte copies that a thread makes for a stage: of A, and of B.
     #[inline(always)]
     pub(super) const fn passes(self) -> [usize; 2] {
         let chunks = DEPTH / CHUNK;
         [(self.rows() * chunks / self.threads()) as usize, (self.cols() * chunks / self.threads()) as usize]
     }
 
-    /// Words of a stage: A's part, then B's.
+    /// The words of a stage: A's part, then B's.
     #[inline(always)]
     pub(super) const fn stage_len(self) -> u32 {
         (self.rows() + self.cols()) * DEPTH / 2
     }
 
-    /// Shared bytes of a block.
+    /// The shared memory of a block, in bytes.
     pub const fn shared_bytes(self) -> u32 {
         4 * STAGES * self.stage_len()
     }

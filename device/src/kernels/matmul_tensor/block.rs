@@ -1,15 +1,17 @@
-//! One block's tile of the output: stages arrive in shared memory, warps multiply them, the epilogue finishes the sums.
+//! One block's tile of the output: stages arrive in shared memory, warps multiply them, and the
+//! epilogue finishes the accumulators.
 //!
-//! Four stages, each of two steps, are a ring. The turn of stage s overlaps reads, copies and multiplies:
+//! Four stages of two steps each form a ring. The iteration of stage s overlaps fragment reads,
+//! copies and mma:
 //!
 //! ```text
-//! read factors                   multiply           copies, by slot
-//!                                                   s: in use   s + 1, s + 2, s + 3: on their way
+//! read fragments                 multiply           copies, by slot
+//!                                                   s: in use   s + 1, s + 2, s + 3: in flight
 //! (s, step 1)                    (s, step 0)
-//!     wait until stage s + 1 is there, barrier: no warp reads stage s any more
+//!     wait until stage s + 1 has arrived, barrier: all warps have read stage s
 //! (s + 1, step 0)                (s, step 1)        stage s + 4 into the slot of s
 //! ```
-//! Invariant: the words of k are added in the same order in every tile.
+//! Invariant: the words of k are accumulated in the same order in every tile.
 
 use super::operand::{PackedOperand, read, start};
 use super::tile::{STAGES, STEPS, Tile, WORDS};
@@ -23,27 +25,27 @@ use crate::vector::F4;
 use crate::warp::stay_together;
 use cuda_std::{thread, warp};
 
-/// Rows of tiles within which the blocks run down the columns.
+/// Blocks run down the columns within a group of this many rows of tiles.
 const GROUP: u32 = 16;
 
-/// One matrix multiply, as a thread sees it.
+/// One matrix multiply, from the point of view of one thread.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'p> {
     pub(super) a: PackedOperand<'p>,
     pub(super) b: PackedOperand<'p>,
     pub(super) epilogue: Epilogue<'p, f32>,
-    /// The steps of k that this block adds: the first, and the one behind the last.
+    /// The range of k steps that this block accumulates: its first step, and one past its last.
     pub(super) steps: [u32; 2],
 }
 
-/// A warp's factors of one step.
+/// A warp's operand fragments of one step.
 type Factors<const ROWS: usize, const COLS: usize> = ([Factor; ROWS], [Factor; COLS]);
 
-/// This thread's sums of the block's tile. A warp has `ROWS x COLS` blocks of 32 x 32 outputs. `A_PASSES` and `B_PASSES` are
-/// [`Tile::passes`].
+/// Returns this thread's accumulators of the block's tile. A warp has `ROWS x COLS` blocks of 32 x
+/// 32 outputs. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
-/// The contract has accepted the problem, and these are the constants of `tile`.
+/// The contract has accepted the problem, and the const parameters are those of `tile`.
 #[inline(always)]
 pub(super) unsafe fn sum<
     F: Format,
@@ -61,11 +63,12 @@ pub(super) unsafe fn sum<
     let (left, right) = (start(origin[0]), start(origin[1]));
 
     let stages = (end - first_step).div_ceil(STEPS);
-    // SAFETY: the parts follow each other in what the contract declares.
+    // SAFETY: the parts follow each other in the shared memory that the contract declares.
     let part = |stage: u32, start: u32, width: u32| unsafe {
         SharedTile::new((stage % STAGES * tile.stage_len() + start * WORDS) * 4, width * WORDS)
     };
-    // The GPU also copies stages beyond the last, which are zeros, and reads factors that it will not use: a condition would cost more.
+    // The GPU also copies stages past the last, which are zeros, and reads fragments that it will
+    // not use: a condition would cost more.
     let is_needed = |stage: u32| cfg!(target_arch = "nvptx64") || stage < stages;
     let fetch = |stage: u32| {
         if is_needed(stage) {
@@ -97,27 +100,28 @@ pub(super) unsafe fn sum<
         now = factors(0, 0);
     }
     for stage in 0..stages {
-        // The reads of the next factors overlap the multiplies of these, also across the end of a stage.
+        // The reads of the next fragments overlap the mma of the current ones, also across the end
+        // of a stage.
         let next = factors(stage, 1);
-        // SAFETY: all lanes are here.
+        // SAFETY: all lanes of the warp execute this.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, now) };
         wait_copies::<{ STAGES - 2 }>();
         thread::sync_threads();
         if is_needed(stage + 1) {
             now = factors(stage + 1, 0);
         }
-        // Into the slot whose last factors all warps read before the barrier.
+        // Into the slot whose last fragments all warps have read before the barrier.
         fetch(stage + STAGES);
-        // SAFETY: all lanes are here.
+        // SAFETY: all lanes of the warp execute this.
         unsafe { multiply_all::<F, ROWS, COLS>(&mut sums, next) };
     }
     sums
 }
 
-/// Finishes a thread's sums and writes them.
+/// Applies the epilogue to a thread's accumulators and writes them.
 ///
 /// # Safety
-/// The contract has accepted the problem, and [`sum`] returned the sums.
+/// The contract has accepted the problem, and [`sum`] returned the accumulators.
 #[inline(always)]
 pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     problem: Problem<'_>,
@@ -127,7 +131,8 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     let epilogue = problem.epilogue;
     let (first, origin) = (first(problem, tile), warp_origin::<ROWS, COLS>(tile));
     let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-    // One block of 32 x 32 at a time; then the next takes its place. The epilogue is long code, and so it is there once.
+    // One block of 32 x 32 at a time; then the next block's accumulators move into its place. The
+    // epilogue is long code, so it is instantiated once.
     for block in 0..(ROWS * COLS) as u32 {
         let (row, col) = (block / COLS as u32, block % COLS as u32);
         let i = first[0] + origin[0] + 32 * row + 4 * g;
@@ -145,7 +150,7 @@ pub(super) unsafe fn finish<const ROWS: usize, const COLS: usize>(
     }
 }
 
-/// Row and column of the block's first output.
+/// Returns row and column of the block's first output.
 #[inline(always)]
 fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
     let Epilogue { m, n, .. } = problem.epilogue;
@@ -153,14 +158,14 @@ fn first(problem: Problem<'_>, tile: Tile) -> [u32; 2] {
     [row * tile.rows(), col * tile.cols()]
 }
 
-/// Row and column of the warp's first output in the tile.
+/// Returns row and column of the warp's first output in the tile.
 #[inline(always)]
 fn warp_origin<const ROWS: usize, const COLS: usize>(tile: Tile) -> [u32; 2] {
     let warp = thread::thread_idx_x() / 32;
     [warp / tile.warps[1] * 32 * ROWS as u32, warp % tile.warps[1] * 32 * COLS as u32]
 }
 
-/// Adds the products of all blocks of a warp.
+/// Accumulates the products of all blocks of a warp.
 ///
 /// # Safety
 /// All lanes of the warp make the call.
@@ -169,11 +174,12 @@ unsafe fn multiply_all<F: Format, const ROWS: usize, const COLS: usize>(
     sums: &mut [[Sums; COLS]; ROWS],
     (a, b): Factors<ROWS, COLS>,
 ) {
-    // SAFETY: all lanes of the warp are here, as the caller promises.
+    // SAFETY: all lanes of the warp execute this, as the caller guarantees.
     unsafe { stay_together() };
     unroll_on_gpu!(row < ROWS => {
         unroll_on_gpu!(col < COLS => {
-            // SAFETY: all lanes of the warp are here, as the caller promises, and the unrolled code has no branch.
+            // SAFETY: the caller guarantees that all lanes of the warp execute this, and the
+            // unrolled code has no branch.
             unsafe { multiply::<F>(&mut sums[row][col], a[row], b[col]) };
         });
     });

@@ -1,7 +1,9 @@
-//! Operands: how a block copies a stage of one to shared memory, and how a lane reads its factors from there.
+//! Operands: how a block copies a stage of an operand to shared memory, and how a lane reads its
+//! fragments from there.
 //!
-//! An operand is stored as fragments ([`precision`](crate::precision)), so both are plain: what lies side by side in memory lies side by
-//! side in a stage, and neighbouring lanes read neighbouring 16 bytes.
+//! An operand is stored as packed fragments ([`precision`](crate::precision)), so both steps are
+//! plain. Neighbors in memory are neighbors in a stage, and neighboring lanes read neighboring 16
+//! bytes.
 //!
 //! ```text
 //! stage of 128 rows, in words; a "row" is a row of A or a column of B:
@@ -9,11 +11,11 @@
 //!   | step 0: 256  | step 1: 256  | step 0: 256  | step 1: 256  |   ..   |   ..    |
 //! copied by 128 threads, 4 words each (256 threads: 64 rows a pass):
 //!   | t 0 .. t 63  | t 64 .. t 127 | the same threads in pass 1  | pass 2 | pass 3  |
-//! read by lanes (a fragment):
-//!   | quad 0 of lane 0 | lane 1 | .. | lane 31 | quad 1 of lane 0 | lane 1 | .. | lane 31 |     4 words each
+//! read by lanes (a fragment), 4 words each:
+//!   | quad 0 of lane 0 | lane 1 | .. | lane 31 | quad 1 of lane 0 | lane 1 | .. | lane 31 |
 //! ```
-//! Invariant: every place of a stage is written, with zero beyond k. Blocks of 32 rows beyond the operand hold its last block again. What
-//! a warp computes from them is never stored.
+//! Invariant: every word of a stage is written, with zero past the end of k. Blocks of 32 rows past
+//! the end of the operand repeat its last block. A warp never stores what it computes from them.
 
 use super::tile::STEPS;
 use crate::mma::{FRAGMENT, Factor, QUAD, ROWS, Side};
@@ -22,12 +24,13 @@ use crate::unroll_on_gpu;
 use crate::vector::words;
 use cuda_std::{thread, warp};
 
-/// Words of 32 rows in a stage.
+/// The words of 32 rows in a stage.
 const BLOCK: u32 = STEPS * FRAGMENT;
-/// Words of a copy of 16 bytes.
+/// The words of a 16-byte copy.
 const COPY: u32 = 4;
 
-/// One operand, packed as fragments, from word `start` on. Each of `blocks` blocks of 32 rows has `steps` of them; those before `end` count.
+/// One operand, packed as fragments, starting at word `start`. It has `blocks` blocks of 32 rows
+/// with `steps` steps each. Only steps before `end` are read.
 #[derive(Clone, Copy)]
 pub(super) struct PackedOperand<'p> {
     words: &'p [f32],
@@ -38,14 +41,14 @@ pub(super) struct PackedOperand<'p> {
 }
 
 impl<'p> PackedOperand<'p> {
-    /// The operand of `rows` in `values`, from word `start` on.
+    /// Returns the operand with `rows` rows in `values` that starts at word `start`.
     #[inline(always)]
     pub(super) fn new(values: &'p [u32], start: usize, rows: u32, [steps, end]: [u32; 2]) -> Self {
         Self { words: words(values), start, blocks: rows.div_ceil(ROWS), steps, end }
     }
 
-    /// Starts this thread's copies of a stage, `PASSES` times 16 bytes. The stage has the rows from `first_row` and the steps from
-    /// `first_step` on.
+    /// Starts this thread's copies of a stage: `PASSES` copies of 16 bytes. The stage begins at row
+    /// `first_row` and step `first_step`.
     ///
     /// # Safety
     /// The contract has accepted the operand.
@@ -65,19 +68,21 @@ impl<'p> PackedOperand<'p> {
             let block = if block < self.blocks { block } else { self.blocks - 1 };
             let row = self.start + block as usize * (self.steps as usize * FRAGMENT as usize);
             let from = row + (word % BLOCK) as usize + first_step as usize * FRAGMENT as usize;
-            // SAFETY: 16 bytes of a fragment, which lies inside the operand where its step is before `end`; else nothing is read.
+            // SAFETY: 16 bytes of a fragment. The fragment lies inside the operand if its step is
+            // before `end`; otherwise nothing is read.
             unsafe { part.copy4_or_zero(to, self.words, from, there) };
         });
     }
 }
 
-/// Where this lane's factors start in a stage's part, for the rows from `first_row` on.
+/// Returns the first word of this lane's fragments in an operand's part of a stage, for the rows
+/// from `first_row` on.
 #[inline(always)]
 pub(super) fn start(first_row: u32) -> u32 {
     first_row / ROWS * BLOCK + warp::lane_id() * QUAD
 }
 
-/// This lane's factors of a step, in the `block`th 32 rows from `start` on.
+/// Returns this lane's fragment of a step, in the `block`th 32 rows from `start` on.
 #[inline(always)]
 #[track_caller]
 pub(super) fn read(side: Side, part: SharedTile<f32>, start: u32, step: u32, block: u32) -> Factor {

@@ -1,15 +1,16 @@
-//! What the kernels may use of rust-cuda's `cuda_std`: its paths and signatures, recorded from its main branch
-//! (946c91f, 2026-04-19), over stepscope's own crate of the same API.
+//! The part of rust-cuda's `cuda_std` that the kernels may use: its paths and signatures, over
+//! stepscope's own crate with the same API. They were recorded from its main branch (946c91f,
+//! 2026-04-19).
 //!
-//! Invariant: nothing stands here that rust-cuda has not. What it has and is left out cannot be used: `print` and what its
-//! prelude takes from `alloc`, libdevice's functions (`exp`, `tanh`), and shuffles, which crash libNVVM for `compute_121`
-//! (device/src/warp.rs has its own).
+//! Invariant: everything here exists in rust-cuda. The features omitted here cannot be used:
+//! `print`, the prelude's items from `alloc`, libdevice's functions (`exp`, `tanh`), and shuffles.
+//! Shuffles crash libNVVM for `compute_121` (device/src/warp.rs has its own).
 #![no_std]
 
-// Ours stands in for rust-cuda's attribute.
+// stepscope's attribute takes the place of rust-cuda's.
 pub use ours::kernel;
 
-/// What a kernel's file imports.
+/// The imports of a kernel's file.
 pub mod prelude {
     pub use crate::{kernel, thread};
 }
@@ -52,13 +53,13 @@ recorded! {
 
 /// The warp's lanes.
 pub mod warp {
-    /// This lane's number.
+    /// Returns this lane's number.
     #[inline(always)]
     pub fn lane_id() -> u32 {
         ours::warp::lane_id()
     }
 
-    /// The lanes that are here.
+    /// Returns the lanes that currently run together.
     #[inline(always)]
     pub fn activemask() -> u32 {
         ours::warp::activemask()
@@ -70,35 +71,36 @@ pub mod warp {
     /// Every lane in `mask` makes this call, and the caller is among them.
     #[inline(always)]
     pub unsafe fn sync_warp(mask: u32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller meets the requirements.
         unsafe { ours::warp::sync_warp(mask) }
     }
 
-    /// Whether every lane in `mask` gave true.
+    /// Returns true if every lane in `mask` passed true.
     ///
     /// # Safety
     /// Every lane in `mask` makes this call, and the caller is among them.
     #[inline(always)]
     pub unsafe fn warp_vote_all(mask: u32, predicate: bool) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller meets the requirements.
         unsafe { ours::warp::warp_vote_all(mask, predicate) }
     }
 }
 
-/// What ours calls first; rust-cuda's own calls nothing, and its kernels wait for none before them.
+/// The function that stepscope's attribute calls first. rust-cuda's attribute calls nothing, and
+/// its kernels do not wait for previous ones.
 #[doc(hidden)]
 pub mod grid {
-    /// Nothing.
+    /// Does nothing.
     ///
     /// # Safety
-    /// None is needed.
+    /// There are no requirements.
     #[inline(always)]
     pub unsafe fn begin() {}
 }
 
 /// The block's dynamic shared memory.
 pub mod shared {
-    /// Its start, 16-byte aligned.
+    /// Returns its start, 16-byte aligned.
     #[inline(always)]
     pub fn dynamic_shared_mem<T>() -> *mut T {
         ours::shared::dynamic_shared_mem()
@@ -107,10 +109,10 @@ pub mod shared {
 
 /// The part of rust-cuda's trait that is exact.
 pub trait GpuFloat: Copy + PartialOrd {
-    /// `fma.rn`.
+    /// Returns `self * a + b`, rounded once (`fma.rn`).
     #[must_use]
     fn mul_add(self, a: Self, b: Self) -> Self;
-    /// `sqrt.rn`.
+    /// Returns the square root, correctly rounded (`sqrt.rn`).
     #[must_use]
     fn sqrt(self) -> Self;
 }
